@@ -900,8 +900,8 @@ MUTANTS = (
     Mutant(
         "load: values of files are compared between ranks",
         "ebbtide/load/checkpoint.py",
-        "found.update(_middle(self.entries[name]))",
-        "pass",
+        "_middle_of_file(self.entries[name]) if value is None else _middle_of_value(value)",
+        'b""',
         ("tests/unit/load/test_checkpoint.py",),
     ),
     Mutant(

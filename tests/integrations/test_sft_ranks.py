@@ -119,6 +119,6 @@ def test_another_number_of_ranks_goes_on_and_says_so(
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         main(config)
-    assert f"{checkpoint} was written with processes 2 and is resumed with processes 1" in caplog.text
+    assert f"{checkpoint} was written with processes 2, " in caplog.text
     events = [json.loads(line) for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == [3, 4]

@@ -247,6 +247,8 @@ class Admission(RunRecord):
             narrow: As ``narrower`` returned it.
         """
         engine, wide = self.engine, base.dtype
+        if entry.site in engine.trust.demoted:
+            return False
         small = narrowed(base, narrow.dtype)
         widened = Expr(lambda x: x.to(wide), (), key=("cast", wide))
         if not engine.trust.holds((self.block.name, None), entry, widened, base, lambda: small.to(wide)):

@@ -62,9 +62,12 @@ class CheckpointEntry:
 
 
 def state_of(fd: int) -> tuple[int, ...]:
-    """Return what changes if an open file is written, replaced or cut."""
+    """Return what changes if an open file is written, replaced or cut.
+
+    Not what another owner or link changes, and not the inode, which some network file systems number anew.
+    """
     found = os.fstat(fd)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return found.st_size, found.st_mtime_ns
 
 
 def read_header(path: Path) -> dict[str, CheckpointEntry]:
@@ -79,7 +82,7 @@ def read_header(path: Path) -> dict[str, CheckpointEntry]:
     try:
         with path.open("rb") as file:
             state = state_of(file.fileno())
-            total_bytes = state[2]
+            total_bytes = state[0]
             first = file.read(8)
             length_bytes = int.from_bytes(first, "little")
             if len(first) < 8:
@@ -125,7 +128,7 @@ def _entries(
     path: Path, header: Mapping[str, Any], data_bytes: int, state: tuple[int, ...]
 ) -> dict[str, CheckpointEntry]:
     """Check every entry, and that the tensors tile the file's data."""
-    total_bytes = state[2]
+    total_bytes = state[0]
     entries: dict[str, CheckpointEntry] = {}
     spans: list[tuple[int, int, str]] = []
     for name, described in header.items():

@@ -29,7 +29,7 @@ from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
-from ebbtide.load.targets import Target, attach, targets_of
+from ebbtide.load.targets import Target, attach, check_attributes, targets_of
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.pages import use_huge_pages
 
@@ -143,6 +143,7 @@ class Loading:
         """Check the arguments and see what is there for this rank."""
         loaded = self._weights is None and self.options.source != "initialise" and is_loaded(self.model)
         check_model(self.model, loaded=loaded)
+        check_attributes(self.model)
         self._rebinding = Rebinding(self.model, optimizer)
         if loaded:
             self._weights = values_of(self.model)

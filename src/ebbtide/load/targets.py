@@ -309,11 +309,8 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
 
 
 def attach(model: nn.Module, targets: Sequence[Target]) -> None:
-    """Put loaded memory into the model.
-
-    Raises:
-        ConfigError: The model has tensors on meta that are neither parameters nor buffers.
-    """
+    """Put loaded memory into the model."""
+    attached: dict[int, torch.Tensor] = {}
     for target in targets:
         if target.old is None:
             continue  # a flat parameter's memory was written in place
@@ -323,20 +320,29 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
             value.__dict__.update(target.old.__dict__)
         for module, name, is_buffer in target.owners:
             (module._buffers if is_buffer else module._parameters)[name] = value
+        attached[id(target.old)] = value
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if id(value) in attached:  # a second name of a parameter or buffer
+                vars(module)[name] = attached[id(value)]
     with torch.no_grad():
         for param in fsdp2_params(model):
             param.reset_sharded_param()
-    _check_attributes(model)
 
 
-def _check_attributes(model: nn.Module) -> None:
-    """Raise if a tensor on meta is a plain attribute: nothing can give it values, and a forward would fail."""
+def check_attributes(model: nn.Module) -> None:
+    """Raise if a tensor on meta is a plain attribute: nothing can give it values, and a forward would fail.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for prefix, module in model.named_modules():
         kept = [*module._parameters, *module._buffers]
         for name, value in vars(module).items():
             # Weight norm, spectral norm and pruning compute such an attribute of weight_g, weight_orig, ...
             computed = any(other.startswith(f"{name}_") for other in kept)
-            if isinstance(value, torch.Tensor) and value.is_meta and not computed:
+            if isinstance(value, torch.Tensor) and value.is_meta and not computed and id(value) not in owned:
                 raise ConfigError(
                     f"{plain_name(f'{prefix}.{name}' if prefix else name)!r} is on meta, and neither a parameter nor a "
                     "buffer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import random
@@ -63,7 +64,7 @@ def classes_of(modules: Iterable[nn.Module]) -> list[type]:
 
 def values_named_in(function: types.FunctionType) -> Iterator[Any]:
     """Yield the globals and the variables of enclosing functions that a function names, or one inside of it."""
-    for name in names_in(function.__code__):
+    for name in _globals_in(function.__code__):
         if name in function.__globals__:
             yield from _with_owner(function.__globals__[name])
     for cell in function.__closure__ or ():
@@ -71,6 +72,14 @@ def values_named_in(function: types.FunctionType) -> Iterator[Any]:
             yield from _with_owner(cell.cell_contents)
         except ValueError:  # an unbound name
             continue
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals that a function's code reads, and that of functions inside of it; no attributes."""
+    found = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return tuple(dict.fromkeys([*found, *(name for part in inner for name in _globals_in(part))]))
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

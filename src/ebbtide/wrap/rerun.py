@@ -44,6 +44,8 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
 
+_TOO_MUCH = "can reach more containers, elements or bytes of writeable arrays than are restored for a second forward"
+
 _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
 _MUST_KEEP_BYTES = 2**62
 """Of blocks of which nothing can be recomputed: a plan that checkpoints none of these sizes checkpoints none. Every
@@ -109,6 +111,8 @@ class Reruns:
                 return allowed
         elif allowed:
             return True
+        elif again:  # it was decided with others, and nothing was seen of this kind since
+            self._votes.stop(block.kind, module, groups, self._refused.get(block.kind, "got inference tensors"))
         return tried and self.able(block, module, args, kwargs)
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -142,7 +146,7 @@ class Reruns:
         if state.generators:  # a block may get one at any time
             self._refuse(block.kind, _ADVANCES)
         if state.too_much:
-            self._refuse(block.kind, "can reach too much for all of it to be restored for a second forward")
+            self._refuse(block.kind, _TOO_MUCH)
         return state
 
     @contextmanager

@@ -95,7 +95,7 @@ class State:
             kind = type(value)
             what = role(kind)
             if what in (Role.DICT, Role.CONTAINER, Role.TUPLE):
-                left -= len(value)
+                left -= _length(value)
                 if left < 0:
                     return True
             match what:
@@ -265,6 +265,12 @@ def _copied(container: Any) -> Any:
     if base is not None:
         return base.copy(container)
     return list(container) if isinstance(container, deque) else container.copy()
+
+
+def _length(container: Any) -> int:
+    """Return the number of elements of a container, by the built-in methods and not those of a subclass."""
+    base: Any = next(base for base in (dict, list, set, deque, tuple) if isinstance(container, base))
+    return base.__len__(container)
 
 
 def _ids(container: Any) -> list[int]:

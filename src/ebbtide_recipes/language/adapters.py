@@ -109,10 +109,12 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
     set_seed(config.seed)
     with standing_in(model):
         if config.adapters is None:
-            return cast("PeftModel", get_peft_model(model, made))
+            return _in_float32(cast("PeftModel", get_peft_model(model, made)), config)
         folder = str(Path(config.adapters).expanduser())
         try:
-            return PeftModel.from_pretrained(model, folder, config=made, is_trainable=True, torch_device="cpu")
+            return _in_float32(
+                PeftModel.from_pretrained(model, folder, config=made, is_trainable=True, torch_device="cpu"), config
+            )
         except (RuntimeError, ValueError, OSError, SafetensorError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -121,6 +123,18 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
                 expected="adapters that were trained on this model",
                 hint="see base_model_name_or_path in their adapter_config.json",
             ) from error
+
+
+def _in_float32(model: PeftModel, config: LanguageConfig) -> PeftModel:
+    """Convert what is trained besides adapters, in mixed precision: copies of modules and biases have the base's type.
+
+    accelerate does it under FSDP, which gathers a block's parameters in one piece.
+    """
+    if config.bf16 and config.fsdp_strategy == "none":
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+    return model
 
 
 def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:

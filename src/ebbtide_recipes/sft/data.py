@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import media
-from ebbtide_recipes.sft.roles import check_learned
+from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
     answer_apart,
@@ -151,4 +151,10 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else made)
+    if unknown := unknown_in(part):
+        LOGGER.warning(
+            "data set %r has messages of the roles %s: a chat template that does not know them leaves them out; "
+            "hint: known to most are %s",
+            *(name, ", ".join(unknown), ", ".join(KNOWN)),
+        )
     return part

@@ -2,16 +2,18 @@
 
 [Note: roles]
 Most templates silently drop a message whose role they do not know, and with it what should be learned. Other programs'
-names are mapped: ShareGPT's, and ms-swift's ``tool_call`` and ``tool_response``. A call of a tool becomes part of an
-assistant's message, as OpenAI writes it, and calls in a row become one message.
+names are mapped: ShareGPT's, and ms-swift's ``tool_call`` and ``tool_response``; other roles, which a few templates
+know, stay and are named in a warning. A call of a tool becomes part of an assistant's message, as OpenAI writes it, and
+calls in a row become one message.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from ebbtide.base.errors import DataError, nearest
+from ebbtide.base.errors import DataError
 from ebbtide_recipes.skeleton.rows import Row
 
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -25,11 +27,10 @@ ALIASES = {
     "tool_response": "tool",
     "function": "tool",
     "function_response": "tool",
-    "ipython": "tool",
 }
 CALLS = ("tool_call", "function_call")
 """Roles of messages that are calls of tools, as JSON."""
-_NOT_LEARNED = ("loss", "weight")
+NOT_LEARNED = ("loss", "weight")
 """Fields by which other programs leave a message out of the loss."""
 
 
@@ -41,7 +42,7 @@ def with_known_roles(messages: list[Row], where: str) -> list[Row]:
         where: The row and its data set, for errors.
 
     Raises:
-        DataError: A role is not known, or a call of a tool cannot be read.
+        DataError: A call of a tool cannot be read.
     """
     made: list[Row] = []
     for message in messages:
@@ -54,15 +55,16 @@ def with_known_roles(messages: list[Row], where: str) -> list[Row]:
             else:
                 made[-1] = {**last, "tool_calls": [*(last.get("tool_calls") or ()), *calls]}
             continue
-        known = ALIASES.get(role, role)
-        if known not in KNOWN:
-            raise DataError(
-                f"{where} has a message of the role {role!r}",
-                expected=f"one of {', '.join((*KNOWN, *ALIASES, *CALLS))}",
-                hint=nearest(role, (*KNOWN, *ALIASES, *CALLS), count=1) or "most chat templates drop other roles",
-            )
+        known = ALIASES.get(role.lower(), role)
+        known = known.lower() if known.lower() in KNOWN else known
         made.append(message if known == role else {**message, "role": known})
     return made
+
+
+def unknown_in(rows: Iterable[Row]) -> list[str]:
+    """Return the roles in normalized rows that few chat templates know, sorted."""
+    columns = (row.get(column) for row in rows for column in ("messages", "prompt", "completion"))
+    return sorted({str(m["role"]) for messages in columns if isinstance(messages, list) for m in messages} - {*KNOWN})
 
 
 def check_learned(row: Row, where: str) -> None:
@@ -78,7 +80,9 @@ def check_learned(row: Row, where: str) -> None:
     for column in ("messages", "completion"):
         messages = row.get(column)
         for message in messages if isinstance(messages, list) else []:
-            name = next((n for n in _NOT_LEARNED if message.get(n) not in (None, 1)), None)
+            if message.get("role") != "assistant":
+                continue
+            name = next((n for n in NOT_LEARNED if message.get(n) not in (None, 1)), None)
             if name is not None:
                 raise DataError(
                     f"{where} has a message with {name!r}: {message[name]!r}",
@@ -94,14 +98,22 @@ def _calls(content: Any, where: str) -> list[Row]:
     except ValueError:
         found = None
     listed = found if isinstance(found, list) else [found]
-    for call in listed:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise DataError(
-                f"{where} has the call of a tool {content!r:.80}",
-                expected="JSON with its name and arguments",
-                hint='such as {"name": "light", "arguments": {"on": true}}',
-            )
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
-        for call in listed
-    ]
+    return [_call(call, content, where) for call in listed]
+
+
+def _call(found: Any, content: Any, where: str) -> Row:
+    """Return one call in OpenAI's form; it may have that form, and its arguments may be JSON in a text."""
+    call = found.get("function", found) if isinstance(found, dict) else {}
+    arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        raise DataError(
+            f"{where} has the call of a tool {content!r:.80}",
+            expected="JSON with its name and arguments",
+            hint='such as {"name": "light", "arguments": {"on": true}}',
+        )
+    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}

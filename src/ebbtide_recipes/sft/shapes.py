@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ebbtide.base.errors import DataError, nearest
-from ebbtide_recipes.sft.roles import with_known_roles
+from ebbtide_recipes.sft.roles import NOT_LEARNED, with_known_roles
 from ebbtide_recipes.skeleton.rows import Row
 
 PAIRS = (("question", "answer"), ("query", "response"), ("instruction", "output"))
@@ -306,7 +306,10 @@ def _chat(row: Row) -> Row:
         raise TypeError(f"{messages!r:.60} is no list of messages")
     return {
         "messages": [
-            _message(m["from"], m["value"]) if "from" in m and "role" not in m else _present(m) for m in messages
+            _message(m["from"], m["value"]) | {name: m[name] for name in NOT_LEARNED if name in m}
+            if "from" in m and "role" not in m
+            else _present(m)
+            for m in messages
         ]
     }
 

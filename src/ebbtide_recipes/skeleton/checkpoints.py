@@ -31,8 +31,8 @@ SEAL = "ebbtide.json"
 LATEST = ("latest", "last", "true")
 """What ``--resume_from_checkpoint`` may say in place of a folder."""
 
-_ORDER = ("seed", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing")
-"""Flags that the order of rows depends on, or which rows are there."""
+_ORDER = ("seed", "packing")
+"""Flags that the order of rows depends on."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
@@ -83,6 +83,9 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int, rows
 def _order(config: RecipeConfig, processes: int, rows: int | None) -> dict[str, Any]:
     """Return what the order of rows depends on, by name; what the recipe has."""
     found = {name: getattr(config, name) for name in _ORDER if hasattr(config, name)}
+    found["rows of a step"] = processes * config.per_device_train_batch_size * config.gradient_accumulation_steps
+    if found.get("packing"):  # else the number of rows tells if some are too long
+        found["max_length"] = getattr(config, "max_length", None)
     return {"processes": processes, **found, **({} if rows is None else {"rows": rows})}
 
 

@@ -399,6 +399,10 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_named(path: Path) -> None:
     model.norm.table = torch.ones(3, device="meta")
     with pytest.raises(ConfigError, match=r"'norm\.table' is on meta.*\nhint: .*init_empty_weights"):
         ebbtide.load_sharded(model, path)
+    assert all(parameter.is_meta for parameter in model.parameters()), "found before anything was read"
+    del model.norm.table
+    model.norm.__dict__["second"] = model.norm.weight  # another name for it
+    assert ebbtide.load_sharded(model, path).norm.__dict__["second"] is model.norm.weight
     with torch.device("meta"):
         normed = nn.utils.spectral_norm(nn.Linear(4, 10))  # computes its weight from another in each forward
     values = {key: value.clone() for key, value in nn.utils.spectral_norm(nn.Linear(4, 10)).state_dict().items()}

@@ -96,7 +96,8 @@ def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert checkpoints.find(config, world_size=2) is not None
         assert caplog.text == ""
         assert checkpoints.find(config, world_size=1) is not None
-    assert "was written with processes 2 and is resumed with processes 1" in caplog.text
+    two, one = ("processes 2, rows of a step 2", "processes 1, rows of a step 1")
+    assert f"was written with {two} and is resumed with {one}" in caplog.text
 
 
 def test_other_rows_seeds_and_batches_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,12 +107,12 @@ def test_other_rows_seeds_and_batches_are_told_of(tmp_path: Path, caplog: pytest
     changed = SftConfig(**config, seed=7, per_device_train_batch_size=2)
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         checkpoints.find(SftConfig(**config), world_size=2, rows=40)
+        checkpoints.find(
+            SftConfig(**config, max_length=64), world_size=2, rows=40
+        )  # cuts rows, and leaves them in order
         assert caplog.text == ""
         checkpoints.find(changed, world_size=2, rows=39)
-        before, now = (
-            "seed 42, per_device_train_batch_size 1, rows 40",
-            "seed 7, per_device_train_batch_size 2, rows 39",
-        )
+        before, now = "seed 42, rows of a step 2, rows 40", "seed 7, rows of a step 4, rows 39"
         assert f"was written with {before} and is resumed with {now}: the order of rows" in caplog.text
         caplog.clear()
         seal = json.loads((folder / checkpoints.SEAL).read_text())

@@ -178,10 +178,10 @@ def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"role": "asistant", "content": "a"}, "has a message of the role 'asistant'.*\nhint: .*assistant"),
         ({"role": "tool_call", "content": "light"}, "has the call of a tool 'light'"),
         ({"role": "assistant", "content": "a", "loss": False}, "has a message with 'loss': False"),
         ({"role": "assistant", "content": "a", "weight": 0}, "has a message with 'weight': 0"),
+        ({"from": "gpt", "value": "a", "weight": 0}, "has a message with 'weight': 0"),
     ],
 )
 def test_messages_that_would_be_dropped_or_learned_in_spite_of_the_file_are_refused(
@@ -190,6 +190,28 @@ def test_messages_that_would_be_dropped_or_learned_in_spite_of_the_file_are_refu
     name = write(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}, {"messages": [USER, message, ASSISTANT]}])
     with pytest.raises(DataError, match=f"(?s)row 2 of .* {said}"):
         load(name)
+
+
+def test_roles_that_few_templates_know_are_kept_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"messages": [{**USER, "role": "User", "loss": False}, {"role": "documents", "content": "d"}, ASSISTANT]}]
+    made = load(write(tmp_path / "rows.jsonl", rows))
+    assert [message["role"] for message in made[0]["messages"]] == ["user", "documents", "assistant"]
+    assert "has messages of the roles documents" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "light", "arguments": {"on": True}},
+        {"name": "light", "arguments": '{"on": true}'},
+        {"type": "function", "function": {"name": "light", "arguments": '{"on": true}'}},
+    ],
+)
+def test_arguments_of_calls_are_objects_whatever_the_file_has(tmp_path: Path, call: dict) -> None:
+    messages = [USER, {"role": "tool_call", "content": json.dumps(call)}, ASSISTANT]
+    made = load(write(tmp_path / "rows.jsonl", [{"messages": messages}]))
+    (found,) = made[0]["messages"][1]["tool_calls"]
+    assert found["function"] == {"name": "light", "arguments": {"on": True}}
 
 
 def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:

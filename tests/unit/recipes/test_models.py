@@ -278,6 +278,8 @@ def test_adapters_on_weights_in_bfloat16_are_float32(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         patched.setattr("torch.accelerator.is_available", lambda: True)
         model = outline().to_empty(device="cpu").to(getattr(torch, dtype_name(config)))
-    made = adapters.put_on(model, adapters.chosen(config, outline()), config)
+    settings = adapters.chosen(config, outline())
+    settings.modules_to_save, settings.bias = ["lm_head"], "all"  # copies of the base's
+    made = adapters.put_on(model, settings, config)
     dtypes = {trained: {p.dtype for p in made.parameters() if p.requires_grad is trained} for trained in (True, False)}
     assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}

@@ -76,7 +76,7 @@ HINT = (
     ("around", "found"),
     [
         (taken, "tests.helpers.oracle.Oracle._pack"),
-        (taken_and_checkpointed, "what a checkpoint keeps is a builtins.tuple"),
+        (taken_and_checkpointed, "what a checkpoint keeps is a tests.helpers.oracle._Copy"),
         (
             lambda *args: taken_and_checkpointed(*args, reentrant=True),
             "tests.helpers.oracle.Oracle._pack",

@@ -708,3 +708,18 @@ class Reaches(Block):
 
 def test_a_block_that_reaches_too_much_is_not_checkpointed() -> None:
     check_checkpointed(lambda: blocks(Reaches), squares, 0)
+
+
+data = itertools.count()
+"""Has the name of an attribute that ``ReadsData`` reads."""
+
+
+class ReadsData(Block):
+    """Reads an attribute of the name of a generator of its file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.data.mean() * 0
+
+
+def test_an_attribute_is_not_the_global_of_its_name() -> None:
+    assert train(lambda: blocks(ReadsData), squares, 3, policy=Above())[1].checkpointed_blocks == 3

@@ -160,6 +160,19 @@ def test_a_long_list_is_too_much_and_not_copied(kind: Callable[[range], Any]) ->
     assert state.too_much and not any(held is block.numbers for held, _ in state._held)
 
 
+class Lazy(dict):
+    """Counts what it holds when it is read."""
+
+    def __len__(self) -> int:
+        raise TypeError("not read yet")
+
+
+def test_the_length_of_a_container_is_not_asked_of_a_class_of_the_program() -> None:
+    block = _block()
+    block.table = Lazy(a=1)
+    assert not State(block.modules()).too_much
+
+
 def test_a_file_counts_only_as_an_attribute_of_a_module() -> None:
     block = _block()
     block.out = sys.stdout
