@@ -92,8 +92,8 @@ class RecipeConfig:
         nan_loss: If the loss or its gradients are not finite: stop the run, or skip the step.
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, with --fp16, and with --bf16 for weights
             that are trained; else bfloat16.
-        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision); adapters are float32, on
-            4-bit weights bfloat16.
+        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision); adapters are float32,
+            on 4-bit weights bfloat16.
         fp16: Compute in float16 where it is safe, with loss scaling; needs an accelerator.
         lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters.
