@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from trl import apply_chat_template
 
@@ -98,7 +99,7 @@ class MediaCollator:
         Raises:
             DataError: A file cannot be read or sampled, or a row is too long for its files.
         """
-        texts = [apply_chat_template(_bare(row), self.processor) for row in rows]
+        texts = [self._rendered(row) for row in rows]
         prompts = [text.get("text", text.get("prompt", "")) for text in texts]
         batch = self._processed(rows, prompts)
         lengths = batch["attention_mask"].sum(1).tolist()
@@ -127,6 +128,7 @@ class MediaCollator:
             return
         from datasets import Image, List
 
+        LOGGER.info("looking at the sizes of the images of %d rows", len(dataset))
         unread = dataset.cast_column("images", List(Image(decode=False)))
         misjudged = 0
         for number, row in enumerate(unread):
@@ -146,7 +148,7 @@ class MediaCollator:
     def _seems_to_fit(self, row: Row) -> bool:
         """Whether a row with images is short enough, by the sizes of the images."""
         processor: Any = self.processor
-        text = apply_chat_template(_bare(row), processor)
+        text = self._rendered(row)
         sizes = [_size_of(image) for image in row["images"]]
         counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens if sizes else ())
         ids: list[int] = []
@@ -170,6 +172,13 @@ class MediaCollator:
         if name == "input_ids":
             return torch.cat([head, tail])
         return torch.cat([head, torch.full_like(tail, int(name == "attention_mask"), dtype=head.dtype)])
+
+    def _rendered(self, row: Row) -> Row:
+        """Return the texts of a row, as the chat template writes them."""
+        try:
+            return apply_chat_template(_bare(row), self.processor)
+        except TemplateError as error:
+            raise refused_by_template(row[WHERE], error) from error
 
     def _places(self) -> set[int]:
         """Return the tokens in whose places a model puts its features of files."""
@@ -293,6 +302,15 @@ def _bare(row: Row) -> Row:
 
 def _listed(rows: Sequence[Row]) -> str:
     return rows[0][WHERE] if len(rows) == 1 else f"one of {', '.join(row[WHERE] for row in rows)}"
+
+
+def refused_by_template(where: str, error: TemplateError) -> DataError:
+    """Return the error of a chat that the model's template does not render."""
+    return DataError(
+        f"the model's chat template refuses {where}: {error}",
+        expected="messages in the order and the roles that the template knows",
+        hint="some templates take no system message, and some no chat that the assistant begins",
+    )
 
 
 def _first_line(error: Exception) -> str:

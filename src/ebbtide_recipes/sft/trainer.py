@@ -11,7 +11,7 @@ from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
 
 from ebbtide.base.errors import DataError
-from ebbtide_recipes.sft.collator import MediaCollator
+from ebbtide_recipes.sft.collator import MediaCollator, refused_by_template
 from ebbtide_recipes.sft.media import KINDS, WHERE
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
@@ -97,11 +97,7 @@ def build(
             processing_class=processor,
         )
     except TemplateError as error:
-        raise DataError(
-            f"the model's chat template refuses {_refused((dataset, evaluation), processor)}: {error}",
-            expected="messages in the order and the roles that the template knows",
-            hint="some templates take no system message, and some no chat that the assistant begins",
-        ) from error
+        raise refused_by_template(_refused((dataset, evaluation), processor), error) from error
     if config.truncation == "error" and collator is None:
         for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
             if part is not None:
