@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
@@ -106,14 +106,17 @@ class Reruns:
                 # A doubt ends nothing that all have decided: no other rank need have it.
                 allowed = allowed or self._repeatable(block.kind, args, kwargs)
                 if not allowed:
-                    why = self._refused.get(block.kind, "got inference tensors")
-                    self._votes.stop(block.kind, module, groups, why)
+                    self._stop(block.kind, module, groups)
                 return allowed
         elif allowed:
             return True
         elif again:  # it was decided with others, and nothing was seen of this kind since
-            self._votes.stop(block.kind, module, groups, self._refused.get(block.kind, "got inference tensors"))
+            self._stop(block.kind, module, groups)
         return tried and self.able(block, module, args, kwargs)
+
+    def _stop(self, kind: str, module: nn.Module, groups: Sequence[tuple[int, ...]]) -> None:
+        """Let the ranks that decided to checkpoint a kind know that this one can not, and why."""
+        self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors"))
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed.

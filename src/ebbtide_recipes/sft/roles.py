@@ -55,8 +55,8 @@ def with_known_roles(messages: list[Row], where: str) -> list[Row]:
             else:
                 made[-1] = {**last, "tool_calls": [*(last.get("tool_calls") or ()), *calls]}
             continue
-        known = ALIASES.get(role.lower(), role)
-        known = known.lower() if known.lower() in KNOWN else known
+        lower = role.lower()
+        known = ALIASES.get(lower, lower if lower in KNOWN else role)
         made.append(message if known == role else {**message, "role": known})
     return made
 

@@ -254,13 +254,14 @@ class Reduced(torch.autograd.Function):
     """Changes its input where no version tells, as a reduction among ranks does, and returns it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.data.mul_(2)
+    def forward(ctx: Any, x: Tensor, factor: float = 2.0) -> Tensor:
+        ctx.factor = factor
+        x.data.mul_(factor)
         return x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * 2
+        return gradients[0] * ctx.factor, None
 
 
 @case
@@ -298,23 +299,10 @@ def numbers_that_are_none_in_another_order(v: Leaves, block: Opener, step: int) 
         return [(turned * turned).nansum(), turned.nan_to_num(), (wide * wide).nansum(), wide.nan_to_num()]
 
 
-class Tenth(torch.autograd.Function):
-    """Changes its input by a little, where no version tells, and returns it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.data.mul_(1.1)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
 @case
 def what_was_cast_up_and_reduced_by_a_function(v: Leaves, block: Opener, step: int) -> list[Tensor]:
     with block(v["x"]):
-        wide = Tenth.apply((v["x"].bfloat16() @ v["half"]).float())
+        wide = Reduced.apply((v["x"].bfloat16() @ v["half"]).float(), 1.1)
         return [wide * wide]
 
 
