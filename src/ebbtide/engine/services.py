@@ -52,6 +52,10 @@ class Services(Protocol):
         """Close the store if the engine was closed and no graph needs it any more."""
         ...
 
+    def unpack(self, ticket: Any) -> torch.Tensor:
+        """Return the tensor of a ticket: the unpack hook."""
+        ...
+
     def let_go_after(self, task: int, reference: weakref.ref[Any]) -> None:
         """When a backward ends, set ``restored`` of an object to None."""
         ...

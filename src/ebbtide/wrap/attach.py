@@ -28,7 +28,7 @@ from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, under_fsdp1, weights_of
-from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed, runs_again
+from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
@@ -48,6 +48,7 @@ from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
+from ebbtide.wrap.secondrun import runs_again
 from ebbtide.wrap.strategy import running_ddp, weights_move
 from ebbtide.wrap.threads import SerialCalls, serially
 from ebbtide.wrap.tree import Tree
@@ -243,7 +244,7 @@ class Attachment:
             with hooks as run:
                 with self._reruns.watched(run, scope.module, state, args, kwargs):
                     if checkpointed:
-                        context, saved = ForwardContext(scope.module, run, state), run.tally.input_bytes
+                        context, saved = ForwardContext(scope.module, run, inputs, state), run.tally.input_bytes
                         output = run_checkpointed(forward, args, kwargs, context, run, seen.unique_for(saved))
                     else:
                         output = self._followed_call(scope, run, forward, args, kwargs)

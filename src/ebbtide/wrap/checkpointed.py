@@ -1,48 +1,36 @@
 """Checkpointed blocks: their forward is repeated in backward, in the context of the first.
 
-[Note: a second run] Gradients are right only if the second forward computes the same values. torch's checkpoint
-restores autocast and the default random generators. The rest is restored here: Python's and numpy's random state,
-everything that the block's modules can reach (see [Note: state]: the parameters and adapters of that time, counters,
-memories), ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the
-modules are checked for changes: see [Note: watched weights].
-
-[Note: checked checkpoints]
-Tensors that torch's checkpoint saves in the first forward pass through our hooks, which record their version and a
-fingerprint. In backward both are compared with those of the second forward: an in-place change that ordinary autograd
-rejects is rejected, and a second forward with other values is an error before any gradient is computed from it.
+[Note: a second run] Gradients are right only if the second forward computes the same values. So what it depends on is
+restored: autocast, the default device, the states of torch's, Python's and numpy's random generators, everything that
+the block's modules can reach (see [Note: state]: the parameters and adapters of that time, counters, memories),
+``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules are
+checked for changes: see [Note: watched weights].
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import sys
-import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample
 from ebbtide.engine.guard import Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
-from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
+from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 
 _SDPA = ("flash", "mem_efficient", "math", "cudnn")
-
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-
-_SEEDS = 2
-"""Most numbers that attention saves of its random state."""
 
 
 class ForwardContext:
@@ -51,10 +39,13 @@ class ForwardContext:
     Args:
         module: The block.
         run: Its run.
+        inputs: Its input tensors.
         state: Contents of its modules now, if known.
     """
 
-    def __init__(self, module: nn.Module, run: BlockRun, state: State | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, run: BlockRun, inputs: Sequence[torch.Tensor], state: State | None = None
+    ) -> None:
         self._run = run
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
@@ -65,8 +56,9 @@ class ForwardContext:
                 watched = engine.guard.watch(tensor, tensor._version, compared=run.compared)
                 self._watched.append((tensor, watched))
         self._moved = moved
-        self._random = _random_states()
-        self._numerics, self._kernels = current_numerics(), _attention_kernels()
+        self._devices = {x.device: x for x in inputs if x.device.type not in ("cpu", "meta")}
+        self._random, self._casts = _RandomStates.now(self._devices), _casts(self._devices)
+        self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     @contextmanager
     def back(self) -> Generator[None]:
@@ -77,19 +69,25 @@ class ForwardContext:
         """
         instead = self._check_tensors()
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
-        randoms, kernels, numerics = _random_states(), _attention_kernels(), NumericsChange()
+        randoms, kernels, numerics = _RandomStates.now(self._devices), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
             _set_flags(self._flags)
-            _set_random(self._random)
+            self._random.restore(now=randoms)
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
-            yield
+            with ExitStack() as modes:
+                if self._casts != _casts(self._devices):
+                    for device_type, (enabled, dtype, cached) in self._casts.items():
+                        modes.enter_context(torch.autocast(device_type, dtype, enabled, cached))
+                if self._device_mode is not None:
+                    modes.enter_context(self._device_mode)
+                yield
         finally:
             now.put_back(tensors=not self._moved)
             _set_flags(flags)
-            _set_random(randoms)
+            randoms.restore()
             _set_attention_kernels(kernels)
             numerics.undo()
 
@@ -115,10 +113,7 @@ def run_checkpointed(
     run: BlockRun,
     saved_bytes: int,
 ) -> Any:
-    """Run a block under a checkpoint. Its inputs are saved, and offloaded by the open hooks.
-
-    Tensors are passed as positional arguments: the checkpoint itself would hold those passed by name or in a list. The
-    first forward gets the caller's objects; lists and dictionaries of the second are copies.
+    """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 
     Args:
         forward: The block's forward.
@@ -128,137 +123,12 @@ def run_checkpointed(
         run: The block's run.
         saved_bytes: Bytes that such a block saves without a checkpoint.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    first_call = [(args, kwargs)]
-
-    def flat(*arguments: Any) -> Any:
-        if first_call:
-            first_args, first_kwargs = first_call.pop()
-            hooks = _Checked(run)
-            with saved_tensors_hooks(hooks.pack, hooks.unpack):
-                return forward(*first_args, **first_kwargs)
-        again_args, again_kwargs = tree_unflatten(list(arguments), spec)
-        with context.back():
-            try:
-                return forward(*again_args, **again_kwargs)
-            except RuntimeError as error:
-                # Torch ends a second run with an exception once it has all tensors. TorchScript replaces an exception
-                # that passes through it by another. Torch itself raises if tensors are missing.
-                if "TorchScript interpreter" not in str(error):
-                    raise
-                return None
-
-    # Our hooks compare versions and bytes, more than torch's check of shapes.
+    second = SecondRun(run, forward, args, kwargs, context.back)
     try:
-        return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
+        with saved_tensors_hooks(second.pack, second.unpack):
+            return forward(*args, **kwargs)
     finally:
         run.add_checkpointed(saved_bytes)
-
-
-class _Packed:
-    """A saved tensor as torch's checkpoint packed it, with its version and fingerprint."""
-
-    __slots__ = ("__weakref__", "dtype", "fingerprint", "held", "probe", "restored", "size", "stride", "version")
-
-    def __init__(
-        self, held: Any, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | bytes | None
-    ) -> None:
-        self.held, self.probe, self.fingerprint = held, probe, fingerprint
-        self.version = 0 if probe is None else probe._version
-        self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tensor.shape
-        self.stride = tensor.stride() if type(fingerprint) is bytes else ()
-        self.restored: torch.Tensor | None = None  # for a function that reads it again in the same backward
-
-
-class _Checked:
-    """Hooks around those of torch's checkpoint. See [Note: checked checkpoints].
-
-    Args:
-        run: The block's run.
-    """
-
-    def __init__(self, run: BlockRun) -> None:
-        self._run = run
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-        self._pack, self._unpack = top
-        self._sampled = run.compared is Compared.SAMPLE
-        self._empty = torch.empty(0, device="cpu")  # whatever the default device
-
-    def pack(self, tensor: torch.Tensor) -> _Packed | LightTicket:
-        run, held = self._run, self._pack(tensor)
-        if run.weights.include(tensor):
-            place = "(block)", run.block.name
-            return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
-        if self._sampled and tensor.dtype in _FLOATS and not tensor.is_inference():  # of the host, all are values
-            sample = host_sample(tensor)
-            if sample is not None:
-                probe = tensor.detach()
-                probe.data = self._empty  # [Note: version probe]
-                return _Packed(held, tensor, probe, sample)
-        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
-        probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
-        fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
-        return _Packed(held, tensor, probe, fingerprint)
-
-    def unpack(self, packed: _Packed | LightTicket) -> torch.Tensor:
-        if isinstance(packed, LightTicket):
-            return packed.read()
-        block, fingerprint = self._run.block.name, packed.fingerprint
-        if packed.probe is not None and packed.probe._version != packed.version:
-            raise modified_error(packed.dtype, packed.size, packed.probe._version, packed.version, f"block {block!r}")
-        if packed.restored is not None:
-            return packed.restored
-        tensor = self._unpack(packed.held)
-        self._keep(packed, tensor)
-        if fingerprint is None:
-            return tensor
-        sampled = isinstance(fingerprint, bytes)
-        layout = packed.size, packed.stride, packed.dtype
-        same = has_sample(tensor, fingerprint, *layout) if sampled else fingerprint.same(tensor)
-        if same is not True and (same is not False or _was_written(torch._C._current_autograd_node(), tensor)):
-            self._run.engine.trust.require(same, functools.partial(_differs, block, packed.size))
-        return tensor
-
-    def _keep(self, packed: _Packed, tensor: torch.Tensor) -> None:
-        """Keep a tensor that a custom function reads until its backward ends: torch gives each one out once only."""
-        node, task = torch._C._current_autograd_node(), torch._C._current_graph_task_id()
-        if task != -1 and isinstance(node, FunctionCtx):
-            packed.restored = tensor
-            self._run.engine.let_go_after(task, weakref.ref(packed))
-
-
-def runs_again(pack: Any) -> bool:
-    """Whether a pack hook is that of a checkpointed block's first forward."""
-    return isinstance(getattr(pack, "__self__", None), _Checked)
-
-
-def _has_only_values(tensor: torch.Tensor) -> bool:
-    """Whether all bytes of a saved tensor are values.
-
-    Kernels save memory that was never written and that their backward does not read: workspaces of recurrent layers, as
-    bytes; on devices the padded sums of attention, which take no gradient; and without dropout the seed and the offset
-    of attention's random numbers, at most two integers.
-    """
-    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    if tensor.dtype is torch.uint8 or (integers and tensor.numel() <= _SEEDS):
-        return False
-    return tensor.requires_grad or tensor.device.type == "cpu" or not tensor.is_floating_point()
-
-
-def _was_written(node: Any, tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor had its values when the node that unpacks it saved it."""
-    # It is saved before it is written, if it is written at all; with another noise other saved tensors differ, too.
-    noise = node is not None and node.name() == "RreluWithNoiseBackward0" and not tensor.requires_grad
-    return not noise
-
-
-def _differs(block: str, size: tuple[int, ...]) -> RestoreError:
-    return RestoreError(
-        f"block {block!r} was checkpointed, and its second forward computed another {list(size)} tensor than the first",
-        expected="a forward that computes the same values twice",
-        hint="does it draw from a random generator, or change an object, that ebbtide cannot reach? pass "
-        "policy='offload', which checkpoints nothing",
-    )
 
 
 def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
@@ -267,15 +137,67 @@ def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
             tensor.requires_grad_(requires_grad)
 
 
-def _random_states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+class _RandomStates(NamedTuple):
+    """The states of the default random generators."""
+
+    python: Any
+    numpy: Any
+    host: torch.Tensor
+    devices: tuple[list[int], list[torch.Tensor], str] | None
+
+    @classmethod
+    def now(cls, devices: dict[torch.device, torch.Tensor]) -> _RandomStates:
+        """Return the current states.
+
+        Args:
+            devices: Accelerators, all of one type, each with a tensor of it.
+        """
+        numpy, kind = sys.modules.get("numpy"), next((device.type for device in devices), "")
+        kept = devices and getattr(torch.get_device_module(kind), "_initialized", False)
+        return cls(
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+            torch.get_rng_state(),
+            (*get_device_states(*devices.values()), kind) if kept else None,
+        )
+
+    def restore(self, now: _RandomStates | None = None) -> None:
+        """Restore these states.
+
+        Args:
+            now: The current ones, if known: numpy's are read quickly and written slowly.
+        """
+        random.setstate(self.python)
+        if self.numpy is not None and (now is None or not _are_equal(self.numpy, now.numpy)):
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.devices is not None:
+            numbers, states, device_type = self.devices
+            set_device_states(numbers, states, device_type=device_type)
 
 
-def _set_random(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two states of numpy's generator, a tuple with an array, are equal."""
+    return other is not None and all(map(operator.eq, map(_plain, one), map(_plain, other)))
+
+
+def _plain(value: Any) -> Any:
+    return value.tobytes() if hasattr(value, "tobytes") else value
+
+
+def _casts(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.dtype, bool]]:
+    """Return by type of device whether autocast is on, its type, and whether it keeps what it casts."""
+    cached = torch.is_autocast_cache_enabled()
+    kinds = {"cpu", *(device.type for device in devices if torch.amp.is_autocast_available(device.type))}
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached) for kind in kinds}
+
+
+def _device_mode() -> DeviceContext | None:
+    """Return what the default device is set by, if it is set."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _attention_kernels() -> tuple[tuple[bool, ...], list[int]]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
+from ebbtide.wrap.secondrun import SecondRun
 
 _NO_HOOKS = "support saved tensor hooks"
 """In torch's error for ``torch.func.grad`` and its kin while hooks are open."""
@@ -53,7 +54,7 @@ class offloading:
         if run is None:
             return
         try:
-            while (top := _open_hooks()) is not None and getattr(top[0], "__self__", None) is run:
+            while (top := _open_hooks()) is not None and _run_of(top[0]) is run:
                 torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
             if not self._ended:
                 self._ended = True
@@ -76,6 +77,12 @@ def _close_checkpoints(error: BaseException) -> None:
             left.append(frame.f_locals.get("gen"))
     for generator in filter(None, reversed(left)):  # the innermost first
         generator.close()
+
+
+def _run_of(pack: Callable[..., Any]) -> BlockRun | None:
+    """Return the run whose block opened a hook: its own, or that of its checkpoint."""
+    owner = getattr(pack, "__self__", None)
+    return owner.run if isinstance(owner, SecondRun) else owner
 
 
 def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

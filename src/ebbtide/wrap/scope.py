@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
-from ebbtide.wrap import checkpointed
+from ebbtide.wrap import checkpointed, secondrun
 from ebbtide.wrap.blocks import gathered_for, weights_of
 from ebbtide.wrap.forward import copy_as_usual, copy_without_hooks, eager_parts, while_tracing
 from ebbtide.wrap.others import Inside
@@ -28,7 +28,7 @@ class Scope:
 
     def __init__(self, block: Block, module: nn.Module) -> None:
         # Dynamo may run these hooks in eager code; where it traces them, they do nothing.
-        leave_untraced(__name__, checkpointed.__name__)
+        leave_untraced(__name__, checkpointed.__name__, secondrun.__name__)
         self.block, self.module = block, module
         self.open = False
         self.inside: list[Callable[[], None]] = []  # remove the hooks of the block

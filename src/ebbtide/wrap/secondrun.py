@@ -1,0 +1,279 @@
+"""The second forward of a checkpointed block: what it saves, backward reads.
+
+[Note: one layer of hooks]
+``torch.utils.checkpoint`` has Python hooks of its own. Hooks around those would run twice for every saved tensor, and
+would compare it when it is read, long after it was computed and left the caches. So a checkpointed block has one layer
+of hooks: its first forward drops what it saves and records the order, its second forward runs when backward reads the
+first of these tensors, and ends with an exception at the last one. As in torch, each backward runs it once
+(``GraphExecGroup`` makes one of several), and a tensor is let go when it has been read.
+
+[Note: checked checkpoints]
+The first forward records each tensor's version and a fingerprint. The version is compared when the tensor is read: an
+in-place change that ordinary autograd rejects is rejected. Its bytes are compared when the second forward saves it: a
+second forward with other values is an error before any gradient is computed from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ebbtide.base.errors import RestoreError
+from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+_SEEDS = 2
+"""Most numbers that attention saves of its random state."""
+
+_group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+
+
+class _Input(NamedTuple):
+    """A tensor that the block was given."""
+
+    ticket: Any
+    requires_grad: bool
+
+
+class _Dropped:
+    """A saved tensor of the first forward: its version and fingerprint, and what the second forward saved there."""
+
+    __slots__ = (
+        "__weakref__", "again", "again_version", "dtype", "fingerprint", "probe", "same", "size", "stride", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | bytes | None
+    ) -> None:
+        self.probe, self.fingerprint = probe, fingerprint
+        self.version = 0 if probe is None else probe._version
+        self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tensor.shape
+        self.stride = tensor.stride() if type(fingerprint) is bytes else ()
+        self.again: torch.Tensor | None = None
+        self.again_version = 0
+        self.same: torch.Tensor | bool = True
+
+    def found(self, tensor: torch.Tensor) -> None:
+        """Hold what the second forward saved in this place, and compare it."""
+        fingerprint = self.fingerprint
+        if isinstance(fingerprint, bytes):
+            self.same = has_sample(tensor, fingerprint, self.size, self.stride, self.dtype)
+        elif fingerprint is not None:
+            self.same = fingerprint.same(tensor)
+        self.again = tensor
+        self.again_version = 0 if tensor.is_inference() else tensor._version
+
+
+class _LastSaved(BaseException):
+    """Ends a second forward that has saved everything: no ``except Exception`` of a block may catch it."""
+
+
+class SecondRun:
+    """A checkpointed call of a block. See [Note: one layer of hooks].
+
+    The first forward gets the caller's objects; lists and dictionaries of the second are copies.
+
+    Args:
+        run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
+        forward: The block's forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        context: Opens the context of the first forward; raises what ``ForwardContext.back`` does.
+    """
+
+    def __init__(
+        self,
+        run: BlockRun,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: Callable[[], Any],
+    ) -> None:
+        leaves, self._spec = tree_flatten((args, kwargs))
+        with torch.no_grad():
+            self._leaves = [_Input(run.pack(x), x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.run, self._forward, self._context = run, forward, context
+        self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
+        self._position = 0
+        self._backward: object = None  # the one for which the forward ran again
+        self._lock = RLock()  # autograd reads in a thread for each device
+        self._sampled = run.compared is Compared.SAMPLE
+        self._empty = torch.empty(0, device="cpu")  # whatever the default device
+
+    @property
+    def restored(self) -> None:
+        """What the second forward saved; set to None when a backward ends: see ``Engine.let_go_after``."""
+
+    @restored.setter
+    def restored(self, nothing: None) -> None:
+        for reference in self._dropped:
+            dropped = None if reference is None else reference()
+            if dropped is not None:
+                dropped.again = nothing
+        self._backward = None
+
+    # First forward
+
+    def pack(self, tensor: torch.Tensor) -> _Dropped | LightTicket:
+        """Drop a saved tensor of the first forward: the pack hook."""
+        run = self.run
+        if run.weights.include(tensor):
+            self._dropped.append(None)
+            place = "(block)", run.block.name
+            return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
+        dropped = self._drop(tensor)
+        self._dropped.append(weakref.ref(dropped))
+        return dropped
+
+    def _drop(self, tensor: torch.Tensor) -> _Dropped:
+        run = self.run
+        if self._sampled and tensor.dtype in _FLOATS and not tensor.is_inference():  # of the host, all are values
+            sample = host_sample(tensor)
+            if sample is not None:
+                probe = tensor.detach()
+                probe.data = self._empty  # [Note: version probe]
+                return _Dropped(tensor, probe, sample)
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
+        probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
+        fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
+        return _Dropped(tensor, probe, fingerprint)
+
+    # Backward
+
+    def unpack(self, dropped: _Dropped | LightTicket) -> torch.Tensor:
+        """Return a saved tensor: the unpack hook.
+
+        Raises:
+            ModifiedInPlaceError: It was changed in place since it was saved.
+            RestoreError: The second forward computed another tensor, or did not save it.
+        """
+        if isinstance(dropped, LightTicket):
+            return dropped.read()
+        probe = dropped.probe
+        if probe is not None and probe._version != dropped.version:
+            raise self._modified(dropped, probe._version, dropped.version)
+        task = torch._C._current_graph_task_id()
+        backward = _group() or (task if task != -1 else None)
+        with self._lock:
+            if dropped.again is None or backward is None or backward != self._backward:
+                self._run_again(backward, task)
+            tensor = dropped.again
+            if tensor is None:
+                raise _saved_less(self.run.block.name, self._position, len(self._dropped))
+            node = torch._C._current_autograd_node()
+            if task == -1:
+                self.restored = None
+            elif not isinstance(node, FunctionCtx):  # a custom function may read it again in the same backward
+                dropped.again = None
+        version = 0 if tensor.is_inference() else tensor._version
+        if version != dropped.again_version:
+            raise self._modified(dropped, version, dropped.again_version)
+        if dropped.same is not True and (dropped.same is not False or _was_written(node, tensor)):
+            failed = functools.partial(_differs, self.run.block.name, dropped.size)
+            self.run.engine.trust.require(dropped.same, failed)
+        return tensor
+
+    def _modified(self, dropped: _Dropped, found: int, expected: int) -> Exception:
+        return modified_error(dropped.dtype, dropped.size, found, expected, f"block {self.run.block.name!r}")
+
+    def _run_again(self, backward: object, task: int) -> None:
+        if task != -1 and backward == task:
+            self.run.engine.let_go_after(task, weakref.ref(self))
+        args, kwargs = tree_unflatten([self._given(x) for x in self._leaves], self._spec)
+        self._position, self._backward = 0, backward
+        try:
+            with torch.enable_grad(), self._context(), saved_tensors_hooks(self._save_again, _as_it_is):
+                self._forward(*args, **kwargs)
+        except _LastSaved:
+            return
+        except RuntimeError as error:
+            # TorchScript replaces an exception that passes through it by another.
+            if "TorchScript interpreter" not in str(error) or self._position < len(self._dropped):
+                raise
+        if self._position < len(self._dropped):
+            raise _saved_less(self.run.block.name, self._position, len(self._dropped))
+
+    def _given(self, leaf: Any) -> Any:
+        """Return an argument as the block was given it, outside of the graph that it came from."""
+        if not isinstance(leaf, _Input):
+            return leaf
+        with torch.no_grad():
+            tensor = self.run.engine.unpack(leaf.ticket).detach()
+        return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+    def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Hold and compare a tensor that the second forward saves: its pack hook."""
+        position, known = self._position, len(self._dropped)
+        if position >= known:  # somebody caught the exception
+            raise _LastSaved
+        value = tensor.detach() if tensor.requires_grad else tensor
+        reference = self._dropped[position]
+        dropped = None if reference is None else reference()
+        if dropped is not None:
+            dropped.found(value)
+        self._position = position + 1
+        if position + 1 == known:
+            raise _LastSaved
+        return value
+
+
+def runs_again(pack: Any) -> bool:
+    """Whether a pack hook is that of a checkpointed block's first forward."""
+    return isinstance(getattr(pack, "__self__", None), SecondRun)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _has_only_values(tensor: torch.Tensor) -> bool:
+    """Whether all bytes of a saved tensor are values.
+
+    Kernels save memory that was never written and that their backward does not read: workspaces of recurrent layers, as
+    bytes; on devices the padded sums of attention, which take no gradient; and without dropout the seed and the offset
+    of attention's random numbers, at most two integers.
+    """
+    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    if tensor.dtype is torch.uint8 or (integers and tensor.numel() <= _SEEDS):
+        return False
+    return tensor.requires_grad or tensor.device.type == "cpu" or not tensor.is_floating_point()
+
+
+def _was_written(node: Any, tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor had its values when the node that unpacks it saved it."""
+    # It is saved before it is written, if it is written at all; with another noise other saved tensors differ, too.
+    noise = node is not None and node.name() == "RreluWithNoiseBackward0" and not tensor.requires_grad
+    return not noise
+
+
+def _differs(block: str, size: tuple[int, ...]) -> RestoreError:
+    return RestoreError(
+        f"block {block!r} was checkpointed, and its second forward computed another {list(size)} tensor than the first",
+        expected="a forward that computes the same values twice",
+        hint=_HINT,
+    )
+
+
+def _saved_less(block: str, found: int, expected: int) -> RestoreError:
+    return RestoreError(
+        f"block {block!r} was checkpointed, and its second forward saved {found} of {expected} tensors",
+        expected="a forward that computes the same values twice",
+        hint=_HINT,
+    )
+
+
+_HINT = (
+    "does it draw from a random generator, or change an object, that ebbtide cannot reach? pass "
+    "policy='offload', which checkpoints nothing"
+)
