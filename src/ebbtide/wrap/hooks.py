@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
+from ebbtide.wrap.checkpoints import innermost_hooks
 
 _NO_HOOKS = "support saved tensor hooks"
 """In torch's error for ``torch.func.grad`` and its kin while hooks are open."""
@@ -53,7 +53,7 @@ class offloading:
         if run is None:
             return
         try:
-            while (top := _open_hooks()) is not None and getattr(top[0], "__self__", None) is run:
+            while getattr(innermost_hooks(), "__self__", None) is run:
                 torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
             if not self._ended:
                 self._ended = True
@@ -76,7 +76,3 @@ def _close_checkpoints(error: BaseException) -> None:
             left.append(frame.f_locals.get("gen"))
     for generator in filter(None, reversed(left)):  # the innermost first
         generator.close()
-
-
-def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
