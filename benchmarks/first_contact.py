@@ -85,7 +85,7 @@ def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
     out = device.side_stream(where, "out")
     torch.accelerator.synchronize()
     begun = time.perf_counter()
-    device.copy(target, source[: target.numel()], out)
+    device.copy_all([(target, source[: target.numel()])], out)
     done = device.record(out)
     asked, at_once = time.perf_counter() - begun, device.query(done)
     device.synchronize(done)
@@ -100,7 +100,7 @@ def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
         "record, timed": lambda: device.record(stream, timed=True),
         "query": lambda: device.query(done),
         "wait": lambda: device.wait(stream, done),
-        "copy of 16 KiB": lambda: device.copy(place, small, out),
+        "copy of 16 KiB": lambda: device.copy_all([(place, small)], out),
         "detach": small.detach,
     }
     for name, call in calls.items():

@@ -62,9 +62,6 @@ class NoDevice:
     def free_host(self, buffer: torch.Tensor) -> None:
         pass
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: str) -> None:
-        target.copy_(source)
-
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str) -> None:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 

@@ -157,7 +157,7 @@ def test_memory_stays_pinned_until_its_copies_are_done() -> None:
     stream, memory, source = device.side_stream(DEVICE, "out"), device.allocate_host(MIB, pinned=True), pattern(MIB, 1)
     torch.accelerator.synchronize()
     with configured(copy_delay_us=50_000):
-        device.copy(memory, source, stream)
+        device.copy_all([(memory, source)], stream)
         del memory
         gc.collect()
     assert violations() == []

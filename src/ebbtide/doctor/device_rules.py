@@ -7,38 +7,13 @@ from __future__ import annotations
 
 from ebbtide.base.extras import is_older
 from ebbtide.base.units import format_size
-from ebbtide.doctor.facts import Facts
+from ebbtide.doctor.facts import ALLOCATORS, BLOCKING, OF_NPU, OFFLOADERS, Facts
 from ebbtide.doctor.place_rules import Advice, accelerated
 
 _SLOW_LINK = 6e9
 _FREE_SHARE, _BOTH_WAYS_SHARE, _BUSY_SHARE = 0.9, 0.75, 0.5
 
-_OFFLOADERS = (
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "FSDP_ACTIVATION_CHECKPOINTING",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-    "FSDP_OFFLOAD_PARAMS",
-    "NVTE_CPU_OFFLOAD_V1",
-    "UNSLOTH_GC_OFFLOAD_BACKEND",
-    "UNSLOTH_GC_PREFETCH",
-)
-_BLOCKING = (
-    "ASCEND_LAUNCH_BLOCKING",
-    "CUDA_LAUNCH_BLOCKING",
-    "HIP_LAUNCH_BLOCKING",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-)
-_ALLOCATORS = {
-    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    "npu": ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"),
-}
-"""Device kind → variables of its allocator, the current one last."""
-
 _EXPANDABLE = "expandable_segments:true"
-_OF_NPU = {"TASK_QUEUE_ENABLE": "2", "COMBINED_ENABLE": "1", "CPU_AFFINITY_CONF": "1", "TORCH_HCCL_ZERO_COPY": "1"}
-"""Variables of torch_npu that trainers for Ascend recommend, with the usual value."""
-
 _OFF = frozenset({"0", "false", "no", "off", "none"})
 
 
@@ -181,7 +156,7 @@ def thin_host(facts: Facts) -> Advice | None:
 
 def other_offloaders(facts: Facts) -> Advice | None:
     """EBB040: variables of other offloaders."""
-    found = [name for name in _OFFLOADERS if facts.environment.get(name, "0").strip().lower() not in _OFF]
+    found = [name for name in OFFLOADERS if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found:
         return None
     return (
@@ -193,7 +168,7 @@ def other_offloaders(facts: Facts) -> Advice | None:
 
 def blocking(facts: Facts) -> Advice | None:
     """EBB041: variables that serialize copies and compute."""
-    found = [name for name in _BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
+    found = [name for name in BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found or not accelerated(facts):
         return None
     return (
@@ -204,13 +179,13 @@ def blocking(facts: Facts) -> Advice | None:
 
 def unset(facts: Facts) -> Advice | None:
     """EBB042: the allocator's or the runtime's usual variables are not set."""
-    names = _ALLOCATORS.get(facts.device.kind)
+    names = ALLOCATORS.get(facts.device.kind)
     if names is None:
         return None
     configured = ",".join(facts.environment.get(name, "") for name in names).replace(" ", "").lower()
     missing = [] if _EXPANDABLE in configured else [f"{names[-1]}=expandable_segments:True"]
     if facts.device.kind == "npu":
-        missing += [f"{name}={value}" for name, value in _OF_NPU.items() if name not in facts.environment]
+        missing += [f"{name}={value}" for name, value in OF_NPU.items() if name not in facts.environment]
     if not missing:
         return None
     return (

@@ -39,11 +39,7 @@ class Examination:
 
 
 def examine(
-    target: str = "auto",
-    disk_path: str | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    root: Path = Path("/"),
+    target: str = "auto", disk_path: str | None = None, *, environment: Mapping[str, str] | None = None
 ) -> Examination:
     """Read this machine's facts, measure it (seconds), and derive findings.
 
@@ -51,23 +47,16 @@ def examine(
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         disk_path: Directory for the disk tier; ``None``: a usual one.
         environment: The environment's variables; ``None``: the process's.
-        root: The folder of ``proc`` and ``sys``.
 
     Returns:
         Facts and findings; failures are findings, not errors.
     """
-    with _quiet("ebbtide.store"):  # its warnings are findings here
-        facts = measure(look(target, disk_path, environment=environment, root=root), root=root)
+    with _quiet_store():  # its warnings are findings here
+        facts = measure(look(target, disk_path, environment=environment))
     return Examination(facts=facts, findings=findings(facts))
 
 
-def look(
-    target: str = "auto",
-    disk_path: str | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    root: Path = Path("/"),
-) -> Facts:
+def look(target: str = "auto", disk_path: str | None = None, *, environment: Mapping[str, str] | None = None) -> Facts:
     """Read this machine's facts without measuring; arguments as for ``examine``.
 
     Returns:
@@ -83,9 +72,9 @@ def look(
         torch_oldest=oldest("torch"),
         target=target,
         device=device,
-        bus=None if device.kind == "cpu" else look_at_bus(device.address, root=root),
-        disk=look_at_disk(disk_path, root=root),
-        host=look_at_host(ranks=ranks, root=root),
+        bus=None if device.kind == "cpu" else look_at_bus(device.address),
+        disk=look_at_disk(disk_path),
+        host=look_at_host(ranks=ranks),
         ranks=ranks,
         environment=look_at_environment(variables),
     )
@@ -116,8 +105,8 @@ def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
 
 
 @contextmanager
-def _quiet(name: str) -> Generator[None, None, None]:
-    logger = logging.getLogger(name)
+def _quiet_store() -> Generator[None, None, None]:
+    logger = logging.getLogger("ebbtide.store")
     before, logger.disabled = logger.disabled, True
     try:
         yield

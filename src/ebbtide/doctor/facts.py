@@ -17,30 +17,33 @@ from ebbtide.store.aligned import BackingFile
 from ebbtide.store.location import check_directory, default_directory, filesystem_of
 from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
 
-VARIABLES = (
+OFFLOADERS = (
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "ASCEND_LAUNCH_BLOCKING",
-    "COMBINED_ENABLE",
-    "CPU_AFFINITY_CONF",
-    "CUDA_LAUNCH_BLOCKING",
     "FSDP_ACTIVATION_CHECKPOINTING",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
     "FSDP_OFFLOAD_PARAMS",
-    "HIP_LAUNCH_BLOCKING",
-    "LD_PRELOAD",
-    "LOCAL_WORLD_SIZE",
-    "MALLOC_MMAP_THRESHOLD_",
     "NVTE_CPU_OFFLOAD_V1",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "PYTORCH_NPU_ALLOC_CONF",
-    "TASK_QUEUE_ENABLE",
-    "TORCH_HCCL_ZERO_COPY",
     "UNSLOTH_GC_OFFLOAD_BACKEND",
     "UNSLOTH_GC_PREFETCH",
 )
+BLOCKING = (
+    "ASCEND_LAUNCH_BLOCKING",
+    "CUDA_LAUNCH_BLOCKING",
+    "HIP_LAUNCH_BLOCKING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
+ALLOCATORS = {
+    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    "npu": ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"),
+}
+"""Device kind → variables of its allocator, the current one last."""
+
+OF_NPU = {"TASK_QUEUE_ENABLE": "2", "COMBINED_ENABLE": "1", "CPU_AFFINITY_CONF": "1", "TORCH_HCCL_ZERO_COPY": "1"}
+"""Variables of torch_npu that trainers for Ascend recommend, with the usual value."""
+
+_OTHERS = {"LD_PRELOAD", "LOCAL_WORLD_SIZE", "MALLOC_MMAP_THRESHOLD_"}
+VARIABLES = tuple(sorted(_OTHERS.union(OFFLOADERS, BLOCKING, OF_NPU, *ALLOCATORS.values())))
 """The only environment variables that are read, shown or written."""
 
 

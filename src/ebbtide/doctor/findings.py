@@ -36,7 +36,7 @@ class Finding:
     hint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A check for one finding.
 
@@ -77,89 +77,38 @@ def _unmeasured(facts: Facts) -> Advice | None:
 
 
 RULES = (
-    Rule(
-        code="EBB001", severity="problem", about="torch is older than the tested versions", check=device_rules.old_torch
-    ),
-    Rule(code="EBB002", severity="problem", about="the machine could not be measured", check=_unmeasured),
-    Rule(code="EBB003", severity="note", about="the device has no native bfloat16", check=device_rules.no_bfloat16),
-    Rule(
-        code="EBB004",
-        severity="note",
-        about="other processes use a tenth of the device's memory",
-        check=device_rules.device_in_use,
-    ),
-    Rule(code="EBB005", severity="note", about="disk target with an accelerator", check=device_rules.disk_with_device),
-    Rule(code="EBB006", severity="problem", about="more ranks on the node than devices", check=device_rules.more_ranks),
-    Rule(code="EBB007", severity="note", about="other work runs on the CPUs", check=device_rules.busy),
-    Rule(code="EBB010", severity="problem", about="the disk path is in RAM", check=place_rules.in_ram),
-    Rule(code="EBB011", severity="problem", about="the disk path is unusable", check=place_rules.no_disk),
-    Rule(code="EBB012", severity="note", about="no disk behind host memory", check=place_rules.nothing_behind),
-    Rule(code="EBB013", severity="problem", about="less than 1 GiB free on the disk", check=place_rules.full_disk),
-    Rule(
-        code="EBB014",
-        severity="note",
-        about="less free on the disk than the machine's memory",
-        check=place_rules.small_disk,
-    ),
-    Rule(code="EBB015", severity="note", about="the disk path is on a network", check=place_rules.network_disk),
-    Rule(
-        code="EBB016",
-        severity="note",
-        about="the disk path is in a container's layer",
-        check=place_rules.layered_disk,
-    ),
-    Rule(code="EBB017", severity="note", about="direct I/O is refused", check=place_rules.buffered),
-    Rule(code="EBB018", severity="note", about="the disk moves less than 200 MB/s", check=place_rules.slow_disk),
-    Rule(
-        code="EBB020",
-        severity="note",
-        about="a control group limits memory below the machine's",
-        check=place_rules.grouped,
-    ),
-    Rule(
-        code="EBB021",
-        severity="problem",
-        about="less than 1 GiB of host memory for a rank",
-        check=place_rules.little_share,
-    ),
-    Rule(
-        code="EBB022",
-        severity="note",
-        about="less than 1 GiB of memory free, on a CPU",
-        check=place_rules.little_memory,
-    ),
-    Rule(code="EBB023", severity="note", about="the system swaps", check=place_rules.swapping),
-    Rule(code="EBB024", severity="problem", about="host memory cannot be pinned", check=place_rules.not_pinned),
-    Rule(code="EBB025", severity="note", about="the device's copies are synchronous", check=place_rules.halting),
-    Rule(code="EBB026", severity="note", about="fewer than 1024 open files", check=place_rules.few_files),
-    Rule(code="EBB027", severity="note", about="the C library is not glibc, on a CPU", check=place_rules.other_libc),
-    Rule(
-        code="EBB030",
-        severity="note",
-        about="the PCIe link has fewer lanes than the device",
-        check=device_rules.fewer_lanes,
-    ),
-    Rule(
-        code="EBB031", severity="note", about="the PCIe link is slower than the device", check=device_rules.slower_lanes
-    ),
-    Rule(code="EBB032", severity="note", about="the link moves less than 6 GB/s", check=device_rules.slow_link),
-    Rule(code="EBB033", severity="note", about="copies both ways slow each other", check=device_rules.one_link),
-    Rule(
-        code="EBB034",
-        severity="note",
-        about="the process is not bound to the device's node",
-        check=device_rules.far_node,
-    ),
-    Rule(code="EBB035", severity="note", about="host memory cannot feed all links", check=device_rules.thin_host),
-    Rule(code="EBB040", severity="note", about="variables of other offloaders", check=device_rules.other_offloaders),
-    Rule(
-        code="EBB041", severity="note", about="variables that serialize copies and compute", check=device_rules.blocking
-    ),
-    Rule(
-        code="EBB042",
-        severity="note",
-        about="usual variables of the allocator or of torch_npu are not set",
-        check=device_rules.unset,
-    ),
+    Rule("EBB001", "problem", "torch is older than the tested versions", device_rules.old_torch),
+    Rule("EBB002", "problem", "the machine could not be measured", _unmeasured),
+    Rule("EBB003", "note", "the device has no native bfloat16", device_rules.no_bfloat16),
+    Rule("EBB004", "note", "other processes use a tenth of the device's memory", device_rules.device_in_use),
+    Rule("EBB005", "note", "disk target with an accelerator", device_rules.disk_with_device),
+    Rule("EBB006", "problem", "more ranks on the node than devices", device_rules.more_ranks),
+    Rule("EBB007", "note", "other work runs on the CPUs", device_rules.busy),
+    Rule("EBB010", "problem", "the disk path is in RAM", place_rules.in_ram),
+    Rule("EBB011", "problem", "the disk path is unusable", place_rules.no_disk),
+    Rule("EBB012", "note", "no disk behind host memory", place_rules.nothing_behind),
+    Rule("EBB013", "problem", "less than 1 GiB free on the disk", place_rules.full_disk),
+    Rule("EBB014", "note", "less free on the disk than the machine's memory", place_rules.small_disk),
+    Rule("EBB015", "note", "the disk path is on a network", place_rules.network_disk),
+    Rule("EBB016", "note", "the disk path is in a container's layer", place_rules.layered_disk),
+    Rule("EBB017", "note", "direct I/O is refused", place_rules.buffered),
+    Rule("EBB018", "note", "the disk moves less than 200 MB/s", place_rules.slow_disk),
+    Rule("EBB020", "note", "a control group limits memory below the machine's", place_rules.grouped),
+    Rule("EBB021", "problem", "less than 1 GiB of host memory for a rank", place_rules.little_share),
+    Rule("EBB022", "note", "less than 1 GiB of memory free, on a CPU", place_rules.little_memory),
+    Rule("EBB023", "note", "the system swaps", place_rules.swapping),
+    Rule("EBB024", "problem", "host memory cannot be pinned", place_rules.not_pinned),
+    Rule("EBB025", "note", "the device's copies are synchronous", place_rules.halting),
+    Rule("EBB026", "note", "fewer than 1024 open files", place_rules.few_files),
+    Rule("EBB027", "note", "the C library is not glibc, on a CPU", place_rules.other_libc),
+    Rule("EBB030", "note", "the PCIe link has fewer lanes than the device", device_rules.fewer_lanes),
+    Rule("EBB031", "note", "the PCIe link is slower than the device", device_rules.slower_lanes),
+    Rule("EBB032", "note", "the link moves less than 6 GB/s", device_rules.slow_link),
+    Rule("EBB033", "note", "copies both ways slow each other", device_rules.one_link),
+    Rule("EBB034", "note", "the process is not bound to the device's node", device_rules.far_node),
+    Rule("EBB035", "note", "host memory cannot feed all links", device_rules.thin_host),
+    Rule("EBB040", "note", "variables of other offloaders", device_rules.other_offloaders),
+    Rule("EBB041", "note", "variables that serialize copies and compute", device_rules.blocking),
+    Rule("EBB042", "note", "usual variables of the allocator or of torch_npu are not set", device_rules.unset),
 )
 """All rules, by code."""

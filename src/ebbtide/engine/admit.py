@@ -262,7 +262,7 @@ class Admission(RunRecord):
             self.builder.hold(narrow.node)
         action = inner.action  # KEEP where the store refused it
         self.tally.add_narrowed(inner.nbytes, action)
-        self.pass_.move_site(inner.site, inner.nbytes, RECOMPUTE, action)
+        self.pass_.move_site(inner.site, inner.nbytes, action)
         self._note_entry(inner)
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
         entry.action, entry.recipe = RECOMPUTE, Expr(widened.fn, (ticket,), key=("cast", wide))

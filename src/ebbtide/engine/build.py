@@ -83,8 +83,7 @@ class NodeView:
 
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
-        saved = getattr(self.node, "_raw_saved_" + name, None)
-        return None if saved is None else self._builder.packed_operand(packed_in(saved))
+        return self._builder.packed_operand(_packed(self.node, name))
 
     def slots(self, name: str) -> tuple[list[Operand | None], list[bool]]:
         """Return the node's saved list of tensors ``name``.
@@ -126,8 +125,7 @@ class NodeView:
 
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
-        saved = getattr(self.node, "_raw_saved_" + name, None) if name and readable() else None
-        found = None if saved is None else self._builder.packed_operand(packed_in(saved))
+        found = self._builder.packed_operand(_packed(self.node, name)) if name and readable() else None
         if found is None:
             functions = self.node.next_functions
             found = self._builder.value(*functions[index]) if index < len(functions) else None

@@ -62,9 +62,9 @@ class Pass:
             storages, total = sites.get((site, action), (0, 0))
             sites[site, action] = storages + 1, total + nbytes
 
-    def move_site(self, site: Site, nbytes: int, before: Action, after: Action) -> None:
-        """Count ``nbytes`` of a storage at its site under another action than the plan's."""
-        self.add_site(site, -nbytes, before, 0)
+    def move_site(self, site: Site, nbytes: int, after: Action) -> None:
+        """Count ``nbytes`` of a recomputed storage at its site under another action."""
+        self.add_site(site, -nbytes, Action.RECOMPUTE, 0)
         self.add_site(site, nbytes, after)
 
     def stayed(self, site: Site, nbytes: int) -> None:

@@ -132,15 +132,14 @@ class StallBook:
         number, self._passes = self._passes % _PASSES_PER_TIMED, self._passes + 1
         self._stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
-    def set_reader(self, where: str, block: str, nbytes: int | None = None) -> None:
+    def set_reader(self, where: str, block: str) -> None:
         """Attribute the following calls of the store to this block.
 
         Args:
             where: ``"forward"`` or ``"backward"``.
             block: Its name.
-            nbytes: What is brought in, if something is.
         """
-        self._stalls.reader = (where, block, nbytes)
+        self._stalls.reader = (where, block, None)
 
     def clear_reader(self) -> None:
         """Attribute the following calls of the store to no block: their stalls count only in the total."""

@@ -5,6 +5,5 @@ from __future__ import annotations
 from ebbtide.load.load import Loading, LoadOptions, Weights
 from ebbtide.load.save import Saving
 from ebbtide.load.targets import empty_module
-from ebbtide.load.together import Meet
 
-__all__ = ["LoadOptions", "Loading", "Meet", "Saving", "Weights", "empty_module"]
+__all__ = ["LoadOptions", "Loading", "Saving", "Weights", "empty_module"]

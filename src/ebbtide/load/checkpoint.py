@@ -35,11 +35,6 @@ class Checkpoint:
     name: str = "values in memory"
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(entry.nbytes for entry in self.entries.values())
-
-    @property
     def files(self) -> tuple[str, ...]:
         """The files that tensors are read from."""
         return tuple(dict.fromkeys(e.file for e in self.entries.values() if e.file))

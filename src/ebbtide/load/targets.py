@@ -49,11 +49,6 @@ class Target:
     writes: bool = True
     owners: list[tuple[nn.Module, str, bool]] = field(default_factory=list[tuple[nn.Module, str, bool]])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's part."""
-        return sum(box.numel for box, _ in self.boxes) * self.local.dtype.itemsize
-
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy this rank's part from a whole tensor."""
         for box, view in self.boxes:

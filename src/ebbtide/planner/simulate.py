@@ -40,7 +40,6 @@ class Simulated:
         moved_bytes: Bytes across the link: fewer where they are stored in a narrower type.
         served_bytes: Offloaded bytes that are still on the device at the start of backward and are read there.
         recomputed_bytes: Bytes that are dropped and recomputed.
-        handling_seconds: Compute time of offloading besides the copies.
     """
 
     step_seconds: float
@@ -55,12 +54,6 @@ class Simulated:
     moved_bytes: int
     served_bytes: int
     recomputed_bytes: int
-    handling_seconds: float
-
-    @property
-    def stall_seconds(self) -> float:
-        """Time that compute waited for copies."""
-        return sum(self.stalls)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -96,7 +89,7 @@ class _Step:
         self.peak, self.peak_at = 0, ("forward", "")
         self.held = 0  # bytes kept, and offloaded bytes whose source is still there
         self.offloaded: dict[tuple[int, int], _Offloaded] = {}
-        self.served_bytes, self.handling_seconds = 0, 0.0
+        self.served_bytes = 0
         self._place = 0  # whose forward or backward runs: it has the stalls
         self._out_free = self._in_free = 0.0
         moved = [
@@ -125,9 +118,7 @@ class _Step:
     def handle(self, nbytes: int) -> None:
         """Spend the compute time of offloading one storage."""
         rates = self.profile.rates
-        seconds = rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
-        self.now += seconds
-        self.handling_seconds += seconds
+        self.now += rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
 
     def _wait_until(self, time: float) -> None:
         if time > self.now:
@@ -311,5 +302,4 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         moved_bytes=moved,
         served_bytes=step.served_bytes,
         recomputed_bytes=by_action[Action.RECOMPUTE] + by_action[Action.CHECKPOINT],
-        handling_seconds=step.handling_seconds,
     )

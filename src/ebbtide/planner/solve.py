@@ -160,7 +160,6 @@ class Search:
         self._sites = by_site(profile)
         self._kept = keep_everything(profile)
         self._known: dict[tuple[_Family, int], Solution] = {}
-        self.simulations = 1
 
     @functools.cached_property
     def everything(self) -> Solution:
@@ -290,7 +289,6 @@ class Search:
 
     def simulated(self, assignment: Assignment) -> Solution:
         """Return the simulated cost of an assignment."""
-        self.simulations += 1
         return self._solution(assignment, simulate(self.profile, assignment))
 
     def _solution(self, assignment: Assignment, predicted: Simulated) -> Solution:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Prediction:
 
     def as_dict(self) -> dict[str, float]:
         """Return the fields as a dictionary."""
-        return {slot: getattr(self, slot) for slot in Prediction.__dataclass_fields__}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ebbtide.base.errors import CapError
 from ebbtide.planner.machines import Machine
 from ebbtide.store.counters import Stalls, TierCounters
-from ebbtide.store.protocol import Slot
+from ebbtide.store.protocol import Slot, Streamless
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
 """Device of tensors with their own storage in a simulated step."""
@@ -182,8 +181,6 @@ class FakeMachine(TorchDispatchMode):
 class _FakeTensorSlot:
     """An offloaded storage without bytes. See ``ebbtide.store.protocol.Slot``."""
 
-    parked = True
-
     def __init__(self, source: torch.Tensor) -> None:
         self.nbytes = source.numel()
         self._real = None if isinstance(source, FakeTensor) else source.clone()
@@ -208,7 +205,7 @@ class _FakeTensorSlot:
         self._real = None
 
 
-class FakeTensorTier:
+class FakeTensorTier(Streamless):
     """A tier whose copies take no time. See ``ebbtide.store.protocol.Tier``."""
 
     name, can_cancel, used_bytes, free_bytes = "simulated", True, 0, None
@@ -222,32 +219,11 @@ class FakeTensorTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
-    def expect(self, nbytes: int) -> None:
-        pass
-
-    def capturing(self) -> bool:
-        return False
-
-    def stream_of(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def follow(self, tensor: torch.Tensor, stream: object) -> None:
-        pass
-
     def park(self, source: torch.Tensor) -> Slot:
         return _FakeTensorSlot(source)
 
-    def park_all(self, sources: Sequence[torch.Tensor], *, compute: object = None) -> list[Slot | CapError]:
-        return [self.park(source) for source in sources]
-
     def have_parked(self, slots: Sequence[Slot]) -> bool:
         return True
-
-    def wait_parked(self, slots: Sequence[Slot]) -> None:
-        pass
-
-    def prefetch(self, slots: Sequence[Slot]) -> int:
-        return 0
 
     def trim(self) -> None:
         pass

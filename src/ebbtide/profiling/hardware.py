@@ -37,24 +37,17 @@ _LARGE_HEADS = 32, 128
 Work = Callable[[], object]
 
 
-def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
+def machine_here() -> Machine:
     """Measure this machine: one of its devices, and the link to the store.
 
-    Args:
-        target: ``"host"``, ``"disk"``, or ``"auto"``.
-        disk_path: Directory for the disk tier.
-
-    Returns:
-        The machine.
-
     Raises:
-        TargetError: No such target on this machine; DiskError: the path is unusable or full.
+        TargetError: The device computes nothing or has no memory left; DiskError: no disk is usable, or it is full.
         CapError: Host memory is full.
     """
-    return machine_with(speed_here(target, disk_path))
+    return machine_with(speed_here("auto", None))
 
 
-def speed_here(target: str = "auto", disk_path: str | None = None) -> Speed:
+def speed_here(target: str, disk_path: str | None) -> Speed:
     """Measure the link to the store: out, in, and both at once.
 
     Args:

@@ -28,10 +28,10 @@ flight.
 
 from __future__ import annotations
 
-from ebbtide.schedule.copyin import CopyIn, Upcoming
+from ebbtide.schedule.copyin import CopyIn
 from ebbtide.schedule.copyout import CopyOut
 from ebbtide.schedule.live import LiveBytes
-from ebbtide.schedule.mover import Forward, Mover, Outcome, Saved
+from ebbtide.schedule.mover import Outcome
 from ebbtide.schedule.window import Window
 
-__all__ = ["CopyIn", "CopyOut", "Forward", "LiveBytes", "Mover", "Outcome", "Saved", "Upcoming", "Window"]
+__all__ = ["CopyIn", "CopyOut", "LiveBytes", "Outcome", "Window"]

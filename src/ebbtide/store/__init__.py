@@ -9,29 +9,13 @@ import torch
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import format_size
-from ebbtide.store.allocator import trim_heap
-from ebbtide.store.counters import TierCounters
-from ebbtide.store.disk import DiskSlot, DiskTier
-from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.host import HostTier
 from ebbtide.store.location import check_directory
-from ebbtide.store.protocol import Slot, Tier
 from ebbtide.store.share import fair_share_bytes
 from ebbtide.store.spill import SpillTier
-from ebbtide.store.spillslot import SpillSlot
 
-__all__ = [
-    "DiskSlot",
-    "DiskTier",
-    "HostSlot",
-    "HostTier",
-    "Slot",
-    "SpillSlot",
-    "SpillTier",
-    "Tier",
-    "TierCounters",
-    "open_tier",
-    "trim_heap",
-]
+__all__ = ["DiskTier", "HostTier", "SpillTier", "open_tier"]
 
 _LOG = logging.getLogger("ebbtide.store")
 _TARGETS = ("auto", "host", "disk")
@@ -41,9 +25,7 @@ def open_tier(
     target: str = "auto",
     *,
     disk_path: str | os.PathLike[str] | None = None,
-    disk_budget_bytes: int | None = None,
     host_budget_bytes: int | None = None,
-    in_flight_bytes: int | None = None,
     synchronous: bool = False,
 ) -> DiskTier | SpillTier:
     """Open the tier for offloaded bytes.
@@ -52,9 +34,7 @@ def open_tier(
         target: ``"host"``; ``"disk"``; ``"auto"``: host with an accelerator, disk without.
         disk_path: Directory for the disk target, and for the bytes that the host target cannot hold; ``None``: a usual
             one.
-        disk_budget_bytes: Most bytes on disk.
         host_budget_bytes: Most bytes of host memory; ``None``: a fair share.
-        in_flight_bytes: Window of the disk target; ``None``: its default.
         synchronous: Host target: copy in order with compute.
 
     Raises:
@@ -77,11 +57,9 @@ def open_tier(
         budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
         _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
         host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
-        return SpillTier(host, lambda: DiskTier(disk_path, budget_bytes=disk_budget_bytes), budget_bytes=budget)
+        return SpillTier(host, lambda: DiskTier(disk_path), budget_bytes=budget)
     if synchronous:
         _LOG.warning("synchronous has no effect here: offloaded bytes go to disk")
     if accelerated:
         _LOG.warning("target='disk' with an accelerator offloads only tensors in RAM; see target='host'")
-    if in_flight_bytes is None:
-        return DiskTier(disk_path, budget_bytes=disk_budget_bytes)
-    return DiskTier(disk_path, budget_bytes=disk_budget_bytes, in_flight_bytes=in_flight_bytes)
+    return DiskTier(disk_path)

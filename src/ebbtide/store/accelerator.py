@@ -197,12 +197,8 @@ class AcceleratorDevice:
     def free_host(self, buffer: torch.Tensor) -> None:
         """Do nothing: the memory is freed with its last reference."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on ``stream``; returns at once if the host side is pinned, else when it was read or written."""
-        self.copy_all([(target, source)], stream)
-
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
-        """Queue several copies on ``stream``: entering it costs as much as a copy."""
+        """Queue several copies on ``stream``, entered once; a copy of memory that is not pinned is waited for."""
         with stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)

@@ -14,6 +14,8 @@ import sys
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1 << 20
+"""The smallest block that is mapped apart; also the most free memory at the heap's top."""
 
 
 def trim_heap() -> bool:
@@ -35,11 +37,8 @@ def trim_heap() -> bool:
     return True
 
 
-def return_large_blocks(threshold_bytes: int = 1 << 20) -> bool:
-    """Return blocks of ``threshold_bytes`` and more to the system when they are freed, from now on.
-
-    Args:
-        threshold_bytes: Smallest separately mapped block; also the most free memory at the heap's top.
+def return_large_blocks() -> bool:
+    """Return large blocks to the system when they are freed, from now on.
 
     Returns:
         Whether it was possible: Linux with glibc's allocator.
@@ -53,4 +52,4 @@ def return_large_blocks(threshold_bytes: int = 1 << 20) -> bool:
     except (OSError, AttributeError):
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    return bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, threshold_bytes))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES))

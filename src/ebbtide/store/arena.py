@@ -98,11 +98,6 @@ class ArenaState:
     peak_used_bytes: int
     chunks: int
 
-    @property
-    def waste(self) -> float:
-        """Excess of held bytes over the most bytes ever parked, as a share of the latter; 0 before the first."""
-        return self.held_bytes / self.peak_used_bytes - 1.0 if self.peak_used_bytes else 0.0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:

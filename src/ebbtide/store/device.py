@@ -141,10 +141,6 @@ class Device(Protocol):
         """Note that no copy uses this host memory anymore."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StreamHandle) -> None:
-        """Queue a copy on ``stream``; returns at once."""
-        ...
-
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: StreamHandle) -> None:
         """Queue several copies, each a target and a source, on ``stream``; returns at once."""
         ...

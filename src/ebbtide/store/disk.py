@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ebbtide.base.errors import CapError, ConfigError, DiskError
+from ebbtide.base.errors import ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
-from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
 from ebbtide.store.location import check_directory, default_directory
+from ebbtide.store.protocol import Streamless
 from ebbtide.store.room import Room
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -36,11 +36,6 @@ class DiskSlot:
     def __del__(self) -> None:
         # A slot dropped by an interrupt in ``park`` must not keep its place forever.
         self.free()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes parked."""
-        return self._parcel.nbytes
 
     @property
     def parked(self) -> bool:
@@ -109,7 +104,7 @@ class DiskSlot:
         self._work.free(self._parcel)
 
 
-class DiskTier:
+class DiskTier(Streamless):
     """A tier on disk for tensors in RAM.
 
     Args:
@@ -158,19 +153,6 @@ class DiskTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in RAM, the memory that this tier saves."""
         return tensor.device.type == "cpu"
-
-    def expect(self, nbytes: int) -> None:
-        """Do nothing: a file grows without cost."""
-
-    def capturing(self) -> bool:
-        """Return False: the host has no graphs."""
-        return False
-
-    def stream_of(self, tensor: torch.Tensor) -> None:
-        """Return None: the host computes in order."""
-
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
-        """Do nothing."""
 
     @property
     def stalls(self) -> Stalls:
@@ -227,32 +209,9 @@ class DiskTier:
             self._work.park(parcel, slot)
         return slot
 
-    def park_all(
-        self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
-    ) -> list[DiskSlot | CapError]:
-        """Begin to write several sources out; see ``Tier.park_all``."""
-        found: list[DiskSlot | CapError] = []
-        for source in sources:
-            try:
-                found.append(self.park(source))
-            except CapError as error:
-                found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
-        return found
-
     def have_parked(self, slots: Sequence[DiskSlot]) -> bool:
         """Whether the copies-out of several slots are done."""
         return all(slot.parked for slot in slots)
-
-    def wait_parked(self, slots: Sequence[DiskSlot]) -> None:
-        """Make compute wait for the copies-out of several slots."""
-        for slot in slots:
-            slot.wait_parked()
-
-    def prefetch(self, slots: Sequence[DiskSlot]) -> int:
-        """Request the bytes of several slots; see ``DiskSlot.prefetch``. Returns 0: the reader waits for room."""
-        for slot in slots:
-            slot.prefetch()
-        return 0
 
     def trim(self) -> None:
         """Free spare read buffers, and what ``return_freed_memory`` asked for."""

@@ -56,10 +56,10 @@ class Guard:
         """Return the events that another stream must wait for before it uses the bytes."""
         return [leaf.done(device) for leaf in self.leaves()]
 
-    def done(self, device: Device, *, timed: bool = False) -> EventHandle:
+    def done(self, device: Device) -> EventHandle:
         """Return the event of the claimed copy; record it if necessary."""
         if self._event is None:
-            self._event = device.record(self._stream, timed=timed)
+            self._event = device.record(self._stream)
         return self._event
 
     def finish(self, event: EventHandle) -> None:
@@ -83,9 +83,6 @@ class Cooling:
         self._spans: list[tuple[int, int, Guard, int]] = []  # first byte, end, guard, generation
         self._generation = 0
         self._marks: list[EventHandle] = []  # when they have completed, older generations are quiet
-
-    def __len__(self) -> int:
-        return len(self._spans)
 
     def add(self, span: Span, guard: Guard) -> None:
         """Set ``guard`` for these bytes; it covers their earlier guards."""

@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,18 +21,6 @@ from ebbtide.store.pages import HUGE_PAGE_BYTES, populate
 
 _PORTABLE = 1
 """Pinned for all devices of the process, not only the current one."""
-
-
-class Registrar(Protocol):
-    """Pins and unpins memory; both return 0, or an error number."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """Pin memory."""
-        ...
-
-    def unregister(self, address: int) -> int:
-        """Unpin the memory at an address, once no copy uses it."""
-        ...
 
 
 class RuntimeRegistrar:
@@ -80,7 +68,7 @@ class _Mapping:
         self.owner = os.getpid()
 
 
-def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
+def pinned_memory(nbytes: int, registrar: RuntimeRegistrar) -> torch.Tensor:
     """Return pinned memory; it is unpinned when the last tensor on its storage dies, at the latest at exit.
 
     Args:
@@ -107,7 +95,7 @@ def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
     return torch.frombuffer(loan, dtype=torch.uint8, count=nbytes)
 
 
-def _let_go(mapping: _Mapping, address: int, registrar: Registrar) -> None:
+def _let_go(mapping: _Mapping, address: int, registrar: RuntimeRegistrar) -> None:
     if os.getpid() == mapping.owner:
         if mapping.requested:
             mapping.requested = False

@@ -2,10 +2,10 @@
 
 [Note: a slot's life]
 ``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's bytes must not change until
-``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the slot,
-even a freed one, keeps their memory alive. ``slot.take()`` copies the bytes in, each time it is called; ``prefetch()``
-begins that early, ``put_back()`` discards a prefetch. ``slot.free()`` frees the place, at any time: a running copy is
-waited for, cancelled, or finished before the place is reused.
+``Tier.have_parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the
+slot, even a freed one, keeps their memory alive. ``slot.take()`` copies the bytes in, each time it is called;
+``prefetch()`` begins that early, ``put_back()`` discards a prefetch. ``slot.free()`` frees the place, at any time: a
+running copy is waited for, cancelled, or finished before the place is reused.
 
 The disk tier (threads in place of streams) and the host tier over a ``Device`` (streams and events) implement this
 protocol; tiers are independent of autograd.
@@ -25,16 +25,6 @@ from ebbtide.store.device import StreamHandle
 
 class Slot(Protocol):
     """One offloaded storage."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes parked."""
-        ...
-
-    @property
-    def parked(self) -> bool:
-        """Whether the copy-out is done. Raises the error of a failed copy."""
-        ...
 
     def wait_parked(self) -> None:
         """Make compute wait for the copy-out. Raises the error of a failed copy."""
@@ -59,8 +49,8 @@ class Slot(Protocol):
     def take(self) -> torch.Tensor:
         """Return the bytes.
 
-        The tensor is one-dimensional ``uint8``, on the source's device, has its own storage (offset 0, exactly
-        ``nbytes``), and is ordered before the next work of compute. It belongs to the caller: a later ``take`` copies
+        The tensor is one-dimensional ``uint8``, on the source's device, has its own storage (offset 0, no
+        other bytes), and is ordered before the next work of compute. It belongs to the caller: a later ``take`` copies
         in again. Raises the error of a failed copy.
         """
         ...
@@ -68,6 +58,44 @@ class Slot(Protocol):
     def free(self) -> None:
         """Free the place. May be called repeatedly."""
         ...
+
+
+class Streamless:
+    """What tiers without streams do alike: the host computes in order, and slots are handled one by one."""
+
+    def expect(self, nbytes: int) -> None:
+        """Do nothing: room costs nothing."""
+
+    def capturing(self) -> bool:
+        """Return False: the host has no graphs."""
+        return False
+
+    def stream_of(self, tensor: torch.Tensor) -> None:
+        """Return None: the host computes in order."""
+
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+        """Do nothing."""
+
+    def park_all(self: Tier, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Any]:
+        """Begin to copy out several sources; see ``Tier.park_all``."""
+        found: list[Any] = []
+        for source in sources:
+            try:
+                found.append(self.park(source))
+            except CapError as error:
+                found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
+        return found
+
+    def wait_parked(self, slots: Sequence[Any]) -> None:
+        """Make compute wait for the copies-out of several slots."""
+        for slot in slots:
+            slot.wait_parked()
+
+    def prefetch(self, slots: Sequence[Any]) -> int:
+        """Request the bytes of several slots. Returns 0: all have begun, or wait for room by themselves."""
+        for slot in slots:
+            slot.prefetch()
+        return 0
 
 
 class Tier(Protocol):

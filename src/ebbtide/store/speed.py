@@ -20,6 +20,9 @@ from ebbtide.store.meter import keeps_time
 from ebbtide.store.protocol import Slot, Tier
 
 PIECES = 8
+_SECONDS = 2.4
+"""Approximate time of a measurement; at a rate below some MB/s it takes longer."""
+
 _LEAST_PIECES = 3
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
 _NOISE_BYTES = 4 << 20
@@ -54,29 +57,27 @@ def noise(nbytes: int, where: torch.device) -> torch.Tensor:
     return tile.repeat(-(-nbytes // size))[:nbytes]
 
 
-def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int, seconds: float = 2.4) -> Speed:
+def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int) -> Speed:
     """Copy some pieces out and in. See [Note: bytes that tell].
 
     Args:
         tier: The tier; left empty.
         where: The device whose memory the tier saves.
         most_bytes: Most memory to use on either side.
-        seconds: Approximate time limit; at a rate below some MB/s it takes longer.
 
     Raises:
         DiskFullError: There is no room for one piece.
         CapError: Likewise, in host memory.
         DiskError: A copy failed.
     """
-    return _Trial(tier, where, most_bytes, seconds).run()
+    return _Trial(tier, where, most_bytes).run()
 
 
 class _Trial:
     """One measurement."""
 
-    def __init__(self, tier: Tier, where: torch.device, most_bytes: int, seconds: float) -> None:
-        self._tier, self._where = tier, where
-        self._most_bytes, self._seconds = most_bytes, seconds
+    def __init__(self, tier: Tier, where: torch.device, most_bytes: int) -> None:
+        self._tier, self._where, self._most_bytes = tier, where, most_bytes
         self._timed = keeps_time(tier)
         self._source = noise(_LEAST_BYTES, where)
 
@@ -98,7 +99,7 @@ class _Trial:
 
     def _piece_bytes(self, rate: float) -> int:
         """Return the size of a piece, so that all pieces each way, and again both ways, fit into time and memory."""
-        wanted = min(rate * self._seconds / (3 * PIECES), self._most_bytes / (2 * PIECES), _MOST_BYTES)
+        wanted = min(rate * _SECONDS / (3 * PIECES), self._most_bytes / (2 * PIECES), _MOST_BYTES)
         return max(_LEAST_BYTES, 1 << int(wanted).bit_length() - 1) if wanted >= 1 else _LEAST_BYTES
 
     def _out(self, slots: list[Slot]) -> float:
@@ -166,7 +167,7 @@ class _Trial:
         return bool(outward)
 
     def _late(self, began: float, rates: list[float]) -> bool:
-        return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > self._seconds / 3
+        return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > _SECONDS / 3
 
     def _settle(self) -> None:
         if self._where.type != "cpu":

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ebbtide.base.errors import CapError, DiskError, DiskFullError, TargetError
-from ebbtide.store.arena import ArenaState
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.disk import DiskTier
@@ -69,22 +68,12 @@ class SpillTier:
 
     @property
     def counters(self) -> TierCounters:
-        """Bytes copied over the device's link; for bytes to and from disk see ``disk_counters``."""
+        """Bytes copied over the device's link; ``gauges`` has those to and from disk."""
         return self.host.counters
-
-    @property
-    def disk_counters(self) -> TierCounters | None:
-        """Bytes written to disk and read from it; ``None``: nothing was spilled yet."""
-        return None if self._disk is None else self._disk.counters
 
     def gauges(self) -> dict[str, int]:
         """Return the bytes in host memory and on disk, by name."""
         return self.host.gauges() | ({} if self._disk is None else self._disk.gauges())
-
-    @property
-    def arena(self) -> ArenaState:
-        """The state of host memory."""
-        return self.host.arena
 
     @property
     def used_bytes(self) -> int:

@@ -25,27 +25,16 @@ class _Tier(Protocol):
 class SpillSlot:
     """One storage on its way to disk; made by ``SpillTier.park``, who owns its fields."""
 
-    __slots__ = ("__weakref__", "freed", "_nbytes", "on_disk", "stage", "_tier", "wanted", "where")
+    __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "_tier", "wanted", "where")
 
     def __init__(self, tier: _Tier, stage: HostSlot) -> None:
-        self._tier, self._nbytes, self.where = tier, stage.nbytes, stage.where
+        self._tier, self.nbytes, self.where = tier, stage.nbytes, stage.where
         self.stage: HostSlot | None = stage
         self.on_disk: DiskSlot | None = None
         self.wanted = self.freed = False
 
     def __del__(self) -> None:
         self.free()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes parked."""
-        return self._nbytes
-
-    @property
-    def parked(self) -> bool:
-        """Whether the bytes have arrived in host memory, so that the source is no longer needed."""
-        stage = self.stage
-        return stage is None or stage.parked
 
     def wait_parked(self) -> None:
         """Make compute wait for the copy-out to host memory."""

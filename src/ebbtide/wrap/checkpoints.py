@@ -100,7 +100,7 @@ def checkpoint_around(pack: Any) -> Kept | None:
     """Return the tensors of the non-reentrant checkpoint whose hook ``pack`` is; None if it is no checkpoint's."""
     if not _of_checkpoint(pack):
         return None
-    frame = _closed_over(pack, "frame")
+    frame = _frame_of(pack)
     saved: list[Any] | None = getattr(frame, "saved_args", None)
     if saved is None:  # torch before 2.12 keeps them in a node
         node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
@@ -126,6 +126,6 @@ def _of_checkpoint(thing: Any) -> bool:
     return getattr(thing, "__module__", None) == checkpoint.__module__
 
 
-def _closed_over(function: Any, name: str) -> Any:
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    return dict(zip(names, cells, strict=False))[name].cell_contents if name in names else None
+def _frame_of(pack: Any) -> Any:
+    names, cells = pack.__code__.co_freevars, pack.__closure__ or ()
+    return dict(zip(names, cells, strict=False))["frame"].cell_contents if "frame" in names else None

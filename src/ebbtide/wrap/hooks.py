@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
+from ebbtide.wrap.checkpoints import innermost_hooks
 from ebbtide.wrap.secondrun import SecondRun
 
 _NO_HOOKS = "support saved tensor hooks"
@@ -54,7 +54,7 @@ class offloading:
         if run is None:
             return
         try:
-            while (top := _open_hooks()) is not None and _run_of(top[0]) is run:
+            while _run_of(innermost_hooks()) is run:
                 torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
             if not self._ended:
                 self._ended = True
@@ -79,11 +79,7 @@ def _close_checkpoints(error: BaseException) -> None:
         generator.close()
 
 
-def _run_of(pack: Callable[..., Any]) -> BlockRun | None:
+def _run_of(pack: Any) -> BlockRun | None:
     """Return the run whose block opened a hook: its own, or that of its checkpoint."""
     owner = getattr(pack, "__self__", None)
     return owner.run if isinstance(owner, SecondRun) else owner
-
-
-def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -29,7 +29,7 @@ from ebbtide.wrap.forward import is_compiled_inside
 logger = logging.getLogger("ebbtide.wrap")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Offloader:
     """An offloader of another library.
 
@@ -45,25 +45,22 @@ class Offloader:
 
 
 OFFLOADERS = (
-    Offloader(prefix="trl.", name="TRL", unset="set activation_offloading=False in the trainer's config"),
-    Offloader(prefix="torchtune.", name="torchtune", unset="set enable_activation_offloading: False in the recipe"),
+    Offloader("trl.", "TRL", "set activation_offloading=False in the trainer's config"),
+    Offloader("torchtune.", "torchtune", "set enable_activation_offloading: False in the recipe"),
     Offloader(
-        prefix="transformer_engine.",
-        name="TransformerEngine",
-        unset="pass enabled=False to get_cpu_offload_context; leave --cpu-offloading-num-layers of Megatron-LM out",
+        "transformer_engine.",
+        "TransformerEngine",
+        "pass enabled=False to get_cpu_offload_context; leave --cpu-offloading-num-layers of Megatron-LM out",
     ),
     Offloader(
-        prefix="megatron.",
-        name="Megatron-LM",
-        unset="leave --fine-grained-activation-offloading and --cpu-offloading-num-layers out",
+        "megatron.", "Megatron-LM", "leave --fine-grained-activation-offloading and --cpu-offloading-num-layers out"
     ),
-    Offloader(prefix="verl.", name="verl", unset="set actor_rollout_ref.model.enable_activation_offload=False"),
-    Offloader(prefix="swift.", name="ms-swift", unset='set "activation_cpu_offload": false in the JSON file of --fsdp'),
+    Offloader("verl.", "verl", "set actor_rollout_ref.model.enable_activation_offload=False"),
+    Offloader("swift.", "ms-swift", 'set "activation_cpu_offload": false in the JSON file of --fsdp'),
     Offloader(
-        prefix="torch.autograd.graph.save_on_cpu.",
-        name="torch's save_on_cpu",
-        unset="remove `with save_on_cpu()`, or unset what opens it (transformers: gradient_checkpointing_kwargs["
-        "'offload'])",
+        "torch.autograd.graph.save_on_cpu.",
+        "torch's save_on_cpu",
+        "remove `with save_on_cpu()`, or unset what opens it (transformers: gradient_checkpointing_kwargs['offload'])",
     ),
 )
 """Known offloaders, in the versions of docs/guides/from-other-offloaders.md."""

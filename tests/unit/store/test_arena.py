@@ -50,7 +50,7 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
         park_all(device, tier, sizes)
     assert tier.arena == after_first and device.host_calls == after_first.chunks
     assert after_first.peak_used_bytes == sum(sizes)
-    assert 0 <= after_first.waste <= 0.03
+    assert after_first.peak_used_bytes <= after_first.held_bytes <= 1.03 * after_first.peak_used_bytes
     assert device.host_bytes == after_first.held_bytes and device.violations == []
 
 
@@ -204,11 +204,11 @@ def test_who_had_bytes_first_is_remembered_for_each_of_them() -> None:
     assert cooling.over([(0, 50)]) == [a] and cooling.over([(150, 1)]) == [b] and cooling.over([(50, 100)]) == [c]
     assert cooling.over([(49, 102)]) == [a, c, b] and cooling.over([(200, 50)]) == []
     cooling.add((60, 10), d)
-    assert cooling.over([(0, 200)]) == [a, c, d, b] and len(cooling) == 5
+    assert cooling.over([(0, 200)]) == [a, c, d, b] and len(cooling._spans) == 5
     cooling.mark(device, streams)
     cooling.add((300, 10), d)
     cooling.prune(device)
-    assert cooling.over([(0, 400)]) == [d] and len(cooling) == 1  # of a later generation
+    assert cooling.over([(0, 400)]) == [d] and len(cooling._spans) == 1  # of a later generation
 
 
 class Counting(FakeDevice):
@@ -240,7 +240,7 @@ def test_the_end_of_a_backward_asks_as_much_after_many_tensors_as_after_few(tens
         before = device.questions
         tier.trim()
         assert device.questions - before <= 2 and looked == []
-        assert len(tier._arena._cooling) <= tensors
+        assert len(tier._arena._cooling._spans) <= tensors
     assert record.region() is not None and other.nbytes == 64 and device.violations == []
 
 
@@ -272,4 +272,4 @@ def test_bytes_given_back_are_guarded_until_the_copies_before_the_mark_are_done(
     device.compute(3.0)
     second = arena.take(1024)
     assert second.guard.events(device) == []  # and now no more
-    assert len(arena._cooling) == 0 and first.region.spans != second.region.spans
+    assert arena._cooling._spans == [] and first.region.spans != second.region.spans

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError, TargetError
-from ebbtide.store import DiskTier, Tier, open_tier, trim_heap
+from ebbtide.store import DiskTier, open_tier
+from ebbtide.store.allocator import trim_heap
 
 no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
@@ -20,8 +21,8 @@ no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="th
 @no_accelerator
 @pytest.mark.parametrize("target", ["auto", "disk"])
 def test_disk_without_accelerator(disk: Path, target: str) -> None:
-    tier: Tier = open_tier(target, disk_path=disk, disk_budget_bytes=1 << 20, in_flight_bytes=1 << 20)
-    assert isinstance(tier, DiskTier) and tier.free_bytes == 1 << 20
+    tier = open_tier(target, disk_path=disk)
+    assert isinstance(tier, DiskTier) and tier.free_bytes > 0
     tier.close()
 
 

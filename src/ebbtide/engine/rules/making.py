@@ -33,16 +33,6 @@ def expression(
     return Expr(fn, tuple(found), key=(n.node.name(), dtype), flops=flops, dtype=dtype, loose=loose)
 
 
-def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
-    """Rule for an operator of one tensor; ``constants`` maps keyword arguments of ``fn`` to saved attributes."""
-
-    def rule(n: NodeView) -> Expr | None:
-        values = {keyword: n.constant(attribute) for keyword, attribute in constants.items()}
-        return expression(n, lambda x: fn(x, **values), [n.operand(slot, 0)])
-
-    return rule if constants else lambda n: expression(n, fn, [n.operand(slot, 0)])
-
-
 def typed(fn: Fn, *constants: str) -> Rule:
     """Rule for a reduction: ``fn(x, *constants, dtype=...)``, in the dtype of the value."""
 
@@ -66,16 +56,6 @@ def binary(fn: Fn, *, alpha: bool = False, names: tuple[str, str] = ("self", "ot
     return rule
 
 
-def with_number(fn: Fn, name: str) -> Rule:
-    """Rule for an operator of a tensor and a number that autograd saved as the attribute ``name``."""
-
-    def rule(n: NodeView) -> Expr | None:
-        number = n.constant(name)
-        return expression(n, lambda x: fn(x, number), [n.operand("self", 0)])
-
-    return rule
-
-
 def method(name: str, *constants: str) -> Rule:
     """Rule for a tensor's method of some constants."""
 
@@ -86,11 +66,12 @@ def method(name: str, *constants: str) -> Rule:
     return rule
 
 
-def operator(fn: Fn, *constants: str, slot: str = "self") -> Rule:
-    """Rule for an operator of one tensor and some constants, in their order."""
+def operator(fn: Fn, *constants: str, **named: str) -> Rule:
+    """Rule for an operator of one tensor and saved attributes, in their order or by keyword argument of ``fn``."""
 
     def rule(n: NodeView) -> Expr | None:
         values = [n.constant(c) for c in constants]
-        return expression(n, lambda x: fn(x, *values), [n.operand(slot, 0)])
+        by_name = {keyword: n.constant(c) for keyword, c in named.items()}
+        return expression(n, lambda x: fn(x, *values, **by_name), [n.operand("self", 0)])
 
-    return rule
+    return rule if constants or named else lambda n: expression(n, fn, [n.operand("self", 0)])
