@@ -13,8 +13,12 @@ carries a *probe*: a detached alias whose data was replaced by nothing. It share
 tensor and none of its memory, so the read can compare versions even after the source is gone.
 
 [Note: leaves]
-Ordinary autograd saves a leaf itself: if somebody assigns ``leaf.data``, backward reads what was assigned, and no
-version tells. So the ticket of a leaf knows it by a weak reference, and the read returns it if its memory is another.
+Ordinary autograd saves a leaf itself, and what needs no gradient is one. If somebody assigns ``leaf.data``, backward
+reads what was assigned, and no version tells. If a function returns it as the gradient of a parameter, autograd finds
+that somebody else holds it, and copies it into ``parameter.grad``; a tensor that nobody else holds becomes that
+gradient, and what changes the gradient changes its memory. So the ticket of a leaf knows it by a weak reference, and
+the read returns it if it is alive; else the ticket holds what the read returned until the backward ends. For what needs
+a gradient, torch makes another tensor of what a hook returns, and nobody can hold that one.
 
 [Note: counted while alive]
 Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
@@ -230,12 +234,13 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "restored", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
         self.leaf: weakref.ref[torch.Tensor] | None = None  # [Note: leaves]
+        self.restored: torch.Tensor | None = None
         live = run.live_tickets
         live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
@@ -350,12 +355,6 @@ def weights_read(recipe: Expr | None) -> Iterator[Watched]:
         if isinstance(operand, Expr) and id(operand) not in seen:
             seen.add(id(operand))
             pending += operand.operands
-
-
-def reassigned(leaf: weakref.ref[torch.Tensor], storage: torch.UntypedStorage | None) -> torch.Tensor | None:
-    """Return a leaf that lies in other memory than the storage that was saved. See [Note: leaves]."""
-    tensor = leaf()
-    return None if tensor is None or tensor.untyped_storage() is storage else tensor
 
 
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
