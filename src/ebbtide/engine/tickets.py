@@ -292,7 +292,7 @@ class Expr:
             the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
 
-    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "structure", "under")
+    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "own_flops", "structure", "under")
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class Expr:
         dtype: torch.dtype | None = None,
         loose: bool = False,
     ) -> None:
-        self.fn, self.operands, self.dtype, self.loose = fn, operands, dtype, loose
+        self.fn, self.operands, self.dtype, self.loose, self.own_flops = fn, operands, dtype, loose, flops
         depth, parts, branches, linear, under = 0, [key], 0, True, None
         for operand in operands:
             if isinstance(operand, Expr):
@@ -325,18 +325,25 @@ class Expr:
             depth = max(depth, deep)
             parts.append(part)
         self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
-        self.flops = flops
         self.under = under  # numerics of what must be recomputed for it: ``MIXED``: of several
         self.linear = linear and branches <= 1  # no expression in it can have two readers
+        self.flops = flops if self.linear else sum(inner.own_flops for inner in self.expressions())
         self.structure = hash(tuple(parts))
+
+    def expressions(self) -> Iterator[Expr]:
+        """Yield the expression and those in it, each once."""
+        pending, seen = [self], {id(self)}
+        while pending:
+            expression = pending.pop()
+            yield expression
+            for operand in expression.operands:
+                if isinstance(operand, Expr) and id(operand) not in seen:
+                    seen.add(id(operand))
+                    pending.append(operand)
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
-        for operand in self.operands:
-            if isinstance(operand, Ticket):
-                yield operand
-            elif isinstance(operand, Expr):
-                yield from operand.tickets()
+        return (o for expression in self.expressions() for o in expression.operands if isinstance(o, Ticket))
 
 
 Operand = Expr | Ticket | LightTicket | Watched
