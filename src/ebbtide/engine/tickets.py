@@ -332,14 +332,14 @@ class Expr:
 
     def expressions(self) -> Iterator[Expr]:
         """Yield the expression and those in it, each once."""
-        pending, seen = [self], {id(self)}
-        while pending:
-            expression = pending.pop()
+        found: list[Expr] = [self]
+        seen = {id(self)}
+        for expression in found:  # which grows meanwhile
             yield expression
             for operand in expression.operands:
                 if isinstance(operand, Expr) and id(operand) not in seen:
                     seen.add(id(operand))
-                    pending.append(operand)
+                    found.append(operand)
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
