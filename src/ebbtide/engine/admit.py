@@ -59,9 +59,11 @@ class Admission(RunRecord):
         self.saved: list[tuple[Site, Action, int, bool]] = []  # what was replayed, until ``close`` counts it
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
+        device = self.where or next((weight.device for weight in block.weights()), None)
+        self.device_type = "cpu" if device is None else device.type
         self.tally.input_bytes = self._inputs.nbytes
         self.compared = engine.trust.begin_block(
-            block.name, (block.kind, checkpointed), accelerator=self._inputs.device_type != "cpu"
+            block.name, (block.kind, checkpointed), accelerator=self.device_type != "cpu"
         )
         self.is_open = True
         self.builder = Builder(

@@ -165,6 +165,8 @@ class Builder:
         self._of_views: dict[tuple[int, int], tuple[Ticket | KeptTicket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
+        self._depth = 0  # of the rules that run now, one for another's operand
+        self._cut: list[tuple[int, int]] = []  # values without a recipe because those rules were too many
         self._alive: list[Node] = []  # an id is valid only while its node is alive
 
     def hold(self, node: Node) -> None:
@@ -203,23 +205,37 @@ class Builder:
         key = (id(node), output_nr)
         if key in self._known:
             return self._known[key]
+        if self._depth == MAX_DEPTH:
+            self._cut.append(key)
+            return None
         self._alive.append(node)
         self._known[key] = expr = None  # a value cannot be its own operand
         # Operands of an earlier pass may have changed since.
         rule = self.rules.get(node.name()) if self._weights.model.since <= node._sequence_nr() else None
         if rule is not None:
+            self._depth += 1
             try:
                 expr = rule(NodeView(node, output_nr, self))
             except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
                 raise
             except UnreadableSlot:
                 expr = None
+            except RecursionError:  # says nothing about the rule either
+                self._cut.append(key)
             except Exception as error:  # a failing rule must not end the step
                 name, what = node.name(), f"{type(error).__name__}: {error}"
                 logger.warning("the rule for %s failed and is left out: %s", name, what)  # keeps no traceback alive
                 self.rules.pop(name, None)
+            finally:
+                self._depth -= 1
             if expr is not None and expr.depth > MAX_DEPTH:
                 expr = None
+        if self._cut and not self._depth:
+            for cut in self._cut:  # asked for itself, it may have one
+                self._known.pop(cut, None)
+            self._cut.clear()
+        elif self._cut and expr is None:
+            self._cut.append(key)
         self._known[key] = expr
         return expr
 

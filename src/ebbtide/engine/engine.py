@@ -29,7 +29,7 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket, reassigned
+from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
@@ -271,7 +271,7 @@ class Engine:
             task, run = torch._C._current_graph_task_id(), ticket.run
             if ticket.tensor._version != ticket.version or (task != -1 and run.task != task):
                 self._begin_with(ticket, task)
-            leaf = ticket.leaf and reassigned(ticket.leaf, ticket.tensor.untyped_storage())
+            leaf = ticket.leaf and ticket.leaf()
             return ticket.tensor if leaf is None else leaf
         if isinstance(ticket, LightTicket):
             unchanged = ticket.version == UNCHECKED or ticket.tensor._version == ticket.version
@@ -281,17 +281,21 @@ class Engine:
         try:
             if ticket.probe._version != ticket.version:
                 ticket.check()
-            stored = ticket.entry.storage_ref
-            leaf = ticket.leaf and reassigned(ticket.leaf, stored and stored())
-            if leaf is not None:
-                return leaf
             task, run = torch._C._current_graph_task_id(), ticket.run
-            if ticket.alias and (task == -1 or run.task == task):
-                return ticket.probe
+            tensor = ticket.leaf and ticket.leaf()
+            if tensor is None and ticket.alias:
+                tensor = ticket.probe
+            if tensor is not None and (task == -1 or run.task == task):
+                return tensor
             with self.lock:
                 if task != -1 and run.task != task:
                     self.restorer.begin_block(run, task)
-                return ticket.probe if ticket.alias else ticket.tensor(self.restorer.read(ticket.entry, run, task))
+                if tensor is None:
+                    tensor = ticket.tensor(self.restorer.read(ticket.entry, run, task))
+                    if ticket.leaf and task != -1:
+                        ticket.restored = tensor
+                        self.let_go_after(task, weakref.ref(ticket))
+                return tensor
         except BaseException as error:
             where = f"{ticket.entry.site} of block {ticket.run.block.name!r} ({ticket.entry.action.value})"
             note_place(error, f"while restoring {where}")

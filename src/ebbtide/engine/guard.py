@@ -154,7 +154,7 @@ class WeightGuard:
                 )
 
     def _copy(self, storage: torch.UntypedStorage, weight: torch.Tensor) -> int:
-        watched = [w for r in self._watched.pop(storage_key(storage), ()) if (w := r()) is not None]
+        watched = [w for r in tuple(self._watched.pop(storage_key(storage), ())) if (w := r()) is not None]
         unchanged = [w for w in watched if w.same is not False]
         if not unchanged:
             return 0

@@ -18,15 +18,16 @@ class Inputs:
         tensors: All of them, including those in lists and keyword arguments.
 
     Attributes:
+        nbytes: Bytes of the storages of those that need a gradient.
         storages: Those of the tensors, by id.
         values: Each by the id of the node that made it and the number of the node's output, with its version.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         strided = [t for t in plain_tensors(tensors) if t.layout == torch.strided and not t.is_nested]
-        self.device_type = tensors[0].device.type if tensors else "cpu"
-        self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self.storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
+        trained = {id(t.untyped_storage()) for t in strided if t.requires_grad}
+        self.nbytes = sum(s.nbytes() for key, s in self.storages.items() if key in trained)
         self.values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := node_of(t)) is not None}
 
     def value(self, key: tuple[int, int]) -> torch.Tensor | None:

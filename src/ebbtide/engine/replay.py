@@ -85,7 +85,7 @@ class Replay(Admission):
             if not alias:
                 probe.data = memo.empty  # [Note: version probe]
             ticket = Ticket(entry, layout, self, probe, 0, alias=alias)
-            if node is None and tensor.is_leaf:
+            if tensor.is_leaf:
                 ticket.leaf = weakref.ref(tensor)
             if entry.action is not KEEP:
                 reference = weakref.ref(entry)

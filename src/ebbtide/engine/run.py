@@ -102,7 +102,7 @@ class BlockRun(Replay):
             name: Its path in the block.
             module: The module.
         """
-        self.running.append(Running.here(name, module, self._inputs.device_type))
+        self.running.append(Running.here(name, module, self.device_type))
         self.place = name, self.block.name
         self._sites.go_to(name)
 

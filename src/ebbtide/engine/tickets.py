@@ -13,8 +13,12 @@ carries a *probe*: a detached alias whose data was replaced by nothing. It share
 tensor and none of its memory, so the read can compare versions even after the source is gone.
 
 [Note: leaves]
-Ordinary autograd saves a leaf itself: if somebody assigns ``leaf.data``, backward reads what was assigned, and no
-version tells. So the ticket of a leaf knows it by a weak reference, and the read returns it if its memory is another.
+Ordinary autograd saves a leaf itself, and what needs no gradient is one. If somebody assigns ``leaf.data``, backward
+reads what was assigned, and no version tells. If a function returns it as the gradient of a parameter, autograd finds
+that somebody else holds it, and copies it into ``parameter.grad``; a tensor that nobody else holds becomes that
+gradient, and what changes the gradient changes its memory. So the ticket of a leaf knows it by a weak reference, and
+the read returns it if it is alive; else the ticket holds what the read returned until the backward ends. For what needs
+a gradient, torch makes another tensor of what a hook returns, and nobody can hold that one.
 
 [Note: counted while alive]
 Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
@@ -230,12 +234,13 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "restored", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
         self.leaf: weakref.ref[torch.Tensor] | None = None  # [Note: leaves]
+        self.restored: torch.Tensor | None = None
         live = run.live_tickets
         live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
@@ -287,7 +292,7 @@ class Expr:
             the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
 
-    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "structure", "under")
+    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "own_flops", "structure", "under")
 
     def __init__(
         self,
@@ -299,7 +304,7 @@ class Expr:
         dtype: torch.dtype | None = None,
         loose: bool = False,
     ) -> None:
-        self.fn, self.operands, self.dtype, self.loose = fn, operands, dtype, loose
+        self.fn, self.operands, self.dtype, self.loose, self.own_flops = fn, operands, dtype, loose, flops
         depth, parts, branches, linear, under = 0, [key], 0, True, None
         for operand in operands:
             if isinstance(operand, Expr):
@@ -320,18 +325,25 @@ class Expr:
             depth = max(depth, deep)
             parts.append(part)
         self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
-        self.flops = flops
         self.under = under  # numerics of what must be recomputed for it: ``MIXED``: of several
         self.linear = linear and branches <= 1  # no expression in it can have two readers
+        self.flops = flops if self.linear else sum(inner.own_flops for inner in self.expressions())
         self.structure = hash(tuple(parts))
+
+    def expressions(self) -> Iterator[Expr]:
+        """Yield the expression and those in it, each once."""
+        found: list[Expr] = [self]
+        seen = {id(self)}
+        for expression in found:  # which grows meanwhile
+            yield expression
+            for operand in expression.operands:
+                if isinstance(operand, Expr) and id(operand) not in seen:
+                    seen.add(id(operand))
+                    found.append(operand)
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
-        for operand in self.operands:
-            if isinstance(operand, Ticket):
-                yield operand
-            elif isinstance(operand, Expr):
-                yield from operand.tickets()
+        return (o for expression in self.expressions() for o in expression.operands if isinstance(o, Ticket))
 
 
 Operand = Expr | Ticket | LightTicket | Watched
@@ -350,12 +362,6 @@ def weights_read(recipe: Expr | None) -> Iterator[Watched]:
         if isinstance(operand, Expr) and id(operand) not in seen:
             seen.add(id(operand))
             pending += operand.operands
-
-
-def reassigned(leaf: weakref.ref[torch.Tensor], storage: torch.UntypedStorage | None) -> torch.Tensor | None:
-    """Return a leaf that lies in other memory than the storage that was saved. See [Note: leaves]."""
-    tensor = leaf()
-    return None if tensor is None or tensor.untyped_storage() is storage else tensor
 
 
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:

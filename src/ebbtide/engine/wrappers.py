@@ -97,7 +97,9 @@ def pack_wrapper(
     node = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
     if wait is not None:  # the result of a collective: what consumes it takes the tensor inside
         arrived = wait()
-        return pack(arrived, Outer(tensor.detach(), tensor._version, node, arrived))
+        probe: Any = tensor.detach()
+        probe.elem = empty(arrived)
+        return pack(arrived, Outer(probe, tensor._version, node, arrived))
     names, context = tensor.__tensor_flatten__()
     staying = {name: getattr(tensor, name) for name in names}
     inner = {name: staying.pop(name) for name in names if _may_move(tensor, staying[name])}

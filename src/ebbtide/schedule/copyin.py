@@ -101,7 +101,7 @@ class CopyIn(Generic[SavedT]):
 
     def _discard(self, first: int) -> None:
         """Discard what was prefetched for the runs of blocks numbered ``first`` and later."""
-        for reference in [r for r, (_, number) in self._requested.items() if number >= first]:
+        for reference in [r for r, (_, number) in self._requested.copy().items() if number >= first]:
             saved = reference()
             if saved is not None:
                 self._mover.discard(saved)

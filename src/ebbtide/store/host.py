@@ -318,9 +318,8 @@ class HostTier:
         """Return a place, or the error that prevents it, for each size: in one region, if there is one for all."""
         with self._lock:
             self._settle()
-            if not spare_bytes:  # else whoever spills frees them one by one
-                with contextlib.suppress(CapError):
-                    return [*self._arena.take_all(sizes)]
+            with contextlib.suppress(CapError):
+                return [*self._arena.take_all(sizes, spare_bytes=spare_bytes)]
             places: list[Place | CapError] = []
             for nbytes in sizes:
                 try:

@@ -14,7 +14,9 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Keep, Minimal, Offload, Options, Policy
 from ebbtide.engine import Block, Engine
 from ebbtide.planner import plan_for
+from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
+from ebbtide.store.spill import SpillTier
 from ebbtide.wrap.hooks import offloading
 from tests.helpers.fakedevice import FakeDevice
 
@@ -26,15 +28,15 @@ BLOCK = Block(name="chain", kind="chain", index=0, count=1, weights=tuple)
     ("policy", "most"),
     [
         pytest.param(Keep(), 12, id="keep"),
-        pytest.param(Offload(), 54, id="offload"),
-        pytest.param(Minimal(), 54, id="recompute"),
+        pytest.param(Offload(), 59, id="offload"),
+        pytest.param(Minimal(), 55, id="recompute"),
     ],
 )
 def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:
     """Each saved tensor is a storage of its own, the dearest kind; what a pass and a block cost is spread over them."""
-    engine = Engine(
-        plan_for(policy), HostTier(FakeDevice(1e12, 1e12)), Options(min_bytes=0, window_bytes=1 << 19), Bus()
-    )
+    host = HostTier(FakeDevice(1e12, 1e12), budget_bytes=1 << 30)
+    tier = SpillTier(host, DiskTier, budget_bytes=1 << 30)  # as users get it
+    engine = Engine(plan_for(policy), tier, Options(min_bytes=0, window_bytes=1 << 19), Bus())
     x = torch.linspace(0.1, 1.0, 4096).view(64, 64)
     for _ in range(3):
         _chain(engine, x)

@@ -96,6 +96,15 @@ def test_what_nobody_watches_any_more_is_not_copied() -> None:
     assert own._copy(weight.untyped_storage(), weight) == 0
 
 
+def test_weights_that_die_in_another_thread_while_they_are_copied_are_left_out() -> None:
+    own, weight = guard(), parameter(8, 6)
+    watched = [own.watch(weight, weight._version, compared=Compared.SAMPLE) for _ in range(4)]
+    (listed,) = own._watched.values()
+    for _ in range(2):
+        listed.add(lambda: watched.clear())  # type: ignore[arg-type]  # whichever is read first: the others die
+    assert own._copy(weight.untyped_storage(), weight) in (0, weight.nbytes)
+
+
 def test_a_sparse_parameter_beside_a_watched_one_is_left_to_the_optimizer() -> None:
     weight, sparse = parameter(4, 4), nn.Parameter(torch.eye(4).to_sparse())
     optimizer = torch.optim.SGD([weight, sparse], lr=1.0)

@@ -157,6 +157,25 @@ def moved(program: Callable[[Leaves], list[Tensor]], leaves: dict[str, Tensor]) 
     return count
 
 
+def test_a_block_is_on_the_device_of_what_may_move_else_of_its_weights() -> None:
+    here, elsewhere = torch.ones(2), torch.ones(2, device="meta")
+    with open_engine("offload") as engine:
+        for inputs, weights, device in (
+            ([elsewhere, here], [], "cpu"),
+            ([here], [elsewhere], "cpu"),
+            ([], [elsewhere], "meta"),
+            ([], [], "cpu"),
+        ):
+            with forward_pass(engine, *inputs, weights=weights) as run:
+                assert run.device_type == device
+
+
+def test_inputs_of_one_storage_count_once() -> None:
+    x, frozen = torch.randn(4, 4, requires_grad=True) * 1, torch.randn(4, 4)
+    with open_engine("offload") as engine, forward_pass(engine, x, *x.chunk(2), x.T, frozen) as run:
+        assert run.tally.input_bytes == x.nbytes
+
+
 def test_one_storage_moves_once_however_it_is_seen() -> None:
     def program(v: Leaves) -> list[Tensor]:
         y = v["x"].cumsum(0)

@@ -200,6 +200,47 @@ def test_data_of_an_input_that_is_assigned_is_what_ordinary_autograd_reads(train
     check(lambda: sgd(Stack(Squared(), Squared())), step, policies=("offload", "inputs", "keep"))
 
 
+class Injected(torch.autograd.Function):
+    """Returns a tensor that it saved as the gradient of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], ctx.saved_tensors[0], None
+
+
+class Injects(nn.Module):
+    """A block that saves the gradient of its weight: one that it holds, or one that nobody holds."""
+
+    def __init__(self, *, held: bool) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(8, 16))
+        self.held, self.gradient = held, torch.randn(8, 16) * 0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        gradient = self.gradient if self.held else self.weight.detach().square()
+        return Injected.apply(torch.tanh(self.linear(x) * self.weight.detach()), self.weight, gradient)
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("held", [True, False])
+def test_a_saved_tensor_that_becomes_a_gradient_keeps_its_bytes(held: bool, backwards: int) -> None:
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        loss = model(rows()).square().mean()
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=left > 0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        model.optimizer.step()
+        return loss
+
+    check(lambda: sgd(Stack(Injects(held=held), Injects(held=held))), step, steps=4)
+
+
 def test_a_parameter_that_forward_changes_after_its_use_from_the_third_step_on() -> None:
     class Decaying(nn.Module):
         def __init__(self) -> None:

@@ -57,7 +57,17 @@ def test_evaluation_does_not_recurse() -> None:
 def test_work_and_depth_add_up() -> None:
     a = Expr(torch.exp, (light(torch.ones(1)),), key=("a",), flops=3)
     b = Expr(torch.mul, (a, a), key=("b",), flops=4)
-    assert (a.depth, b.depth, b.flops) == (1, 2, 10)
+    c = Expr(torch.exp, (Expr(torch.exp, (light(torch.ones(1)),), key=("c",), flops=3),), key=("d",), flops=4)
+    assert (a.depth, b.depth, b.flops) == (1, 2, 7)  # ``a`` is evaluated once
+    assert (c.depth, c.flops) == (2, 7)
+
+
+def test_a_shared_expression_is_visited_once() -> None:
+    value = Expr(torch.exp, (light(torch.ones(1)),), key=("first",), flops=1)
+    for _ in range(MAX_DEPTH):
+        value = Expr(torch.add, (value, value), key=("twice",), flops=1)
+    assert value.flops == MAX_DEPTH + 1
+    assert len(list(value.expressions())) == MAX_DEPTH + 1 and list(value.tickets()) == []
 
 
 def test_a_structure_is_the_operators_and_operand_types_and_no_sizes() -> None:
@@ -81,6 +91,22 @@ def test_long_chains_are_not_recomputed() -> None:
             assert {r().action for r in run.entries if r().site.node == "NegBackward0"} == {action}
             del y
             assert_nothing_left(engine)
+
+
+def test_a_chain_of_any_length_ends_no_rule(caplog: pytest.LogCaptureFixture) -> None:
+    x = leaf(4, 4)
+    with open_engine(REMAKE) as engine:
+        with forward_pass(engine, x) as run:
+            y = part = x.sin()
+            for link in range(500):
+                y = -y
+                part = y if link == MAX_DEPTH // 2 else part
+            z = y * y + part * part  # the long chain is looked at first
+        assert "NegBackward0" in engine.rules and caplog.messages == []
+        saved = [action for (site, action), _ in run.pass_.sites.items() if site.node == "NegBackward0"]
+        assert sorted(saved, key=str) == [Action.OFFLOAD, Action.RECOMPUTE]
+        (got,) = torch.autograd.grad(z.sum(), x)
+    assert same_bits(got, torch.autograd.grad((x.sin().square() * 2).sum(), x)[0])
 
 
 def test_a_number_is_data_and_not_a_new_recipe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_a_result_of_a_collective_is_taken_as_it_arrived(mesh: Any) -> None:
         assert engine.stats().offloaded_bytes > 0
         y.sum().backward()
         assert x.grad is not None and same_bits(x.grad, gathered.wait())
+
+
+def test_a_result_of_a_collective_leaves_the_device(mesh: Any) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
+            ctx.save_for_backward(gathered)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] * ctx.saved_tensors[0], None
+
+    x, inner = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    expected, memory = inner.clone(), weakref.ref(inner.untyped_storage())
+    with open_engine("offload", window_bytes=1) as engine:
+        with forward_pass(engine, x):
+            y = Reads.apply(x, AsyncCollectiveTensor(inner))
+            del inner
+            z = x.sin().sin()  # whose copy makes room in the window
+        assert memory() is None
+        (y.sum() + 0 * z.sum()).backward()
+        assert x.grad is not None and same_bits(x.grad, expected + 0)
 
 
 class Sealed(torch.Tensor):

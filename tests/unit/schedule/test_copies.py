@@ -545,6 +545,24 @@ def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:
     assert flow.ahead_bytes == 0
 
 
+def test_an_entry_that_dies_in_another_thread_while_all_are_discarded_is_left_out() -> None:
+    entries = [away() for _ in range(3)]
+
+    class Number(int):
+        def __ge__(self, other: int) -> bool:
+            entries.clear()
+            return True
+
+    run: Any = Run(list(entries))
+    run.number = Number()
+    flow = copy_in(run, Window(30), Tier())
+    del run
+    flow.advance()
+    assert flow.ahead_bytes == 30
+    flow.discard()
+    assert flow.ahead_bytes == 0
+
+
 def test_what_blocks_before_did_not_come_for_is_put_back() -> None:
     entries = [away() for _ in range(4)]
     runs: list[Any] = []

@@ -83,6 +83,15 @@ def test_nothing_of_the_disk_is_touched_below_the_budget(disk: Path) -> None:
         assert "disk_written_bytes" not in tier.gauges() and tier.free_bytes is None
 
 
+def test_what_is_copied_out_together_shares_a_region_while_all_of_it_fits(disk: Path) -> None:
+    with spilling(disk) as (device, tier):
+        for sizes, regions in (([KIB, 2 * KIB, 3 * KIB], 1), ([30 * KIB, 14 * KIB, 7 * KIB], 2)):
+            slots = tier.park_all([produce(device, n) for n in sizes])
+            found = {id(slot.place.region) for slot in slots if isinstance(slot, HostSlot) and slot.place is not None}
+            assert len(found) == regions and not any(isinstance(slot, CapError) for slot in slots)
+        del slots
+
+
 def test_from_the_stage_while_it_is_there(disk: Path) -> None:
     with spilling(disk, rate=1.0) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(7)]
