@@ -292,6 +292,28 @@ def test_hooks_come_back_for_a_larger_batch(dear_hooks: list[str]) -> None:
         assert timed.plan.table is not before
 
 
+@pytest.mark.parametrize("kept", [BLOCKS, 2])
+def test_rare_larger_batches_keep_no_more_than_the_plan(
+    monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str], kept: int
+) -> None:
+    """Not only the first of them, after which the steps that are measured are small again."""
+    if kept < BLOCKS:
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(kept))
+    timed = Timed(max_slowdown=0.05 if kept == BLOCKS else 10.0)
+    with timed.handle:
+        for _ in range(3):
+            timed.x = torch.randn(16, 8)
+            for _ in range(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE):
+                dear_hooks.clear()
+                timed.gradients()
+            assert timed.plan.judged and set(dear_hooks) == {str(place) for place in range(BLOCKS - kept)}
+            timed.x = torch.randn(160, 8)
+            dear_hooks.clear()
+            timed.gradients()
+            assert set(dear_hooks) == {"0", "1", "2", "3"}
+            assert timed.handle.stats().kept_bytes < timed.handle.stats().unique_bytes
+
+
 def test_a_handle_at_rest_is_closed_like_any_other(dear_hooks: list[str]) -> None:
     timed = Timed(max_slowdown=0.05)
     with timed.handle:
