@@ -19,7 +19,7 @@ from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks
+from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, compared
 from ebbtide.profiling.step_profile import profile_of
@@ -30,6 +30,12 @@ from tests.helpers.profiles import unit as make_unit
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiles here are larger than some machines' free memory."""
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 10**12)
 
 
 def unit(name: str, action: Action, recompute: float | None = None, host: float = 0.0) -> TimedUnit:
@@ -611,6 +617,42 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
         assert ("promised a peak of at most" in plan.explain()) is budget
         assert ("does not fit the device" in plan.explain()) is budget
         devices.append(int((1 + FRAGMENTS) * 1.01 * peak))
+
+
+def test_a_budget_above_what_the_device_has_is_that_of_the_device(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget within it is the user's own, and takes from the share for fragments."""
+    most = planned(Auto(memory_budget="1TiB"), peak=1_300 * MB)
+    assert most.table is not None and most._check is not None and most._check.keeps
+    device = int((1 - FRAGMENTS) * (1 + FRAGMENTS) * most.table.predicted.peak_bytes)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: device)
+    for given, limit in (("1TiB", int(device / (1 + FRAGMENTS))), (device, device)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="ebbtide"):
+            plan = planned(Auto(memory_budget=given), peak=1_300 * MB)
+        assert plan._check is not None and plan._check.budget_bytes == limit
+        assert plan._check.solution.predicted.peak_bytes <= limit
+        assert ("memory_budget is '1TiB', so the device's memory" in caplog.text) is (given == "1TiB")
+        found = solution_for(Auto(memory_budget=given), plan._check.solution.profile, device)
+        assert found.predicted.peak_bytes <= limit
+
+
+def test_without_a_device_a_plan_keeps_no_more_than_is_free(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All would be kept, if there were room for it."""
+    slow = tier()
+    slow.counters = replace(slow.counters, out_seconds=1000.0, in_seconds=1000.0)
+    for room, few in ((10**12, False), (500 * MB, True), (MB, True)):
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
+        plan = MeasuredPlan(Auto(max_slowdown=0.0), slow, None, Bus())
+        for _ in range(3):
+            plan.saw_step(step())
+        assert plan.table is not None and (plan.table.predicted.kept_bytes < 800 * MB) is few
+        assert plan.table.predicted.kept_bytes <= room
+        assert ("the plan for max_slowdown does not fit the free memory" in plan.explain()) is few
+        assert ("no plan fits" in caplog.text) is (room == MB)
 
 
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
