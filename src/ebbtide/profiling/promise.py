@@ -279,7 +279,12 @@ def recalibrated(check: Check) -> Profile | None:
     predicted, profile, measured = check.solution.predicted, check.solution.profile, check.measured
     if measured is None:
         return None
-    work = Work(recompute_seconds=predicted.recompute_seconds, moved_bytes=predicted.moved_bytes, crossings=0)
+    work = Work(
+        recompute_seconds=predicted.recompute_seconds,
+        moved_bytes=predicted.moved_bytes,
+        crossings=0,
+        checkpoints=any(Action.CHECKPOINT in actions for actions in check.solution.assignment),
+    )
     return charged(profile, work, measured.seconds - predicted.step_seconds)
 
 

@@ -261,6 +261,28 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
     assert all("promised at most" in line and "measured 16.25 s" in line for line in told)
 
 
+def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
+    """Not none at once: the price of a checkpoint is that of the measured ones."""
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    units = (replace(unit("", Action.KEEP), block_input=True), unit("dear", Action.KEEP, 30.0))
+    units = tuple(replace(one, movable=False, nbytes=number * MB) for number, one in zip((1, 100), units, strict=True))
+    blocks = tuple(replace(block, units=units, checkpointable=True) for block in many(40).blocks)
+    for _ in range(3):
+        plan.saw_step(replace(many(40), blocks=blocks))
+
+    def checkpointed() -> int:
+        assert plan._check is not None
+        return sum(Action.CHECKPOINT in actions for actions in plan._check.solution.assignment)
+
+    before = checkpointed()
+    assert plan._check is not None and before > 8
+    plain, predicted = plan._check.solution.profile.step_seconds, plan._check.solution.predicted.step_seconds
+    missed = plain + 1.5 * (predicted - plain) - plan._check.solution.profile.tail_seconds
+    for one in (*[99.0] * SETTLING, *[missed] * CHECKED):
+        plan.saw_span(Span(seconds=one, peak_bytes=None, saved_bytes=40 * 101 * MB))
+    assert before / 2 < checkpointed() < before
+
+
 def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
     """Prices that explain one plan need not explain the next: else the last one, too, would be just too slow."""
     plan, shares = planned(Auto(max_slowdown=0.2)), list[float]()
