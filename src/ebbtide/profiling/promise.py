@@ -18,7 +18,7 @@ that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this indepe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ebbtide.base.actions import Action
@@ -84,11 +84,13 @@ def compared(span: Span, solution: Solution) -> Measured | None:
         solution: The plan.
 
     Returns:
-        The step and its error bar; None if no block ran without hooks, or other blocks ran than were measured.
+        The step and its error bar; None if no block ran without hooks. Of a pass of other blocks, as where layers are
+        dropped at random, only those count that the plan knows.
     """
+    step_seconds, others = solution.profile.step_seconds, span.seconds - sum(block.seconds for block in span.blocks)
+    if not _same_blocks(span, solution):
+        span, solution = _known(span, solution)
     profile = solution.profile
-    if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
-        return None
     pairs = list(zip(span.blocks, profile.blocks, strict=True))
     # Only blocks before those that offload: during the others copies run, which ordinary training has not.
     offloads = (
@@ -105,14 +107,30 @@ def compared(span: Span, solution: Solution) -> Measured | None:
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
     plain_forward = sum(block.forward_seconds for block in profile.blocks)
     plain_backward = sum(block.backward_seconds for block in profile.blocks)
-    others = max(span.seconds - sum(block.seconds for block in span.blocks), 0.0) + profile.tail_seconds
+    others = max(others, 0.0) + profile.tail_seconds
 
     def seconds(forward: float, backward: float) -> float:
         plain = forward * plain_forward + backward * plain_backward
-        return profile.step_seconds * (planned + others) / (plain + others)
+        return step_seconds * (planned + others) / (plain + others)
 
     longest, middle, shortest = map(seconds, forwards, backwards or forwards)
     return Measured(seconds=middle, low_seconds=shortest, high_seconds=longest, peak_bytes=span.peak_bytes)
+
+
+def _same_blocks(span: Span, solution: Solution) -> bool:
+    return [block.name for block in span.blocks] == [block.name for block in solution.profile.blocks]
+
+
+def _known(span: Span, solution: Solution) -> tuple[Span, Solution]:
+    """Return the blocks of a pass that a plan knows, and what it has for them."""
+    profile = solution.profile
+    places = {block.name: place for place, block in enumerate(profile.blocks)}
+    known = [places[block.name] for block in span.blocks if block.name in places]
+    return replace(span, blocks=tuple(block for block in span.blocks if block.name in places)), replace(
+        solution,
+        profile=replace(profile, blocks=tuple(profile.blocks[place] for place in known)),
+        assignment=[solution.assignment[place] for place in known],
+    )
 
 
 def _speeds(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
@@ -172,6 +190,8 @@ class Check:
         found = None if self.budget_bytes is not None else compared(span, self.solution)
         if found is not None:
             return self._judge(found)
+        if self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution):
+            return None  # other blocks take another time than was promised
         if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
         seconds = span.seconds + self.solution.profile.tail_seconds

@@ -441,6 +441,34 @@ def slow_backwards(span: Span, factor: float) -> Span:
     return replace(span, blocks=tuple(replace(b, backward_seconds=factor * b.backward_seconds) for b in span.blocks))
 
 
+@pytest.mark.parametrize("slower", [1.05, 1.5])
+def test_a_pass_of_other_blocks_is_judged_by_those_that_the_plan_knows(slower: float) -> None:
+    """As with layers that are dropped at random: the step that the plan was made from had dropped some, too."""
+    plan = judged_plan()
+    check = plan._check
+    assert check is not None
+    complete = span_of(plan, slower, plain=(3, 5, 7, 9))
+    more = tuple(replace(block, name=f"other.{place}", plain=False) for place, block in enumerate(complete.blocks[:6]))
+    found = [
+        compared(replace(complete, seconds=sum(b.seconds for b in blocks) + 0.5, blocks=blocks), check.solution)
+        for blocks in (complete.blocks, complete.blocks[:4] + complete.blocks[5:], more + complete.blocks)
+    ]
+    promised = check.allowed_seconds
+    assert [one is not None and one.seconds > promised for one in found] == [slower > 1.1] * 3
+
+
+def test_a_pass_of_more_blocks_is_no_missed_promise() -> None:
+    plan = judged_plan()
+    before = plan.table
+    complete = span_of(plan, 1.0, plain=())
+    more = tuple(replace(block, name=f"other.{place}") for place, block in enumerate(complete.blocks))
+    for _ in range(2 * CHECKED):
+        plan.saw_span(
+            replace(complete, seconds=2 * complete.seconds, saved_bytes=10**12, blocks=complete.blocks + more)
+        )
+    assert plan.table is before
+
+
 def test_backwards_without_copies_show_the_machines_speed() -> None:
     plan = judged_plan()
     assert plan._check is not None
@@ -479,12 +507,13 @@ def test_forwards_beside_copies_do_not_show_the_machines_speed() -> None:
     assert found.seconds == pytest.approx(2.5 * (2 + 10 * 1.3) + 0.75)
 
 
-def test_without_a_block_without_hooks_or_with_other_blocks_nothing_is_compared() -> None:
+def test_without_a_block_without_hooks_or_with_unknown_blocks_nothing_is_compared() -> None:
     plan = judged_plan()
     assert plan._check is not None
     assert compared(span_of(plan, 1.5, plain=()), plan._check.solution) is None
     other = span_of(plan, 1.5, plain=(3,))
-    assert compared(replace(other, blocks=other.blocks[:-1]), plan._check.solution) is None
+    unknown = tuple(replace(block, name=f"other.{place}") for place, block in enumerate(other.blocks))
+    assert compared(replace(other, blocks=unknown), plan._check.solution) is None
 
 
 def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
