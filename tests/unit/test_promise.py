@@ -24,9 +24,10 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
+from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, drain
@@ -203,6 +204,16 @@ def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
             timed.model(timed.x).square().sum().backward()
         assert timed.plan.table is not None and timed.plan.judged
         assert timed.handle.stats().kept_bytes < timed.handle.stats().unique_bytes
+
+
+def test_a_plan_is_carried_out_where_each_backward_has_two_forwards() -> None:
+    """As of a discriminator: no pass is alone, so none is compared."""
+    timed = Timed(8, max_slowdown=0.5)
+    with timed.handle:
+        for _ in range(UNTIL_PLAN + UNUSED + 3):
+            (timed.model(timed.x) + timed.model(timed.x)).square().sum().backward()
+        assert timed.plan.judged and timed.plan._timer is not None and timed.plan._check is not None
+        assert timed.plan._timer.unhooked == kept_blocks(timed.plan._check.solution)
 
 
 def last_kept(count: int) -> Callable[[Profile, float], Solution]:

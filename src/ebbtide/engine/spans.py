@@ -100,11 +100,11 @@ class SpanTimer:
 
     Args:
         meter: Tells moments and memory.
-        done: Takes a span; returns whether another is wanted.
+        done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
     """
 
-    def __init__(self, meter: Meter, done: Callable[[Span], bool], *, memory: bool) -> None:
+    def __init__(self, meter: Meter, done: Callable[[Span | None], bool], *, memory: bool) -> None:
         self._meter, self._done, self._memory = meter, done, memory
         self._wanted = False
         self._open: _Open | None = None
@@ -210,8 +210,11 @@ class SpanTimer:
                 now.system_seconds = (self._meter.system_seconds() or 0.0) - now.system_seconds
 
     def _hand_over(self, found: _Open) -> None:
-        if found.saved_bytes is None or not found.alone:
-            return
+        span = None if found.saved_bytes is None or not found.alone else self._span(found, found.saved_bytes)
+        if not self._done(span):
+            self.want(wanted=False)
+
+    def _span(self, found: _Open, saved_bytes: int) -> Span:
         blocks = tuple(
             BlockSpan(
                 name=block.name,
@@ -221,15 +224,13 @@ class SpanTimer:
             )
             for block in found.blocks
         )
-        span = Span(
+        return Span(
             seconds=self._meter.seconds(found.began, found.ended),
             peak_bytes=found.peak_bytes,
-            saved_bytes=found.saved_bytes,
+            saved_bytes=saved_bytes,
             blocks=blocks,
             system_seconds=found.system_seconds,
         )
-        if not self._done(span):
-            self.want(wanted=False)
 
     def _seconds(self, edges: list[Edges]) -> float:
         return sum(self._meter.seconds(begin, end) for begin, end in edges)

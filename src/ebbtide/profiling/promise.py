@@ -37,6 +37,9 @@ CHECKED = 5
 MISSES = 2
 """Passes that must agree that a promise was missed: one may have been disturbed."""
 
+UNUSED = 20
+"""Passes in a row that cannot be compared until a plan is left unjudged: graphs may overlap in all of them."""
+
 CORRECTIONS = 4
 """Most corrections of one plan; the last keeps everything."""
 
@@ -178,20 +181,26 @@ class Check:
         self._settling = SETTLING
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
+        self._unused = 0
         self.too_slow = False  # steps took longer than promised, beyond noise
         self.compared = False  # judged by blocks without hooks in the same passes
         self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
 
-    def add(self, span: Span) -> Measured | None:
-        """Process a pass; return the measurement once the plan is judged."""
+    def add(self, span: Span | None) -> Measured | None:
+        """Process a pass, None if it could not be timed; return the measurement once the plan is judged."""
+        self._unused += 1
+        if span is None:
+            return None
         if self._settling:
-            self._settling -= 1
+            self._settling, self._unused = self._settling - 1, 0
             return None
         found = None if self.budget_bytes is not None else compared(span, self.solution)
         if found is not None:
+            self._unused = 0
             return self._judge(found)
         if self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution):
             return None  # other blocks take another time than was promised
+        self._unused = 0
         if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
         seconds = span.seconds + self.solution.profile.tail_seconds
@@ -243,6 +252,11 @@ class Check:
     def unjudged(self) -> bool:
         """Whether it must be judged by steps that execute it: a plan that keeps everything is ordinary training."""
         return not self.keeps and self.measured is None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether passes cannot be compared with the plan's, so that no verdict is expected."""
+        return self._unused >= UNUSED
 
     @property
     def allowed_share(self) -> float:

@@ -21,7 +21,7 @@ from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, compared
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskTier
@@ -586,6 +586,27 @@ def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
         assert judged_after(plan, one, one)
         kept.append(kept_bytes(plan))
     return kept
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
+    unknown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where two graphs are alive in every backward, which no span is made of."""
+    plan = judged_plan()
+    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=None)  # type: ignore[assignment]
+    complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
+    other = replace(complete, blocks=tuple(replace(block, name=f"other.{block.name}") for block in complete.blocks))
+    with caplog.at_level("INFO", logger="ebbtide"):
+        plan.saw_span(complete)  # settles
+        for _ in range(UNUSED - 1):
+            assert plan.saw_span(other if unknown else None)
+        assert plan.saw_span(complete) and timer.unhooked == {"layers.0"}, "only those in a row count"
+        for _ in range(UNUSED - 1):
+            assert plan.saw_span(other if unknown else None)
+        assert not plan.saw_span(other if unknown else None)
+    assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
+    assert "the plan is not judged" in caplog.text
 
 
 def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:

@@ -62,7 +62,7 @@ def measured(clock: Clock) -> tuple[TimedStep, Span]:
     net = Net(clock)
     with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:
         timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
-        timer.spans = SpanTimer(clock, lambda span: bool(spans.append(span)), memory=False)
+        timer.spans = SpanTimer(clock, lambda span: bool(spans.append(span)) if span else False, memory=False)
         timer.marks = True
         handle._engine.timer = timer
         for want in (lambda: None, timer.want, timer.spans.want):  # warms up, is measured, is timed as a whole
