@@ -192,7 +192,7 @@ def enable_activation_offloading(
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     if isinstance(chosen, TablePlan):
-        chosen.check_blocks(block.name for _, block in pairs)
+        chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     engine = _open_engine(
         chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, weights_move=weights_move(model)
     )

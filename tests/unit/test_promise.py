@@ -24,9 +24,10 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
+from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, drain
@@ -205,6 +206,16 @@ def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
         assert timed.handle.stats().kept_bytes < timed.handle.stats().unique_bytes
 
 
+def test_a_plan_is_carried_out_where_each_backward_has_two_forwards() -> None:
+    """As of a discriminator: no pass is alone, so none is compared."""
+    timed = Timed(8, max_slowdown=0.5)
+    with timed.handle:
+        for _ in range(UNTIL_PLAN + UNUSED + 3):
+            (timed.model(timed.x) + timed.model(timed.x)).square().sum().backward()
+        assert timed.plan.judged and timed.plan._timer is not None and timed.plan._check is not None
+        assert timed.plan._timer.unhooked == kept_blocks(timed.plan._check.solution)
+
+
 def last_kept(count: int) -> Callable[[Profile, float], Solution]:
     """Return a solver that offloads what the first blocks save and keeps what the last ``count`` do."""
 
@@ -290,6 +301,28 @@ def test_hooks_come_back_for_a_larger_batch(dear_hooks: list[str]) -> None:
         for _ in range(MEASURED_STEPS + 1):
             timed.gradients()
         assert timed.plan.table is not before
+
+
+@pytest.mark.parametrize("kept", [BLOCKS, 2])
+def test_rare_larger_batches_keep_no_more_than_the_plan(
+    monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str], kept: int
+) -> None:
+    """Not only the first of them, after which the steps that are measured are small again."""
+    if kept < BLOCKS:
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(kept))
+    timed = Timed(max_slowdown=0.05 if kept == BLOCKS else 10.0)
+    with timed.handle:
+        for _ in range(3):
+            timed.x = torch.randn(16, 8)
+            for _ in range(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE):
+                dear_hooks.clear()
+                timed.gradients()
+            assert timed.plan.judged and set(dear_hooks) == {str(place) for place in range(BLOCKS - kept)}
+            timed.x = torch.randn(160, 8)
+            dear_hooks.clear()
+            timed.gradients()
+            assert set(dear_hooks) == {"0", "1", "2", "3"}
+            assert timed.handle.stats().kept_bytes < timed.handle.stats().unique_bytes
 
 
 def test_a_handle_at_rest_is_closed_like_any_other(dear_hooks: list[str]) -> None:

@@ -267,7 +267,7 @@ class Restorer:
             self._stalls.flush()
             engine = self._engine()
             if engine is not None and engine.timer is not None:
-                engine.timer.backward_ends()
+                engine.timer.backward_ends(raised=not all_read)
                 self._timer = None
             self._trust.end_backward()
             if engine is not None:

@@ -2,10 +2,10 @@
 
 [Note: a span]
 A span is the time from the first block of a pass to the end of that block's backward (``ebbtide.engine.timing``,
-[Note: a measured step]). Each block has two parts in it: its
-forward, up to the next block, and its backward, from the arrival of its output's gradient. Timestamps are read when the
-next pass begins, if the device has reached them, else one pass later, so nothing waits for a device. A pass is skipped
-if it had no backward, if another pass ran in between, or if it saved other amounts than the measured one.
+[Note: a measured step]). Each block has two parts in it: its forward, up to the next block, and its backward, from the
+arrival of its output's gradient. Timestamps are read when the next pass begins, if the device has reached them, else
+one pass later, so nothing waits for a device. A pass is skipped if it had no backward, if its backward raised, if
+another pass ran in between, or if it saved other amounts than the measured one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Open:
         self.peak_bytes: int | None = None
         self.system_seconds: float | None = None  # when it began; then its own
         self.saved_bytes: int | None = None
-        self.alone = True  # no other pass ran in between
+        self.alone = True  # no other pass ran in between, and no backward raised
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.stretch: tuple[list[Edges], Timestamp] | None = None
@@ -100,11 +100,11 @@ class SpanTimer:
 
     Args:
         meter: Tells moments and memory.
-        done: Takes a span; returns whether another is wanted.
+        done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
     """
 
-    def __init__(self, meter: Meter, done: Callable[[Span], bool], *, memory: bool) -> None:
+    def __init__(self, meter: Meter, done: Callable[[Span | None], bool], *, memory: bool) -> None:
         self._meter, self._done, self._memory = meter, done, memory
         self._wanted = False
         self._open: _Open | None = None
@@ -196,9 +196,11 @@ class SpanTimer:
         if self._open is not None and run in self._open.by_run:
             self._open.reached = self._meter.timestamp(self._device)
 
-    def backward_ends(self) -> None:
-        """A backward is over."""
+    def backward_ends(self, *, raised: bool = False) -> None:
+        """A backward is over; the span of one that ``raised`` is not handed over."""
         now = self._open
+        if now is not None and raised:
+            now.alone = False
         if now is not None and now.ended is None:
             last = now.stretch is not None and now.stretch[0] is now.blocks[0].backward
             now.ended = now.reached if last and now.reached is not None else self._meter.timestamp(self._device)
@@ -208,8 +210,11 @@ class SpanTimer:
                 now.system_seconds = (self._meter.system_seconds() or 0.0) - now.system_seconds
 
     def _hand_over(self, found: _Open) -> None:
-        if found.saved_bytes is None or not found.alone:
-            return
+        span = None if found.saved_bytes is None or not found.alone else self._span(found, found.saved_bytes)
+        if not self._done(span):
+            self.want(wanted=False)
+
+    def _span(self, found: _Open, saved_bytes: int) -> Span:
         blocks = tuple(
             BlockSpan(
                 name=block.name,
@@ -219,15 +224,13 @@ class SpanTimer:
             )
             for block in found.blocks
         )
-        span = Span(
+        return Span(
             seconds=self._meter.seconds(found.began, found.ended),
             peak_bytes=found.peak_bytes,
-            saved_bytes=found.saved_bytes,
+            saved_bytes=saved_bytes,
             blocks=blocks,
             system_seconds=found.system_seconds,
         )
-        if not self._done(span):
-            self.want(wanted=False)
 
     def _seconds(self, edges: list[Edges]) -> float:
         return sum(self._meter.seconds(begin, end) for begin, end in edges)

@@ -41,12 +41,17 @@ from ebbtide.store.meter import Meter, Timestamp
 Edges = tuple[Timestamp, Timestamp]
 Prepare = Callable[[], Callable[[], object] | None]
 
-
 GROWTH = 1.1
 """A pass that saves this many times the bytes of those that were measured is measured too."""
 
 TRIES = 3
 """Times that a size is worth a measurement if the passes that follow are smaller, and memory counts."""
+
+TAIL = "tail"
+"""Names the wait between two steps."""
+
+OTHERS = 16
+"""Backwards of other graphs after which a pass that waits for its own is forgotten: its graph may be held for good."""
 
 
 @dataclass(slots=True)
@@ -100,34 +105,25 @@ class _Pass:
     """What is known so far of the pass that is measured."""
 
     def __init__(self, measured: Pass, waited: dict[str, float], recomputes: RecomputeTimer) -> None:
-        self.measured, self.waited = weakref.ref(measured), waited
+        self.measured, self.waited, self.recomputes = weakref.ref(measured), waited, recomputes
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
-        self.turned = False
-        self.recomputes = recomputes
+        self.turned, self.others = False, 0  # whether its backward came, and how many others ended before
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
     def is_dropped(self, other: Pass) -> bool:
-        """Whether its graph died before the pass ``other``, and no backward came."""
-        return other is not self.measured() and not self.by_run
+        """Whether its graph died before the pass ``other``, and no backward came, or is not expected to come."""
+        return other is not self.measured() and (not self.by_run or (not self.turned and self.others >= OTHERS))
 
     def resident_bytes(self, known: int) -> int:
-        """Return the bytes of what was not kept and is there all the same.
-
-        Args:
-            known: Of what was saved later than the first so many, only what came into its block from outside counts.
-        """
+        """Return the bytes of what was not kept and is there all the same; after the first ``known``, of inputs."""
         return sum(
             unit.bytes_
             for place, (storage, unit) in enumerate(self.left)
             if (place < known or unit.block_input) and storage() is not None
         )
-
-
-TAIL = "tail"
-"""Names the wait between two steps."""
 
 
 class StepTimer:
@@ -275,11 +271,15 @@ class StepTimer:
         if block is not None:
             block.left = self._meter.timestamp(self._where)
 
-    def backward_ends(self) -> None:
-        """A backward is over."""
+    def backward_ends(self, *, raised: bool = False) -> None:
+        """A backward is over; what was measured of one that ``raised`` is dropped."""
         if self.spans is not None:
-            self.spans.backward_ends()
-        if self._pass is not None and self._pass.turned and self._pass.tail is None:
+            self.spans.backward_ends(raised=raised)
+        if self._pass is not None and not self._pass.turned:
+            self._pass.others += 1
+        elif self._pass is not None and raised:
+            self._pass = self._open = self.recomputes = None
+        elif self._pass is not None and self._pass.tail is None:
             self._pass.tail = _Stretches()
             first, last = self._pass.blocks[0], None if self._open is None else self._open[0]
             if first.left is not None and last is first.backward:

@@ -11,6 +11,10 @@ stalls:
 ``K`` counts the bytes on the device when the head begins. Time of the head hides no copy: bytes copied out during it
 are on the device when it begins, and count as kept. No schedule of whole storages in a real order is faster.
 
+A storage may be split, so only its prices per byte matter: storages whose copies are as wide and whose recomputes cost
+the same, within ``GRAIN``, are one to the program, at the lowest of their prices. So the bound stays one, at most
+``GRAIN`` below the exact program's, and experts of hundreds of sizes take no longer than one.
+
 ``R`` is computed from its dual: given prices for a kept byte and for a copied byte, every storage takes the cheapest of
 its three actions, and the best prices give the value of the program. The prices also order the recomputes
 (``Prices.rank``), which the search for a plan uses.
@@ -19,13 +23,17 @@ its three actions, and the best prices give the value of the program. The prices
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbtide.planner.profile import Profile, Unit
 
 HALVINGS = 50
 """Bisection steps, to float precision, for the bytes at which copy-ins take as long as the work that hides them."""
+
+
+GRAIN = 0.01
+"""Relative difference of recomputes' prices per byte that the program does not see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +60,14 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class _Sort:
-    """Units that are equal to the program."""
+    """Units that are equal to the program: their bytes, and per byte what is copied and the time of recomputing."""
 
-    count: int
     nbytes: int
     moved: float
     seconds: float
 
     def unkept(self, price: float) -> float:
-        """Return the cost of not keeping one of them, at a price per copied byte."""
+        """Return the cost of not keeping a byte of them, at a price per copied byte."""
         crossing = price * self.moved if self.moved < math.inf else math.inf
         return min(crossing, self.seconds)
 
@@ -76,12 +83,7 @@ class Bound:
         self._rates = profile.rates
         self._hides_out, self._hides_in = profile.forward_seconds, profile.backward_seconds
         self._must_keep = profile.must_keep_bytes
-        sorts = Counter(
-            (u.nbytes, u.moved_bytes if u.movable else math.inf, _or_infinite(u.recompute_seconds))
-            for _, _, u in profile.units()
-            if u.nbytes and not u.must_keep
-        )
-        self._sorts = [_Sort(count, *key) for key, count in sorts.items()]
+        self._sorts = _sorts(u for _, _, u in profile.units() if u.nbytes and not u.must_keep)
         self._corners = _corners(self._sorts)
 
     def least(self, kept_bytes: float) -> tuple[float, float]:
@@ -154,37 +156,41 @@ class Bound:
     def _knapsack(self, room: float, price: float) -> tuple[float, float]:
         """Return the least cost of the units not kept, at a price per byte across the link, and a kept byte's worth."""
         cost, worth = 0.0, 0.0
-        for per_byte, sort in sorted(((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: -x[0]):
-            nbytes = sort.count * sort.nbytes
-            kept = min(nbytes, room)
+        for per_byte, sort in sorted(((s.unkept(price), s) for s in self._sorts), key=lambda x: -x[0]):
+            kept = min(sort.nbytes, room)
             room -= kept
-            if kept < nbytes:
-                cost += per_byte * (nbytes - kept)
+            if kept < sort.nbytes:
+                cost += per_byte * (sort.nbytes - kept)
                 worth = max(worth, per_byte)
         return cost, worth
 
     def _wanted(self, kept_bytes: float, price: float) -> float:
         """Return how many bytes would cross the link at a price for each; of equally good numbers the largest."""
         room, moved = kept_bytes - self._must_keep, 0.0
-        for _, sort in sorted(
-            ((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)
-        ):
-            nbytes = sort.count * sort.nbytes
-            kept = min(nbytes, max(room, 0.0))
+        for _, sort in sorted(((s.unkept(price), s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)):
+            kept = min(sort.nbytes, max(room, 0.0))
             room -= kept
             if sort.moved < math.inf and price * sort.moved <= sort.seconds:
-                moved += (nbytes - kept) / sort.nbytes * sort.moved
+                moved += (sort.nbytes - kept) * sort.moved
         return moved
+
+
+def _sorts(units: Iterable[Unit]) -> list[_Sort]:
+    """Return units whose prices per byte are equal within ``GRAIN`` as one, at the lowest of these prices."""
+    found: dict[tuple[float, float], _Sort] = {}
+    for unit in units:
+        part = unit.moved_bytes / unit.nbytes if unit.movable else math.inf
+        seconds = math.inf if unit.recompute_seconds is None else unit.recompute_seconds / unit.nbytes
+        grade = math.floor(math.log(seconds) / GRAIN) if 0 < seconds < math.inf else seconds
+        known = found.get((part, grade), _Sort(0, part, seconds))
+        found[part, grade] = _Sort(known.nbytes + unit.nbytes, part, min(known.seconds, seconds))
+    return list(found.values())
 
 
 def _corners(sorts: list[_Sort]) -> list[float]:
     """Return the prices per byte across the link at which a unit's best action, or the order of keeping, changes."""
     finite = [sort for sort in sorts if sort.seconds < math.inf]
     own = {sort.seconds / sort.moved for sort in finite if 0 < sort.moved < math.inf}
-    per_kept = {sort.seconds / sort.nbytes for sort in finite}
-    parts = {sort.moved / sort.nbytes for sort in sorts if 0 < sort.moved < math.inf}
+    per_kept = {sort.seconds for sort in finite}
+    parts = {sort.moved for sort in sorts if 0 < sort.moved < math.inf}
     return sorted({0.0, *own, *(rate / part for rate in per_kept for part in parts)}) if parts else [0.0]
-
-
-def _or_infinite(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds

@@ -22,11 +22,13 @@ class Work:
         recompute_seconds: Price of the recomputes.
         moved_bytes: Bytes across the link, each way.
         crossings: Storages across it, both ways together.
+        checkpoints: The recomputes are those of checkpointed blocks, too, whose price then changes like that of others.
     """
 
     recompute_seconds: float
     moved_bytes: int
     crossings: int
+    checkpoints: bool = False
 
 
 def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds: float = 0.0) -> Profile | None:
@@ -47,10 +49,18 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
     if total <= 0 or extra_seconds <= 0:
         return None
     factor = extra_seconds / total
+    checkpoints = 1 + factor if work.checkpoints else 1.0
     return replace(
         profile,
         rates=_charged_rates(rates, work, factor * moving, host_seconds),
-        blocks=tuple(replace(block, units=_with_recomputes(block.units, 1 + factor)) for block in profile.blocks),
+        blocks=tuple(
+            replace(
+                block,
+                checkpoint_factor=block.checkpoint_factor * checkpoints,
+                units=_with_recomputes(block.units, 1 + factor),
+            )
+            for block in profile.blocks
+        ),
     )
 
 

@@ -36,7 +36,9 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
         left = slack - sum(block.hook_seconds for block in profile.blocks[:count])
         if left > 0:
             assignment = Search(_first(profile, count)).least_memory(left).assignment
-            found.append(with_hooks(search.simulated(assignment)))
+            candidate = with_hooks(search.simulated(assignment))
+            if candidate.predicted.overhead_seconds <= slack * (1 + 1e-9):  # later executions of a block share actions
+                found.append(candidate)
     grain = GRAIN * profile.saved_bytes or 1.0
     return min(found, key=lambda s: (round(s.predicted.peak_bytes / grain), s.predicted.overhead_seconds))
 

@@ -62,6 +62,7 @@ class BlockProfile:
         checkpointable: It may be checkpointed.
         input_bytes: Bytes of its inputs, which a checkpoint keeps.
         hook_seconds: Cost of its hooks when everything is kept, if measured.
+        checkpoint_factor: Time of its checkpoint relative to that of its forward.
     """
 
     name: str
@@ -74,6 +75,12 @@ class BlockProfile:
     checkpointable: bool = False
     input_bytes: int = 0
     hook_seconds: float = 0.0
+    checkpoint_factor: float = 1.0
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """Time of its forward in backward, if it is checkpointed."""
+        return self.forward_seconds * self.checkpoint_factor
 
     @property
     def saved_bytes(self) -> int:

@@ -222,7 +222,7 @@ class _Step:
         coming.reach(place)
         coming.advance()
         if Action.CHECKPOINT in actions:
-            self.now += block.forward_seconds
+            self.now += block.checkpoint_seconds
             back = sum(u.nbytes for u, action in zip(block.units, actions, strict=True) if action is Action.CHECKPOINT)
         level = self.held + coming.ahead_bytes + back
         for number in reversed(range(len(block.units))):
@@ -287,7 +287,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         moved += unit.moved_bytes if action is Action.OFFLOAD else 0
         recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     for block, actions in zip(profile.blocks, assignment, strict=True):
-        recomputed += block.forward_seconds if Action.CHECKPOINT in actions else 0.0
+        recomputed += block.checkpoint_seconds if Action.CHECKPOINT in actions else 0.0
     seconds = step.now + profile.tail_seconds
     return Simulated(
         step_seconds=seconds,

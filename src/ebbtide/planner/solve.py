@@ -6,7 +6,8 @@ program of the bound determines which storages to recompute; the others are kept
 keep their bytes (backward reads them first), and the rest is spread evenly over the blocks, so that copies are evenly
 paced. A *family* fixes three things: how much of the bound's ``M`` is offloaded (real copies come in blocks and in
 order), whether offloading has a price, and how many of the last blocks keep. Within a family, time falls and memory
-rises with ``K``; interpolation finds the last candidate within the limit. The best of these is the plan.
+rises with ``K``; interpolation finds the last candidate within the limit. The best of these is the plan. A plan has one
+action for a site of a block, so executions of one block share their actions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.base.actions import Action, Candidate, Plan, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.planner.bound import Bound
@@ -114,10 +115,7 @@ def follow(profile: Profile, plan: Plan) -> Solution:
             site=unit.site, block_name=profile.blocks[place].name, block=place, bytes_=unit.nbytes,
             block_input=unit.block_input, recompute_flops=unit.recompute_flops,
         )  # fmt: skip
-        chosen = plan.choose(candidate)
-        if chosen is Action.RECOMPUTE and unit.recompute_seconds is None:
-            chosen = Action.OFFLOAD
-        return Action.KEEP if chosen is Action.OFFLOAD and not unit.movable else chosen
+        return _possible(plan.choose(candidate), unit)
 
     assignment = tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
     return Solution(
@@ -127,6 +125,13 @@ def follow(profile: Profile, plan: Plan) -> Solution:
         everything_kept=keep_everything(profile),
         bound=Bound(profile),
     )
+
+
+def _possible(action: Action, unit: Unit) -> Action:
+    """Return what becomes of a unit where a plan chooses an action."""
+    if action is Action.RECOMPUTE and unit.recompute_seconds is None:
+        action = Action.OFFLOAD
+    return Action.KEEP if action is Action.OFFLOAD and not unit.movable else action
 
 
 def keep_everything(profile: Profile) -> Simulated:
@@ -158,6 +163,7 @@ class Search:
         self.profile, self._bound = profile, Bound(profile)
         self._price = DISTURBANCE * (1 / profile.rates.out_bytes_per_second + 1 / profile.rates.in_bytes_per_second)
         self._sites = by_site(profile)
+        self._repeats = len({block.name for block in profile.blocks}) < len(profile.blocks)
         self._kept = keep_everything(profile)
         self._known: dict[tuple[_Family, int], Solution] = {}
 
@@ -288,7 +294,15 @@ class Search:
         return self._known[key]
 
     def simulated(self, assignment: Assignment) -> Solution:
-        """Return the simulated cost of an assignment."""
+        """Return the simulated cost of an assignment. Executions of one block share the actions of the first."""
+        if self._repeats:
+            first: dict[tuple[str, Site], Action] = {}
+            for place, number, unit in self.profile.units():
+                first.setdefault((self.profile.blocks[place].name, unit.site), assignment[place][number])
+            assignment = [
+                tuple(_possible(first[block.name, unit.site], unit) for unit in block.units)
+                for block in self.profile.blocks
+            ]
         return self._solution(assignment, simulate(self.profile, assignment))
 
     def _solution(self, assignment: Assignment, predicted: Simulated) -> Solution:

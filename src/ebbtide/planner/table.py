@@ -137,17 +137,18 @@ class TablePlan:
         """Whether to observe if a block can be checkpointed."""
         return block_name in self._inputs
 
-    def check_blocks(self, names: Iterable[str]) -> None:
+    def check_blocks(self, blocks: Iterable[tuple[str, str]]) -> None:
         """Raise if the plan is for another model: it has rows, and none for these blocks; log a warning for some.
 
         Args:
-            names: Paths of the model's blocks.
+            blocks: Path and class of the model's blocks: a site of another class is another one.
 
         Raises:
             ConfigError: No row is for any of them.
         """
-        planned, present = dict.fromkeys(name for name, _ in self.actions), dict.fromkeys(names)
-        foreign = [name for name in planned if name not in present]
+        planned = dict.fromkeys(f"{name} ({site.block_kind})" for name, site in self.actions)
+        present = dict.fromkeys(f"{name} ({kind})" for name, kind in blocks)
+        foreign = [block for block in planned if block not in present]
         if foreign and len(foreign) == len(planned):
             raise ConfigError(
                 f"the plan has rows for {few(foreign)}, and the model's blocks are {few(present)}",

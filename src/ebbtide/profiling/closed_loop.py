@@ -14,7 +14,8 @@ plan misses the promise, the one before it is restored for good.
 [Note: the device's memory]
 On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
 device's memory becomes a budget: the fastest plan that fits is chosen. Peaks count memory allocated by torch; a share
-of ``FRAGMENTS`` of it, for fragmentation, must fit too.
+of ``FRAGMENTS`` of it, for fragmentation, must fit too. A user's budget above the device's memory is replaced by that.
+Without a device what a plan keeps must fit the memory that is free between two steps.
 """
 
 from __future__ import annotations
@@ -79,13 +80,23 @@ class ClosedLoop:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The user's memory budget; None: there is none."""
-        return self._policy.budget_bytes
+        """The user's memory budget, or what the device has if that is less; None: there is none."""
+        return _budget_within(self._policy.budget_bytes, device_bytes(self._tier))
 
     @property
     def _device_bytes(self) -> int | None:
         found = device_bytes(self._tier)
         return None if found is None else _without_fragments(found)
+
+    def _room_bytes(self) -> int | None:
+        device = self._device_bytes
+        return room_bytes(self._tier) if device is None else device
+
+    @property
+    def _room(self) -> str:
+        """Describe the memory that bounds plans for ``max_slowdown``."""
+        fragments = f"the device's memory, less {100 * FRAGMENTS:.0f} % for fragments"
+        return "the free memory" if self._device_bytes is None else fragments
 
     @property
     def _reserve(self) -> float:
@@ -101,11 +112,11 @@ class ClosedLoop:
         self._noise, self._corrections, self._loosened = noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
         self._before, self.story = None, []
-        check = marked("plan", lambda: self._check(*self._solution(profile, self.budget_bytes)))
-        if check.budget_bytes is not None and self.budget_bytes is None:
-            self._record(
-                f"the plan for max_slowdown does not fit the device, with {100 * FRAGMENTS:.0f} % for fragments"
-            )
+        check = marked("plan", lambda: self._check(*self._first(profile)))
+        if self.budget_bytes != self._policy.budget_bytes:
+            self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room}, is the budget")
+        elif check.budget_bytes is not None and self.budget_bytes is None:
+            self._record(f"the plan for max_slowdown does not fit {self._room}")
         return (self._looser(check) or check) if check.keeps else check
 
     def after(self, check: Check) -> Check | None:
@@ -132,8 +143,7 @@ class ClosedLoop:
 
     def spare_bytes(self, check: Check) -> int | None:
         """Return the memory that a plan leaves free; None if not known."""
-        device = self._device_bytes
-        room = room_bytes(self._tier) if device is None else device
+        room = self._room_bytes()
         return None if room is None else room - check.solution.predicted.peak_bytes
 
     def _give_up(self, check: Check) -> None:
@@ -177,10 +187,9 @@ class ClosedLoop:
         return self._check(found, None) if self._has_room(found) else None
 
     def _has_room(self, solution: Solution) -> bool:
-        device, room = self._device_bytes, room_bytes(self._tier)
-        if device is not None:
-            return solution.predicted.peak_bytes <= device
-        return room is None or solution.predicted.kept_bytes <= room
+        predicted, room = solution.predicted, self._room_bytes()
+        taken = predicted.kept_bytes if self._device_bytes is None else predicted.peak_bytes
+        return room is None or taken <= room
 
     def _solution(self, profile: Profile, budget_bytes: int | None) -> tuple[Solution, int | None]:
         """Return a plan and its memory limit; if none fits, the plan with the least memory."""
@@ -194,14 +203,18 @@ class ClosedLoop:
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
-                limit, of = self.budget_bytes, "memory_budget"
-                if limit is None:
-                    limit, of = self._device_bytes, "the device's memory, without a share for fragments,"
                 logger.warning(
                     "no plan fits, the one that takes least memory is carried out: %s is %s; expected %s\nhint: %s",
-                    of, format_size(limit or 0), error.expected, error.hint,
+                    self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
+                    error.expected, error.hint,
                 )  # fmt: skip
             return smallest(profile), budget_bytes
+
+    def _first(self, profile: Profile) -> tuple[Solution, int | None]:
+        found, budget_bytes = self._solution(profile, self.budget_bytes)
+        if budget_bytes is None and not self._has_room(found):
+            return self._solution(profile, self._room_bytes())
+        return found, budget_bytes
 
     def _check(self, solution: Solution, budget_bytes: int | None) -> Check:
         promised = solution.profile.step_seconds * (1 + self._policy.max_slowdown)
@@ -233,8 +246,9 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
     """
     if not isinstance(policy, Auto):
         return follow(profile, plan_for(policy))
-    if policy.budget_bytes is not None:
-        return fit_with_reserve(profile, policy.budget_bytes)
+    budget = _budget_within(policy.budget_bytes, memory_bytes)
+    if budget is not None:
+        return fit_with_reserve(profile, budget)
     found = shrink(profile, policy.max_slowdown)
     limit = None if memory_bytes is None else _without_fragments(memory_bytes)
     if limit is None or found.predicted.peak_bytes * (1 + RESERVE) <= limit:
@@ -247,6 +261,13 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
             expected=error.expected,
             hint=error.hint,
         ) from error
+
+
+def _budget_within(budget_bytes: int | None, memory_bytes: int | None) -> int | None:
+    """Return a budget, or what a device's memory holds if that is less; None: no budget."""
+    if budget_bytes is None or memory_bytes is None or budget_bytes <= memory_bytes:
+        return budget_bytes
+    return _without_fragments(memory_bytes)
 
 
 def _without_fragments(memory_bytes: int) -> int:

@@ -267,12 +267,15 @@ class MeasuredPlan:
         self._stepped = self._optimizer_steps()
         return self._stepped > 0
 
-    def saw_span(self, span: Span) -> bool:
+    def saw_span(self, span: Span | None) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
         check = self._check
-        if check is None or check.add(span) is None:
+        if check is None or (check.add(span) is None and not check.hopeless):
             return check is not None
         self._run_unhooked(kept_blocks(check.solution))
+        if check.measured is None:
+            logger.info("the plan is not judged: graphs overlap, or steps run other blocks than the measured one")
+            return False
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):

@@ -18,7 +18,7 @@ that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this indepe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ebbtide.base.actions import Action
@@ -36,6 +36,9 @@ CHECKED = 5
 
 MISSES = 2
 """Passes that must agree that a promise was missed: one may have been disturbed."""
+
+UNUSED = 20
+"""Passes in a row that cannot be compared until a plan is left unjudged: graphs may overlap in all of them."""
 
 CORRECTIONS = 4
 """Most corrections of one plan; the last keeps everything."""
@@ -84,11 +87,13 @@ def compared(span: Span, solution: Solution) -> Measured | None:
         solution: The plan.
 
     Returns:
-        The step and its error bar; None if no block ran without hooks, or other blocks ran than were measured.
+        The step and its error bar; None if no block ran without hooks. Of a pass of other blocks, as where layers are
+        dropped at random, only those count that the plan knows.
     """
+    step_seconds, others = solution.profile.step_seconds, span.seconds - sum(block.seconds for block in span.blocks)
+    if not _same_blocks(span, solution):
+        span, solution = _known(span, solution)
     profile = solution.profile
-    if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
-        return None
     pairs = list(zip(span.blocks, profile.blocks, strict=True))
     # Only blocks before those that offload: during the others copies run, which ordinary training has not.
     offloads = (
@@ -105,14 +110,30 @@ def compared(span: Span, solution: Solution) -> Measured | None:
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
     plain_forward = sum(block.forward_seconds for block in profile.blocks)
     plain_backward = sum(block.backward_seconds for block in profile.blocks)
-    others = max(span.seconds - sum(block.seconds for block in span.blocks), 0.0) + profile.tail_seconds
+    others = max(others, 0.0) + profile.tail_seconds
 
     def seconds(forward: float, backward: float) -> float:
         plain = forward * plain_forward + backward * plain_backward
-        return profile.step_seconds * (planned + others) / (plain + others)
+        return step_seconds * (planned + others) / (plain + others)
 
     longest, middle, shortest = map(seconds, forwards, backwards or forwards)
     return Measured(seconds=middle, low_seconds=shortest, high_seconds=longest, peak_bytes=span.peak_bytes)
+
+
+def _same_blocks(span: Span, solution: Solution) -> bool:
+    return [block.name for block in span.blocks] == [block.name for block in solution.profile.blocks]
+
+
+def _known(span: Span, solution: Solution) -> tuple[Span, Solution]:
+    """Return the blocks of a pass that a plan knows, and what it has for them."""
+    profile = solution.profile
+    places = {block.name: place for place, block in enumerate(profile.blocks)}
+    known = [places[block.name] for block in span.blocks if block.name in places]
+    return replace(span, blocks=tuple(block for block in span.blocks if block.name in places)), replace(
+        solution,
+        profile=replace(profile, blocks=tuple(profile.blocks[place] for place in known)),
+        assignment=[solution.assignment[place] for place in known],
+    )
 
 
 def _speeds(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
@@ -160,18 +181,26 @@ class Check:
         self._settling = SETTLING
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
+        self._unused = 0
         self.too_slow = False  # steps took longer than promised, beyond noise
         self.compared = False  # judged by blocks without hooks in the same passes
         self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
 
-    def add(self, span: Span) -> Measured | None:
-        """Process a pass; return the measurement once the plan is judged."""
+    def add(self, span: Span | None) -> Measured | None:
+        """Process a pass, None if it could not be timed; return the measurement once the plan is judged."""
+        self._unused += 1
+        if span is None:
+            return None
         if self._settling:
-            self._settling -= 1
+            self._settling, self._unused = self._settling - 1, 0
             return None
         found = None if self.budget_bytes is not None else compared(span, self.solution)
         if found is not None:
+            self._unused = 0
             return self._judge(found)
+        if self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution):
+            return None  # other blocks take another time than was promised
+        self._unused = 0
         if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
         seconds = span.seconds + self.solution.profile.tail_seconds
@@ -223,6 +252,11 @@ class Check:
     def unjudged(self) -> bool:
         """Whether it must be judged by steps that execute it: a plan that keeps everything is ordinary training."""
         return not self.keeps and self.measured is None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether passes cannot be compared with the plan's, so that no verdict is expected."""
+        return self._unused >= UNUSED
 
     @property
     def allowed_share(self) -> float:
@@ -279,7 +313,12 @@ def recalibrated(check: Check) -> Profile | None:
     predicted, profile, measured = check.solution.predicted, check.solution.profile, check.measured
     if measured is None:
         return None
-    work = Work(recompute_seconds=predicted.recompute_seconds, moved_bytes=predicted.moved_bytes, crossings=0)
+    work = Work(
+        recompute_seconds=predicted.recompute_seconds,
+        moved_bytes=predicted.moved_bytes,
+        crossings=0,
+        checkpoints=any(Action.CHECKPOINT in actions for actions in check.solution.assignment),
+    )
     return charged(profile, work, measured.seconds - predicted.step_seconds)
 
 

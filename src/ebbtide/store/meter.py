@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -57,8 +58,22 @@ class Meter(Protocol):
         ...
 
 
+_unread: weakref.WeakKeyDictionary[Meter, dict[torch.device | None, int]] = weakref.WeakKeyDictionary()
+"""For each meter, the highest peaks that others have read since its own call: reading resets the process's peak."""
+
+
+def _shared(meter: Meter, where: torch.device | None, peak_bytes: int) -> int:
+    """Return a meter's peak, given the process's since any meter read it."""
+    for peaks in list(_unread.values()):
+        peaks[where] = max(peaks.get(where, 0), peak_bytes)
+    return _unread[meter].pop(where)
+
+
 class HostMeter:
     """The host's clock, and the resident size of the process."""
+
+    def __init__(self) -> None:
+        _unread[self] = {}
 
     def timestamp(self, where: torch.device | None) -> float:
         """Return the clock's time: a CPU runs synchronously."""
@@ -79,7 +94,7 @@ class HostMeter:
             _CLEAR.write_text(_FORGET_PEAK)
         except (OSError, StopIteration):  # no Linux, or a container that forbids it
             return None
-        return int(found.split()[1]) * 1024
+        return _shared(self, None, int(found.split()[1]) * 1024)
 
     def system_seconds(self) -> float:
         """Return the kernel's time for this process so far: for reads, writes and fresh pages."""
@@ -104,6 +119,7 @@ class DeviceMeter:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        _unread[self] = {}
 
     def timestamp(self, where: torch.device | None) -> Timestamp:
         """Return an event of the compute stream of that device."""
@@ -135,7 +151,7 @@ class DeviceMeter:
         """Return the peak allocation since the last call; resets torch's peak."""
         if not torch.accelerator.is_available():
             return None
-        return take_peak_bytes(where)
+        return _shared(self, where, take_peak_bytes(where))
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""

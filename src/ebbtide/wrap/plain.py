@@ -21,7 +21,7 @@ from ebbtide.wrap.coverage import tensors_in
 
 
 class _Seen(NamedTuple):
-    """A block as it last ran with hooks."""
+    """A block as it ran in the measured step that the plan was made from."""
 
     tally: Tally
     elements: int  # of all its inputs
@@ -30,8 +30,8 @@ class _Seen(NamedTuple):
 class PlainBlocks:
     """Runs blocks without hooks when the engine's timer requests it, and counts the bytes they keep.
 
-    A block called with clearly larger inputs than when it last ran with hooks runs with hooks, because its bytes are
-    unknown.
+    A block called with clearly larger inputs than in the measured step that the plan was made from runs with hooks: the
+    plan does not keep that much.
 
     Args:
         engine: Its timer chooses, its pass counts.
@@ -43,13 +43,14 @@ class PlainBlocks:
         self._seen: dict[str, _Seen] = {}  # by path of the block
 
     def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
-        """Remember a block that ran with hooks.
+        """Remember a block that ran with hooks in a step that a plan is made from: one in which no block runs plain.
 
         Args:
             run: Its run.
             inputs: Its inputs.
         """
-        if self._engine.timer is not None:
+        timer = self._engine.timer
+        if timer is not None and timer.wanted and not timer.plain:
             self._seen[run.block.name] = _Seen(run.tally, _elements(inputs))
 
     def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> bool:

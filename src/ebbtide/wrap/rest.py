@@ -31,7 +31,7 @@ class Rest:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._scopes: list[tuple[nn.Module, Scope]] = []  # blocks without anything installed
-        self._elements = 0  # inputs of the largest pass without hooks
+        self._elements = 0  # inputs of the measured pass that the plan was made from
         self._before = 0  # inputs of the latest pass
 
     def holds(
@@ -49,15 +49,16 @@ class Rest:
             args: The model's positional arguments.
             kwargs: The model's keyword arguments.
         """
-        if self._engine.timer is None:
+        timer = self._engine.timer
+        if timer is None:
             return False
+        if timer.wanted and not timer.plain:
+            self._elements = self._before
         elements = sum(x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        if not self._scopes and self._before and self._possible(scopes):
-            self._elements = max(self._elements, self._before)
-            if elements <= GROWTH * self._elements:
-                self._scopes = list(scopes)
-                for _, scope in self._scopes:
-                    scope.leave()
+        if not self._scopes and 0 < elements <= GROWTH * self._elements and self._possible(scopes):
+            self._scopes = list(scopes)
+            for _, scope in self._scopes:
+                scope.leave()
         if self._scopes and (self._engine.bus.active or elements > GROWTH * self._elements):
             while self._scopes:
                 put_on(*self._scopes.pop())

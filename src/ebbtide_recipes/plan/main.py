@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,9 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
     if config.train_type == "qlora":
         profile = quantised(profile, outline.module, machine)
     profile = accumulated(profile, outline.module, config.gradient_accumulation_steps, config.gpus)
+    if config.recipe == "video":  # the recipe offloads the transformer, without the loss around it
+        blocks = (replace(block, name=block.name.removeprefix(video.PREFIX)) for block in profile.blocks)
+        profile = replace(profile, blocks=tuple(blocks))
     room = limits(
         machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
     )

@@ -31,6 +31,9 @@ _TEXT: Mapping[str, Mapping[str, str]] = {
 }
 """For each family the settings of its transformer that say how wide the tensors of a caption are."""
 
+PREFIX = "transformer."
+"""Begins the paths of blocks in the module that computes a loss."""
+
 _POOLED, _MASK = "pooled_prompt_embeds", "prompt_attention_mask"
 
 

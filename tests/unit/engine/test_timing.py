@@ -7,13 +7,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.engine.passes import PlainRun
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.timing import OTHERS, StepTimer
 
 CPU = torch.device("cpu")
 
@@ -211,6 +212,29 @@ def test_a_graph_that_was_dropped_is_forgotten_though_its_pass_is_held() -> None
     assert [block.forward_seconds for block in step.blocks] == [1.0]
 
 
+def test_a_graph_that_is_held_and_never_run_backward_is_forgotten() -> None:
+    scene, held = Scene(), Pass()
+    first = scene.forward(held, "a", seconds=9.0)  # as in a notebook: ``out0 = model(x)``
+    for _ in range(OTHERS + 2):
+        one = Pass()
+        scene.backward(scene.forward(one, "a"))
+    assert first and [block.forward_seconds for step in scene.found for block in step.blocks] == [1.0]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_whose_backward_raised_is_not_measured(again: bool) -> None:
+    scene, one, two = Scene(), Pass(), Pass()
+    runs = scene.forward(one, "a", "b")
+    scene.timer.backward_begins(runs[1])
+    if again:  # the same graph, before the engine notices
+        scene.backward(runs)
+    scene.timer.backward_ends(raised=True)
+    scene.backward(scene.forward(two, "a", "b"))
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.backward_seconds for block in step.blocks] == [2.0, 2.0]
+
+
 def test_it_measures_as_long_as_more_is_wanted() -> None:
     scene = Scene(more=True)
     passes = [Pass() for _ in range(4)]
@@ -289,9 +313,14 @@ class Spans(Scene):
     def __init__(self, wanted: int = 100, *, memory: bool = False) -> None:
         super().__init__(memory=memory)
         self.told: list[Span] = []
-        self.timer.spans = SpanTimer(
-            self.clock, lambda span: self.told.append(span) or len(self.told) < wanted, memory=memory
-        )
+        self.skipped = 0
+
+        def done(span: Span | None) -> bool:
+            self.skipped += span is None
+            self.told += [] if span is None else [span]
+            return len(self.told) < wanted
+
+        self.timer.spans = SpanTimer(self.clock, done, memory=memory)
         one = Pass()
         self.backward(self.full(one, 8.0))
         self.full(Pass(), 1.0)  # ends the measured step
@@ -378,6 +407,16 @@ def test_passes_that_overlap_or_were_dropped_are_not_timed() -> None:
     scene.backward(first)
     scene.backward(second)
     scene.full(Pass(), 1.0)  # dropped
+    for _ in range(3):
+        scene.step(1.0)
+    assert [span.seconds for span in scene.told] == [3.0] and scene.skipped == 1
+
+
+def test_a_pass_whose_backward_raised_is_not_timed() -> None:
+    scene, one = Spans(), Pass()
+    runs = scene.full(one, 1.0)
+    scene.timer.backward_begins(runs[-1])
+    scene.timer.backward_ends(raised=True)
     for _ in range(3):
         scene.step(1.0)
     assert [span.seconds for span in scene.told] == [3.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,24 @@ def test_it_is_the_minimum_over_what_crosses(profile: Profile, share: float) -> 
     assert 0 <= moved <= profile.saved_bytes + 1e-6
     others = [bound.overhead(kept, profile.saved_bytes * i / 400) for i in range(401)]
     assert least <= min(others) + 1e-9 * max(1.0, least)
+
+
+def test_experts_of_hundreds_of_sizes_are_few_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = Random(0)
+    units = tuple(
+        unit(f"{number}", size, size * 1e-3 * random.uniform(0.9, 1.1), narrow=number % 2 == 0)
+        for number, size in enumerate(random.sample(range(100, 10_000, 2), 300))
+    )
+    rates = Rates(out_bytes_per_second=5e3, in_bytes_per_second=5e3)
+    profile = alike(1, units, rates, forward=sum(u.nbytes for u in units) / 4e4)
+    coarse = Bound(profile)
+    monkeypatch.setattr("ebbtide.planner.bound.GRAIN", 1e-9)
+    exact = Bound(profile)
+    assert len(coarse._sorts) < 50 < 250 < len(exact._sorts)
+    for share in (0.0, 0.2, 0.5, 0.8):
+        least = exact.least(share * profile.saved_bytes)[0]
+        assert (1 - 0.01) * least <= coarse.least(share * profile.saved_bytes)[0] <= least * (1 + 1e-9)
+    assert exact.least(0)[0] > 0
 
 
 @settings(max_examples=60)

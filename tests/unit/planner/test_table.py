@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import DataError
+from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import fit, shrink
 from ebbtide.planner.table import TablePlan, load_plan, table_plan
@@ -74,6 +76,33 @@ def test_a_recipe_is_needed_unless_the_table_has_settled_it() -> None:
             assert needs(found, site.module, block=block, kept=kept) or answers == {action}
         assert needs(found, site.module, block=block, kept=room + 1) is (action is not Action.OFFLOAD)
     assert needs(found, "elsewhere") and needs(found, "light", block="another.block")
+
+
+@pytest.mark.parametrize("hook_seconds", [0.0, 0.1])
+@pytest.mark.parametrize("names", [1, 2, 3])
+def test_executions_of_one_block_share_actions_and_the_simulated_plan_is_that_of_the_table(
+    names: int, hook_seconds: float
+) -> None:
+    """As in a model whose layers share their weights."""
+    profile = alike(
+        12, (unit("light", 100, 0.01), unit("dear", 150, 5.0), unit("never", 100)),
+        Rates(out_bytes_per_second=100.0, in_bytes_per_second=100.0), window_bytes=100,
+    )  # fmt: skip
+    profile = replace(
+        profile,
+        blocks=tuple(
+            replace(block, name=f"layers.{place % names}", hook_seconds=hook_seconds)
+            for place, block in enumerate(profile.blocks)
+        ),
+    )
+    budgets = [fit(profile, int(share * profile.saved_bytes)) for share in (0.4, 0.6, 0.8)]
+    slowdowns = [shrink_hooked(profile, slowdown) for slowdown in (0.02, 0.05, 0.2)]
+    for found, slowdown in zip([*budgets, *slowdowns], [None, None, None, 0.02, 0.05, 0.2], strict=True):
+        table = table_plan(found, "auto").actions
+        carried_out = [[table[block.name, unit.site] for unit in block.units] for block in profile.blocks]
+        assert [list(actions) for actions in found.assignment] == carried_out
+        assert slowdown is None or found.predicted.overhead_seconds <= slowdown * profile.step_seconds * (1 + 1e-6)
+    assert len({found.predicted.peak_bytes for found in budgets}) > 1
 
 
 def test_a_larger_batch_keeps_no_more_bytes() -> None:

@@ -19,9 +19,9 @@ from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks
+from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, compared
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskTier
@@ -30,6 +30,12 @@ from tests.helpers.profiles import unit as make_unit
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiles here are larger than some machines' free memory."""
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 10**12)
 
 
 def unit(name: str, action: Action, recompute: float | None = None, host: float = 0.0) -> TimedUnit:
@@ -255,6 +261,28 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
     assert all("promised at most" in line and "measured 16.25 s" in line for line in told)
 
 
+def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
+    """Not none at once: the price of a checkpoint is that of the measured ones."""
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    units = (replace(unit("", Action.KEEP), block_input=True), unit("dear", Action.KEEP, 30.0))
+    units = tuple(replace(one, movable=False, nbytes=number * MB) for number, one in zip((1, 100), units, strict=True))
+    blocks = tuple(replace(block, units=units, checkpointable=True) for block in many(40).blocks)
+    for _ in range(3):
+        plan.saw_step(replace(many(40), blocks=blocks))
+
+    def checkpointed() -> int:
+        assert plan._check is not None
+        return sum(Action.CHECKPOINT in actions for actions in plan._check.solution.assignment)
+
+    before = checkpointed()
+    assert plan._check is not None and before > 8
+    plain, predicted = plan._check.solution.profile.step_seconds, plan._check.solution.predicted.step_seconds
+    missed = plain + 1.5 * (predicted - plain) - plan._check.solution.profile.tail_seconds
+    for one in (*[99.0] * SETTLING, *[missed] * CHECKED):
+        plan.saw_span(Span(seconds=one, peak_bytes=None, saved_bytes=40 * 101 * MB))
+    assert before / 2 < checkpointed() < before
+
+
 def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
     """Prices that explain one plan need not explain the next: else the last one, too, would be just too slow."""
     plan, shares = planned(Auto(max_slowdown=0.2)), list[float]()
@@ -413,6 +441,34 @@ def slow_backwards(span: Span, factor: float) -> Span:
     return replace(span, blocks=tuple(replace(b, backward_seconds=factor * b.backward_seconds) for b in span.blocks))
 
 
+@pytest.mark.parametrize("slower", [1.05, 1.5])
+def test_a_pass_of_other_blocks_is_judged_by_those_that_the_plan_knows(slower: float) -> None:
+    """As with layers that are dropped at random: the step that the plan was made from had dropped some, too."""
+    plan = judged_plan()
+    check = plan._check
+    assert check is not None
+    complete = span_of(plan, slower, plain=(3, 5, 7, 9))
+    more = tuple(replace(block, name=f"other.{place}", plain=False) for place, block in enumerate(complete.blocks[:6]))
+    found = [
+        compared(replace(complete, seconds=sum(b.seconds for b in blocks) + 0.5, blocks=blocks), check.solution)
+        for blocks in (complete.blocks, complete.blocks[:4] + complete.blocks[5:], more + complete.blocks)
+    ]
+    promised = check.allowed_seconds
+    assert [one is not None and one.seconds > promised for one in found] == [slower > 1.1] * 3
+
+
+def test_a_pass_of_more_blocks_is_no_missed_promise() -> None:
+    plan = judged_plan()
+    before = plan.table
+    complete = span_of(plan, 1.0, plain=())
+    more = tuple(replace(block, name=f"other.{place}") for place, block in enumerate(complete.blocks))
+    for _ in range(2 * CHECKED):
+        plan.saw_span(
+            replace(complete, seconds=2 * complete.seconds, saved_bytes=10**12, blocks=complete.blocks + more)
+        )
+    assert plan.table is before
+
+
 def test_backwards_without_copies_show_the_machines_speed() -> None:
     plan = judged_plan()
     assert plan._check is not None
@@ -451,12 +507,13 @@ def test_forwards_beside_copies_do_not_show_the_machines_speed() -> None:
     assert found.seconds == pytest.approx(2.5 * (2 + 10 * 1.3) + 0.75)
 
 
-def test_without_a_block_without_hooks_or_with_other_blocks_nothing_is_compared() -> None:
+def test_without_a_block_without_hooks_or_with_unknown_blocks_nothing_is_compared() -> None:
     plan = judged_plan()
     assert plan._check is not None
     assert compared(span_of(plan, 1.5, plain=()), plan._check.solution) is None
     other = span_of(plan, 1.5, plain=(3,))
-    assert compared(replace(other, blocks=other.blocks[:-1]), plan._check.solution) is None
+    unknown = tuple(replace(block, name=f"other.{place}") for place, block in enumerate(other.blocks))
+    assert compared(replace(other, blocks=unknown), plan._check.solution) is None
 
 
 def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
@@ -529,6 +586,27 @@ def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
         assert judged_after(plan, one, one)
         kept.append(kept_bytes(plan))
     return kept
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
+    unknown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where two graphs are alive in every backward, which no span is made of."""
+    plan = judged_plan()
+    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=None)  # type: ignore[assignment]
+    complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
+    other = replace(complete, blocks=tuple(replace(block, name=f"other.{block.name}") for block in complete.blocks))
+    with caplog.at_level("INFO", logger="ebbtide"):
+        plan.saw_span(complete)  # settles
+        for _ in range(UNUSED - 1):
+            assert plan.saw_span(other if unknown else None)
+        assert plan.saw_span(complete) and timer.unhooked == {"layers.0"}, "only those in a row count"
+        for _ in range(UNUSED - 1):
+            assert plan.saw_span(other if unknown else None)
+        assert not plan.saw_span(other if unknown else None)
+    assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
+    assert "the plan is not judged" in caplog.text
 
 
 def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
@@ -611,6 +689,42 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
         assert ("promised a peak of at most" in plan.explain()) is budget
         assert ("does not fit the device" in plan.explain()) is budget
         devices.append(int((1 + FRAGMENTS) * 1.01 * peak))
+
+
+def test_a_budget_above_what_the_device_has_is_that_of_the_device(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget within it is the user's own, and takes from the share for fragments."""
+    most = planned(Auto(memory_budget="1TiB"), peak=1_300 * MB)
+    assert most.table is not None and most._check is not None and most._check.keeps
+    device = int((1 - FRAGMENTS) * (1 + FRAGMENTS) * most.table.predicted.peak_bytes)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: device)
+    for given, limit in (("1TiB", int(device / (1 + FRAGMENTS))), (device, device)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="ebbtide"):
+            plan = planned(Auto(memory_budget=given), peak=1_300 * MB)
+        assert plan._check is not None and plan._check.budget_bytes == limit
+        assert plan._check.solution.predicted.peak_bytes <= limit
+        assert ("memory_budget is '1TiB', so the device's memory" in caplog.text) is (given == "1TiB")
+        found = solution_for(Auto(memory_budget=given), plan._check.solution.profile, device)
+        assert found.predicted.peak_bytes <= limit
+
+
+def test_without_a_device_a_plan_keeps_no_more_than_is_free(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All would be kept, if there were room for it."""
+    slow = tier()
+    slow.counters = replace(slow.counters, out_seconds=1000.0, in_seconds=1000.0)
+    for room, few in ((10**12, False), (500 * MB, True), (MB, True)):
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
+        plan = MeasuredPlan(Auto(max_slowdown=0.0), slow, None, Bus())
+        for _ in range(3):
+            plan.saw_step(step())
+        assert plan.table is not None and (plan.table.predicted.kept_bytes < 800 * MB) is few
+        assert plan.table.predicted.kept_bytes <= room
+        assert ("the plan for max_slowdown does not fit the free memory" in plan.explain()) is few
+        assert ("no plan fits" in caplog.text) is (room == MB)
 
 
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,11 +287,14 @@ def test_a_plan_is_for_a_model_before_it_is_wrapped_and_for_no_other(caplog: pyt
         assert handle.stats().kept_bytes == plan.predicted.kept_bytes > 0
     names = sorted({name for name, _ in plan.actions})
     other = dataclasses.replace(plan, actions={("h.0", site): a for (_, site), a in plan.actions.items()})
-    with pytest.raises(ConfigError, match=r"rows for h\.0, and the model's blocks are"):
-        ebbtide.enable_activation_offloading(net, policy=other)
+    kinds = {(name, site._replace(block_kind="Other")): a for (name, site), a in plan.actions.items()}
+    another = dataclasses.replace(plan, actions=kinds)
+    for refused, rows in ((other, r"h\.0 \(Layer\)"), (another, r".*\.0 \(Other\)")):
+        with pytest.raises(ConfigError, match=rf"rows for {rows}.*, and the model's blocks are .*\(Layer\)"):
+            ebbtide.enable_activation_offloading(net, policy=refused)
     more = dataclasses.replace(plan, actions={**plan.actions, **other.actions})
     ebbtide.enable_activation_offloading(net, policy=more).close()
-    assert names and "rows for h.0, which are no blocks of this model" in caplog.text
+    assert names and "rows for h.0 (Layer), which are no blocks of this model" in caplog.text
 
 
 def test_this_machine_is_measured_when_none_is_named() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.cli.arguments import read_arguments
+from ebbtide.planner.table import load_plan
 from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import page
 from ebbtide_recipes.plan.config import PlanConfig
@@ -84,6 +86,16 @@ def test_the_command_line_trains_that_way(pipelines: dict[str, Path]) -> None:
         assert config is not None
         assert (config.num_frames, config.height, config.width, config.text_length) == (29, 128, 128, 24)
         assert config.mode == {"plain": "plain", "checkpointing": "checkpointing"}.get(option.name, "ebbtide")
+
+
+def test_the_plan_that_is_saved_is_for_the_transformer(pipelines: dict[str, Path], tmp_path: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    path = tmp_path / "plan.json"
+    recipe.save(found(pipelines["wan"]), str(path))
+    transformer = WanTransformer3DModel.from_pretrained(pipelines["wan"], subfolder="transformer")
+    with ebbtide.enable_activation_offloading(transformer, policy=str(path)) as handle:
+        assert {name for name, _ in load_plan(path).actions} == set(handle._attachment.block_names)
 
 
 def test_sizes_that_make_no_whole_tokens_are_refused(pipelines: dict[str, Path]) -> None:

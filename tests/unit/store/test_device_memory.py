@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from ebbtide.store import meter
+from ebbtide.store.device import Device
 from ebbtide.store.device_memory import allowed_bytes, device_memory, free_and_total_bytes, peak_bytes, take_peak_bytes
+from ebbtide.store.meter import DeviceMeter, HostMeter
 
 WHERE = torch.device("cuda", 1)
 
@@ -58,3 +63,22 @@ def test_peaks_before_a_reset_are_remembered(module: SimpleNamespace, monkeypatc
     assert take_peak_bytes(WHERE) == 900 and peak == [now]
     assert peak_bytes() == peak_bytes(1) == 900
     assert take_peak_bytes() == now and peak_bytes() == 900
+
+
+def test_meters_do_not_take_each_others_peaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Reading resets the process's peak, for all of them."""
+    peak = [100]
+    monkeypatch.setattr(meter, "take_peak_bytes", lambda where: peak.pop() if peak else 10)
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace(is_available=lambda: True))
+    one, other = DeviceMeter(cast("Device", None)), DeviceMeter(cast("Device", None))
+    assert [one.take_peak_bytes(WHERE), one.take_peak_bytes(WHERE)] == [100, 10]
+    assert [other.take_peak_bytes(WHERE), other.take_peak_bytes(WHERE)] == [100, 10]
+    status = tmp_path / "status"
+    monkeypatch.setattr(meter, "_STATUS", status)
+    monkeypatch.setattr(meter, "_CLEAR", tmp_path / "clear")
+    host, another = HostMeter(), HostMeter()
+    found: list[int | None] = []
+    for now, who in ((100, host), (20, another), (300, another), (20, host), (20, host)):
+        status.write_text(f"VmHWM: {now} kB\n")
+        found.append(who.take_peak_bytes())
+    assert found == [kib * 1024 for kib in (100, 100, 300, 300, 20)]

@@ -62,7 +62,7 @@ def measured(clock: Clock) -> tuple[TimedStep, Span]:
     net = Net(clock)
     with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:
         timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
-        timer.spans = SpanTimer(clock, lambda span: bool(spans.append(span)), memory=False)
+        timer.spans = SpanTimer(clock, lambda span: bool(spans.append(span)) if span else False, memory=False)
         timer.marks = True
         handle._engine.timer = timer
         for want in (lambda: None, timer.want, timer.spans.want):  # warms up, is measured, is timed as a whole
@@ -117,3 +117,33 @@ def test_a_block_can_be_checkpointed_that_was_first_watched_in_the_measured_step
         net(torch.randn(8, 4)).backward()
         net(torch.randn(8, 4))
     assert [block.checkpointable for block in steps[0].blocks] == [True] * 3
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("as an interrupt, or memory that is not enough")
+
+
+def test_a_step_whose_backward_raised_is_measured_again() -> None:
+    clock, steps = Clock(), list[TimedStep]()
+    net = Net(clock)
+    with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:
+        timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
+        timer.marks = True
+        handle._engine.timer = timer
+        timer.want()
+        forget = net.layers[1].register_forward_pre_hook(lambda module, args: Fails.apply(*args))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="as an interrupt"):
+                net(torch.randn(8, 4)).backward()
+        forget.remove()
+        for _ in range(2):
+            net(torch.randn(8, 4)).backward()
+    assert [[block.backward_seconds for block in step.blocks] for step in steps] == [[2.0] * 3]
