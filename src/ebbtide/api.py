@@ -51,8 +51,8 @@ class Handle:
     """Activation offloading on one model, until ``close()`` or the end of a ``with``; may be switched at any step."""
 
     def __init__(self, engine: Engine, attachment: Attachment, model: nn.Module) -> None:
-        self._engine, self._attachment = engine, attachment
-        self._closed = False
+        self._engine, self._attachment, self._closed = engine, attachment, False
+        attachment.handle = self
         self._unlist = provide(engine, model)
 
     @property

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,6 +44,8 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConflictError
+
+logger = logging.getLogger("ebbtide.wrap")
 
 GRAPH_CAPTURE = "the capture of a device graph"
 
@@ -258,8 +261,17 @@ def _state_without(module: nn.Module) -> Any:
     return StandIn.left_out(state) if isinstance(state, dict) else state
 
 
+@functools.cache
+def _warn_of_replicas() -> None:
+    logger.warning(
+        "nothing is offloaded in the copies that nn.DataParallel makes of the model in each step; "
+        "hint: start one process a device with torchrun and wrap the model in DistributedDataParallel"
+    )
+
+
 def _replica_without(module: nn.Module) -> nn.Module:
     """Return the replica that ``DataParallel`` makes of a module, without stand-ins."""
+    _warn_of_replicas()
     replica = type(module)._replicate_for_data_parallel(module)
     replica.__dict__ = StandIn.left_out(replica.__dict__)
     return replica

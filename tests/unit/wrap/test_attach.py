@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine.timing import StepTimer
-from ebbtide.wrap.forward import StandIn
+from ebbtide.wrap.forward import StandIn, _warn_of_replicas
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
@@ -223,23 +223,33 @@ def test_a_shallow_copy_of_a_block_computes_with_what_it_is_given(copied: Callab
     assert not {"__getstate__", "_replicate_for_data_parallel", "forward"} & vars(block).keys()
 
 
+def test_replicas_of_data_parallel_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("block")
+    _warn_of_replicas.cache_clear()
+    by_replica(tiny.model)
+    assert caplog.text == ""
+    with enable(tiny.model):
+        for module in (tiny.model, *tiny.block_list()):
+            by_replica(module)
+    assert caplog.text.count("nn.DataParallel") == 1 and "torchrun" in caplog.text
+
+
 @pytest.mark.parametrize("first", ["enabled", "prepared"])
-def test_accelerate_unwraps_the_forward_of_mixed_precision(first: str) -> None:
+def test_accelerate_unwraps_the_forward_of_mixed_precision(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
+    for state in ("AcceleratorState", "PartialState", "GradientState"):  # of the process
+        monkeypatch.setattr(getattr(accelerate.state, state), "_shared_state", {})
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     tiny = build("block")
     expected = tiny.step()
-    try:
-        early = [enable(tiny.model)] if first == "enabled" else []
-        model = accelerator.prepare(tiny.model)
-        with early[0] if early else enable(model) as handle:
-            assert differences(tiny.step(), expected) != []
-            packs = handle.stats().packs
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            assert differences(tiny.step(), expected) == differences(tiny.step(), expected) == []
-            assert handle.stats().packs not in (0, packs)
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    early = [enable(tiny.model)] if first == "enabled" else []
+    model = accelerator.prepare(tiny.model)
+    with early[0] if early else enable(model) as handle:
+        assert differences(tiny.step(), expected) != []
+        packs = handle.stats().packs
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert differences(tiny.step(), expected) == differences(tiny.step(), expected) == []
+        assert handle.stats().packs not in (0, packs)
     assert differences(tiny.step(), expected) == []
     assert leftovers(model) == [] and not {"__getstate__", "_replicate_for_data_parallel"} & vars(model).keys()
 
