@@ -106,7 +106,7 @@ class Handle:
             self._closed = True
             self._attachment.remove()
             self._unlist()
-            log_saved(self.stats(), self._engine.options.min_bytes, called=self._attachment.calls.called)
+            log_saved(self.stats(), self._engine.options.min_bytes, self._attachment.calls)
         self._engine.close()
 
     def __enter__(self) -> Handle:

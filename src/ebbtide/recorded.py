@@ -17,6 +17,7 @@ from ebbtide.engine import Engine, Stats
 from ebbtide.engine.slots import SINCE, readable
 from ebbtide.planner.table import Prediction
 from ebbtide.track.parts import held_bytes
+from ebbtide.wrap.threads import SerialCalls
 
 logger = logging.getLogger("ebbtide")
 
@@ -57,17 +58,24 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
     return remove
 
 
-def log_saved(stats: Stats, min_bytes: int, *, called: bool) -> None:
+def log_saved(stats: Stats, min_bytes: int, calls: SerialCalls) -> None:
     """Log how much a handle saved; warn if it saved nothing although it could have.
 
     Args:
         stats: Figures of the handle.
         min_bytes: Smaller storages stayed on the device.
-        called: Whether the handle saw a forward.
+        calls: The forwards that the handle saw.
     """
     moved = stats.total_copy_out_bytes or stats.total_recomputes  # of all passes; other figures are of the latest
     if not (stats.packs or moved or stats.coverage_percent):
-        if called:
+        if calls.in_backward:
+            logger.warning(
+                "nothing was offloaded: blocks ran with gradients only inside a backward, as under GradCache, the "
+                "Cached losses of sentence-transformers, or a checkpoint of the model's own: what they save is read at "
+                "once; hint: without that cache or checkpoint (gradient_checkpointing=False) ebbtide offloads"
+            )
+            return
+        if calls.called:
             logger.info(
                 "nothing to offload: no forward that ended saved tensors for a backward pass (a frozen model and "
                 "evaluation save none)"

@@ -139,7 +139,7 @@ class Attachment:
         finally:
             self._depth -= 1
             self.engine.end_pass()
-            better = None if self._watch is None else self._watch.pass_ends(self._blocks)
+            better = None if self._watch is None else self._watch.pass_ends(self._blocks, self._before)
             if better is not None and self._undo:  # not closed meanwhile
                 self._install(better)
 

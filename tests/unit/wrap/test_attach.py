@@ -254,6 +254,25 @@ def test_accelerate_unwraps_the_forward_of_mixed_precision(first: str, monkeypat
     assert leftovers(model) == [] and not {"__getstate__", "_replicate_for_data_parallel"} & vars(model).keys()
 
 
+def test_forwards_inside_a_backward_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As of GradCache and the Cached losses of sentence-transformers."""
+    model, x = Stack(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))), torch.randn(2, 4)
+    with caplog.at_level("INFO", "ebbtide"), enable(model) as handle:
+        with torch.no_grad():
+            embedding = model(x).requires_grad_()
+        loss = embedding.square().mean()
+
+        def second(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                model(x).sum().backward()
+
+        loss.register_hook(second)
+        loss.backward()
+        assert handle.stats().packs == 0 and grads(model)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "only inside a backward" in warning and "hint: " in warning
+
+
 # Switching
 
 
