@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of
+from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
@@ -106,7 +106,7 @@ class Handle:
             self._closed = True
             self._attachment.remove()
             self._unlist()
-            log_saved(self.stats(), self._engine.options.min_bytes, self._attachment.calls)
+            log_saved(self._engine, self._attachment.calls)
         self._engine.close()
 
     def __enter__(self) -> Handle:
@@ -285,7 +285,7 @@ class offload_saved_tensors(ContextDecorator):
         print(offloaded.stats())
 
     Args:
-        policy: ``Offload()`` (the default), another policy, or its name.
+        policy: ``Offload()`` (the default), another policy, or its name; on disk without a memory budget.
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
         window: Bytes allowed in flight each way; default: follows the largest context.
@@ -324,6 +324,7 @@ class offload_saved_tensors(ContextDecorator):
             engine = self._idle().pop()  # at once: another thread may take the last one
         except IndexError:
             engine = _open_engine(self._policy, self._options)
+            refuse_budget(self._policy, engine.tier)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
         self._entered[get_ident()].append((engine, hooks))
