@@ -82,7 +82,7 @@ class Attachment:
         self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls()
         self._watch = watch
         self._depth = 0
