@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of
+from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
@@ -51,8 +51,8 @@ class Handle:
     """Activation offloading on one model, until ``close()`` or the end of a ``with``; may be switched at any step."""
 
     def __init__(self, engine: Engine, attachment: Attachment, model: nn.Module) -> None:
-        self._engine, self._attachment = engine, attachment
-        self._closed = False
+        self._engine, self._attachment, self._closed = engine, attachment, False
+        attachment.handle = self
         self._unlist = provide(engine, model)
 
     @property
@@ -106,7 +106,7 @@ class Handle:
             self._closed = True
             self._attachment.remove()
             self._unlist()
-            log_saved(self.stats(), self._engine.options.min_bytes, called=self._attachment.calls.called)
+            log_saved(self._engine, self._attachment.calls)
         self._engine.close()
 
     def __enter__(self) -> Handle:
@@ -285,7 +285,7 @@ class offload_saved_tensors(ContextDecorator):
         print(offloaded.stats())
 
     Args:
-        policy: ``Offload()`` (the default), another policy, or its name.
+        policy: ``Offload()`` (the default), another policy, or its name; on disk without a memory budget.
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
         window: Bytes allowed in flight each way; default: follows the largest context.
@@ -324,6 +324,7 @@ class offload_saved_tensors(ContextDecorator):
             engine = self._idle().pop()  # at once: another thread may take the last one
         except IndexError:
             engine = _open_engine(self._policy, self._options)
+            refuse_budget(self._policy, engine.tier)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
         self._entered[get_ident()].append((engine, hooks))

@@ -15,6 +15,7 @@ from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Minimal, Options, Policy, Target, policy_named
 from ebbtide.planner import load_plan
 from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.store import Tier
 
 
 def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:
@@ -58,6 +59,21 @@ def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str]
             hint="enable_ckpt means policy=Minimal()",
         )
     return Minimal() if enable_ckpt else policy_of(policy)
+
+
+def refuse_budget(policy: Policy | Plan, tier: Tier) -> None:
+    """Raise for a memory budget in a context on disk, and close the tier: nothing outlives it to measure and plan.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if isinstance(policy, Auto) and policy.memory_budget is not None and tier.name == "disk":
+        tier.close()
+        raise ConfigError(
+            f"policy is Auto(memory_budget={policy.memory_budget!r}) in a context that offloads to disk",
+            expected="a policy without a budget: such a context is not planned",
+            hint="enable_activation_offloading(model, policy=...) plans a model for a budget; or leave policy out",
+        )
 
 
 def check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tensor], bool] | None) -> None:

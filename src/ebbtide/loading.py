@@ -36,7 +36,8 @@ def load_sharded(
 
     Each rank reads the byte ranges of its own slices from the safetensors files, or one rank per machine reads and
     sends them. Use it when the whole model does not fit into one process. Every rank calls it. If one fails, all raise
-    the same message and parameters stay on meta (flat parameters of FSDP1 are undefined).
+    the same message and parameters stay on meta (flat parameters of FSDP1 are undefined); a loaded model keeps its
+    values if nothing was sharded yet.
 
     Example::
 

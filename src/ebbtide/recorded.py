@@ -13,10 +13,11 @@ from torch import nn
 from ebbtide.base.actions import Plan
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
-from ebbtide.engine import Engine, Stats
+from ebbtide.engine import Engine
 from ebbtide.engine.slots import SINCE, readable
 from ebbtide.planner.table import Prediction
 from ebbtide.track.parts import held_bytes
+from ebbtide.wrap.threads import SerialCalls
 
 logger = logging.getLogger("ebbtide")
 
@@ -57,17 +58,24 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
     return remove
 
 
-def log_saved(stats: Stats, min_bytes: int, *, called: bool) -> None:
+def log_saved(engine: Engine, calls: SerialCalls) -> None:
     """Log how much a handle saved; warn if it saved nothing although it could have.
 
     Args:
-        stats: Figures of the handle.
-        min_bytes: Smaller storages stayed on the device.
-        called: Whether the handle saw a forward.
+        engine: Of the handle.
+        calls: The forwards that the handle saw.
     """
+    stats = engine.stats()
     moved = stats.total_copy_out_bytes or stats.total_recomputes  # of all passes; other figures are of the latest
     if not (stats.packs or moved or stats.coverage_percent):
-        if called:
+        if calls.in_backward:
+            logger.warning(
+                "nothing was offloaded: blocks ran with gradients only inside a backward, as under GradCache, the "
+                "Cached losses of sentence-transformers, or a checkpoint of the model's own: what they save is read at "
+                "once; hint: without that cache or checkpoint (gradient_checkpointing=False) ebbtide offloads"
+            )
+            return
+        if calls.called:
             logger.info(
                 "nothing to offload: no forward that ended saved tensors for a backward pass (a frozen model and "
                 "evaluation save none)"
@@ -82,7 +90,12 @@ def log_saved(stats: Stats, min_bytes: int, *, called: bool) -> None:
             "nothing was offloaded: all %d storages that blocks save are below min_bytes=%s and stay on the device; "
             "hint: a larger batch or model has larger ones, and min_bytes=0 treats every storage",
             stats.small_storages,
-            format_size(min_bytes),
+            format_size(engine.options.min_bytes),
+        )
+    elif stats.unique_bytes and not moved and engine.plan.name == "inputs":
+        logger.warning(
+            "nothing was offloaded: policy 'inputs' offloads the inputs of blocks, and these save none of min_bytes or "
+            "more (nn.TransformerEncoderLayer saves a copy); hint: policy='auto', 'minimal' or 'offload'"
         )
     elif stats.memory_saved_percent is not None:
         saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3

@@ -413,6 +413,25 @@ def test_the_context_refuses_what_the_function_refuses(tmp_path: Path) -> None:
             pytest.fail("was entered")
 
 
+def test_a_context_on_disk_refuses_a_budget_that_nothing_would_plan_for() -> None:
+    context = ebbtide.offload_saved_tensors(policy=ebbtide.Auto(memory_budget="1MiB"), target="disk")
+    with pytest.raises(ConfigError, match=r"(?s)memory_budget='1MiB'.*hint: "), context:
+        pass
+    x = torch.randn(4, 4, requires_grad=True)
+    with ebbtide.offload_saved_tensors(policy=ebbtide.Auto(), target="disk", min_bytes=0):
+        x.exp().sum().backward()
+
+
+@pytest.mark.parametrize(("policy", "warned"), [("inputs", True), ("keep", False), ("offload", False)])
+def test_inputs_that_no_block_saves_are_named_at_the_end(
+    policy: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)))
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, target="disk"):
+        model(torch.randn(2, 8, 16)).sum().backward()
+    assert ("policy 'inputs' offloads the inputs of blocks" in caplog.text) is warned
+
+
 def test_the_context_takes_sizes_as_text() -> None:
     with ebbtide.offload_saved_tensors(min_bytes="64KiB", window="1MiB"):
         pass

@@ -71,7 +71,9 @@ def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> Non
     """
     if fits(value, kind):
         return
-    hint = nearest(value, known) if isinstance(value, str) and (known := known_names(kind)) else ""
+    hint = ""
+    if isinstance(value, str) and (known := known_names(kind)):
+        hint = nearest(value, known) or advice or f"such as {name}={known[0]!r}"
     if not hint and not advice:
         advice = "pass the value itself, without quotes" if isinstance(value, str) else _EXAMPLES.get(kind, _LEAVE_OUT)
     raise ConfigError(f"{name} is {value!r:.80}", expected=in_words(kind), hint=hint or advice)

@@ -25,6 +25,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 
 class EbbtideError(Exception):
@@ -66,7 +67,18 @@ class BlocksError(EbbtideError):
 
 
 class ConflictError(EbbtideError):
-    """Two offloaders on one model, or offloading inside a checkpointed function."""
+    """Two offloaders on one model, or offloading inside a checkpointed function.
+
+    Args:
+        found: What was found, with its value.
+        expected: What was expected.
+        hint: What the reader can do about it.
+        handle: The open handle of ebbtide that offloads the model already; not pickled.
+    """
+
+    def __init__(self, found: str, *, expected: str = "", hint: str = "", handle: Any = None) -> None:
+        super().__init__(found, expected=expected, hint=hint)
+        self.handle = handle
 
 
 class TargetError(EbbtideError):

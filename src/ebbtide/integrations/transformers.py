@@ -3,7 +3,8 @@
 [Note: when offloading begins]
 A trainer wraps its model (DDP, FSDP) inside ``train()``, just before ``on_train_begin``. The callback enables
 offloading there, on the wrapped model, and closes the handle at ``on_train_end``. Callbacks are not notified of
-exceptions: a handle left open is closed when the next training begins, or by ``close()``.
+exceptions: a handle left open, by this or another callback, is closed when the next training of the model begins, or
+by ``close()``. The model keeps such a handle alive.
 
 [Note: figures in the trainer's own logs]
 A trainer passes one dictionary of logs to its callbacks in turn, and those of TensorBoard, W&B and similar trackers
@@ -26,13 +27,16 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.training_args import ParallelMode
 
 from ebbtide import Handle, Stats, enable_activation_offloading
 from ebbtide.base.actions import Plan
-from ebbtide.base.errors import ConfigError, ConflictError, DataError
+from ebbtide.base.errors import ConfigError, ConflictError, DataError, StrategyError
 from ebbtide.base.events import BUS
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.integrations.options import check_options
+from ebbtide.wrap import check_strategy
+from ebbtide.wrap.others import open_handles
 
 logger = logging.getLogger("ebbtide.integrations")
 
@@ -102,7 +106,7 @@ class OffloadCallback(TrainerCallback):
         """Add this callback to a trainer, and offload the trainer's wrapped model.
 
         Without this call the callback gets the model from the trainer's events: under DDP the unwrapped one, which
-        saves the same tensors but is logged as a single-device model.
+        saves the same tensors but is logged as a single-device model. ``strategy="ddp"`` accepts it.
         """
         self._trainer = weakref.ref(trainer)
         trainer.add_callback(self)
@@ -115,6 +119,7 @@ class OffloadCallback(TrainerCallback):
 
         Raises:
             ConflictError: The trainer offloads activations itself.
+            StrategyError: The trainer puts the model in ``nn.DataParallel``, in this process.
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
         self.close()
@@ -123,8 +128,16 @@ class OffloadCallback(TrainerCallback):
         trainer = self._trainer()
         frame = inspect.currentframe()
         _move_to_front(self, None if frame is None else frame.f_back)
-        model = kwargs["model"] if trainer is None else trainer.model_wrapped
-        self.handle = enable_activation_offloading(cast("nn.Module", model), **self.options)
+        model = cast("nn.Module", kwargs["model"] if trainer is None else trainer.model_wrapped)
+        _refuse_data_parallel(args, model)
+        for handle in _handles.intersection(open_handles(model)):
+            handle.close()
+        options = dict(self.options)
+        distributed = args.parallel_mode is ParallelMode.DISTRIBUTED
+        if options["strategy"] == "ddp" and distributed and check_strategy(model, "auto") == "single":
+            options["strategy"] = "auto"  # what DDP wraps
+        self.handle = enable_activation_offloading(model, **options)
+        _handles.add(self.handle)
 
     def on_log(
         self,
@@ -154,17 +167,33 @@ class OffloadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the handle; its figures remain."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the handle, after a training that raised; its figures remain. Harmless when repeated."""
         if self.handle is not None:
             self.handle.close()
 
-    def close(self) -> None:
-        """Close the handle, after a training that raised. Harmless when repeated."""
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.close()
-
 
 _GIB = 1024**3
+
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+"""Handles that callbacks opened."""
+
+
+def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:
+    """Raise if the trainer puts the model in ``nn.DataParallel``: it computes with copies.
+
+    Raises:
+        StrategyError: It does.
+    """
+    quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+    if args.n_gpu > 1 and not quantised:
+        raise StrategyError(
+            f"the trainer puts the model in DataParallel over {args.n_gpu} devices",
+            expected="DistributedDataParallel, FSDP, or one device",
+            hint=f"torchrun --nproc-per-node {args.n_gpu} your_script.py; or CUDA_VISIBLE_DEVICES=0 for one device",
+        )
 
 
 def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:

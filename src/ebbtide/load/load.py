@@ -98,12 +98,6 @@ class Loading:
             EbbtideError: As ``ebbtide.load_sharded``; the same on all ranks.
         """
         started = time.monotonic()
-        try:
-            self._agree(dtype, optimizer)
-        except BaseException:
-            self._put_back()
-            raise
-        BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
         def act() -> dict[str, Any]:
@@ -115,7 +109,13 @@ class Loading:
             found.append((sharded, targets))
             return {}
 
-        self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
+        try:
+            self._agree(dtype, optimizer)
+            BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
+            self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
+        except BaseException:
+            self._put_back()
+            raise
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)

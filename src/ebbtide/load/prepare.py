@@ -27,7 +27,7 @@ def empty(model: nn.Module) -> Callable[[], None]:
     """Put a loaded model's parameters on meta, to be filled again; buffers stay. What is tied stays tied.
 
     Returns:
-        Puts them back.
+        Puts them back, unless the model has been wrapped or sharded in the meantime.
     """
     before = {name: (owner, tensor_of(owner)) for name, owner in owners_of(model).items() if not owner[2]}
     on_meta: dict[int, nn.Parameter] = {}
@@ -38,8 +38,9 @@ def empty(model: nn.Module) -> Callable[[], None]:
         module._parameters[attribute] = on_meta[id(tensor)]
 
     def put_back() -> None:
-        for (module, attribute, _), tensor in before.values():
-            module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
+        if all(module._parameters.get(name) is on_meta[id(tensor)] for (module, name, _), tensor in before.values()):
+            for (module, attribute, _), tensor in before.values():
+                module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
 
     return put_back
 

@@ -65,6 +65,13 @@ class Saving:
         Raises:
             EbbtideError: As ``ebbtide.save_sharded``; the same on all ranks.
         """
+        if getattr(self._model, "peft_config", None) and self.ranks.me == 0:
+            logger.warning(
+                "%s has adapters of PEFT: the files have the names of its weights in PEFT, which from_pretrained of "
+                "the base model does not know; hint: model.save_pretrained(folder) writes the adapters, and "
+                "save_sharded(model.merge_and_unload(), folder) writes a model without them",
+                type(self._model).__name__,
+            )
         held: dict[str, Target] = {}
         answers = self.ranks.run_on_all_ranks("look at what it holds", lambda: self._look(held))
         shapes: dict[str, Any] = {}

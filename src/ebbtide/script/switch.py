@@ -133,10 +133,10 @@ class ScriptSwitch:
         from ebbtide import enable_activation_offloading
         from ebbtide.base.errors import ConflictError
         from ebbtide.script.checkpointing import checkpoint_model, checkpoints_itself
-        from ebbtide.wrap.attach import is_attached
+        from ebbtide.wrap.others import open_handles
 
         request, name = self._request, type(module).__name__
-        if is_attached(module):
+        if open_handles(module):
             if request.compared:
                 raise ConflictError(
                     f"the script itself enables ebbtide on {name}",

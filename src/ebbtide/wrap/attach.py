@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.base.errors import ConflictError
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
@@ -43,7 +42,7 @@ from ebbtide.wrap.forward import (
     running_transform,
 )
 from ebbtide.wrap.hooks import offloading
-from ebbtide.wrap.others import refuse_around, refuse_compiled, refuse_taken
+from ebbtide.wrap.others import attached, refuse_around, refuse_attached, refuse_compiled, refuse_taken
 from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
@@ -54,14 +53,6 @@ from ebbtide.wrap.threads import SerialCalls, serially
 from ebbtide.wrap.tree import Tree
 
 logger = logging.getLogger("ebbtide.wrap")
-
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Blocks under a live handle: a block may have only one offloader."""
-
-
-def is_attached(model: nn.Module) -> bool:
-    """Whether an open handle offloads blocks of ``model``."""
-    return any(module in _attached for module in model.modules())
 
 
 class Attachment:
@@ -79,25 +70,20 @@ class Attachment:
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, engine: Engine, watch: Watch | None = None) -> None:
-        taken = [block.name for module, block in blocks if module in _attached]
-        if taken:
-            raise ConflictError(
-                f"block {taken[0]!r} is already offloaded by another handle",
-                expected="one offloader on a model",
-                hint="call close() on the first handle, or keep using it",
-            )
+        refuse_attached(blocks)
         paths = paths_in(model)
         for module, _ in blocks:
             if module is not model:
                 refuse_compiled_around(model, paths[module])
         refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
+        self.handle: Any = None  # while attached; the hooks hold it, so that a lost handle can be closed
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
         self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls()
         self._watch = watch
         self._depth = 0
@@ -126,6 +112,7 @@ class Attachment:
         self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
         while self._undo:
             self._undo.pop()()
+        self.handle = None
 
     def explain(self) -> list[str]:
         """Return lines on the blocks' share of the bytes that autograd saves."""
@@ -153,7 +140,7 @@ class Attachment:
         finally:
             self._depth -= 1
             self.engine.end_pass()
-            better = None if self._watch is None else self._watch.pass_ends(self._blocks)
+            better = None if self._watch is None else self._watch.pass_ends(self._blocks, self._before)
             if better is not None and self._undo:  # not closed meanwhile
                 self._install(better)
 
@@ -354,7 +341,7 @@ class Attachment:
             if place not in modules:
                 scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
                 scope.leave()
-                _attached.discard(scope.module)
+                attached.pop(scope.module, None)
         for module, block in blocks:
             scope = before.get(id(module))
             if scope is not None:
@@ -365,8 +352,8 @@ class Attachment:
         self._stand_around_compiled()
 
     def _enter(self, module: nn.Module, block: Block) -> Scope:
-        _attached.add(module)
-        self._undo.append(functools.partial(_attached.discard, module))
+        attached[module] = weakref.ref(self)
+        self._undo.append(functools.partial(attached.pop, module, None))
         scope = Scope(block, module)
         self._undo.append(scope.leave)
         self._put_on(module, scope)

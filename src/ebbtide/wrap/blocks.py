@@ -26,7 +26,7 @@ from torch import nn
 from ebbtide.base.errors import BlocksError, ConflictError, nearest
 from ebbtide.engine import Block
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
-from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2, is_partitioned
+from ebbtide.wrap.strategy import is_ddp, is_engine, is_fsdp1, is_fsdp2, is_partitioned
 
 LARGE_CHILD = 0.1
 """If nothing repeats, modules with at least this share of the model's parameters are blocks."""
@@ -205,9 +205,15 @@ def paths_in(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _own_name(model: nn.Module, name: str) -> str:
-    """Return the path of a module before the model was wrapped, compiled or checkpointed."""
+    """Return the path of a module before the model was wrapped, compiled, checkpointed or given PEFT's adapters."""
     parts = [p for p in name.split(".") if p not in WRAPPED]
-    return ".".join(parts[1:] if is_ddp(model) and parts[0] == "module" else parts)
+    if parts[:1] == ["module"] and (is_ddp(model) or is_engine(model)):
+        model, parts = model.module, parts[1:]  # pyright: ignore[reportAssignmentType]
+    for wrapper in ("base_model", "model"):  # of PEFT: a prompt tuner has the first alone
+        if parts[:1] != [wrapper] or not hasattr(model, "peft_config"):
+            break
+        model, parts = getattr(model, wrapper), parts[1:]
+    return ".".join(parts)
 
 
 def _kind(module: nn.Module) -> str:

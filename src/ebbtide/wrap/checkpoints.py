@@ -73,20 +73,24 @@ class Kept:
         return next((p for p in packed if not isinstance(p, ours) and not _of_checkpoint(type(p))), None)
 
 
-def name_checkpoints(logged: set[str], block: str) -> None:
+def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> None:
     """Log once that the model checkpoints its own blocks, which leaves ebbtide little to choose.
 
     Args:
         logged: The reasons logged so far; this one is added.
         block: The name of such a block.
+        known: Whether the checkpoint is torch's; otherwise what it keeps is not found.
     """
     if "checkpointed" not in logged:
         logged.add("checkpointed")
         logger.warning(
-            "the model checkpoints its own blocks (%s): ebbtide offloads what the checkpoints keep and chooses nothing "
-            "else; hint: set gradient_checkpointing=False, which TRL's trainers have on by default, and ebbtide "
+            "the model checkpoints its own blocks (%s): ebbtide %s; "
+            "hint: set gradient_checkpointing=False, which TRL's trainers have on by default, and ebbtide "
             "chooses for each saved tensor (enable_ckpt=True: with the memory of checkpointing)",
             block,
+            "offloads what the checkpoints keep and chooses nothing else"
+            if known
+            else "offloads nothing of them, as the checkpoint is an autograd function that is not torch's",
         )
 
 

@@ -37,6 +37,7 @@ from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
 from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
+from ebbtide.wrap.checkpoints import name_checkpoints
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper, is_scripted
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -80,11 +81,12 @@ class Watch:
         self._outside = _outside_bytes(output, self._engine, marks.path_at)
         return output
 
-    def pass_ends(self, blocks: Blocks) -> Blocks | None:
+    def pass_ends(self, blocks: Blocks, before: Block | None = None) -> Blocks | None:
         """Account for a pass; return different blocks for the next one, or None.
 
         Args:
             blocks: The blocks of that pass.
+            before: Its latest block that ran without gradients.
         """
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass
@@ -95,6 +97,10 @@ class Watch:
         coverage = self._engine.coverage = Coverage(
             inside_bytes=tally.unique + tally.small_bytes, outside=outside, checkpointed=last.checkpointed - own
         )
+        trained = any(p.requires_grad for module, block in blocks if block is before for p in module.parameters())
+        if trained and before is not None and not coverage.checkpointed and _is_low(coverage):
+            name_checkpoints(set(), before.name, known=False)
+            return None
         better = self._better(blocks, coverage)
         if better is not None:
             self._may_choose = self._done = False  # the next pass is measured as well, but chooses nothing
@@ -111,10 +117,9 @@ class Watch:
         return ([self._added] if self._added else []) + ([] if coverage is None else [str(coverage)])
 
     def _report(self, coverage: Coverage) -> None:
-        percent = coverage.percent
         if coverage.checkpointed:
             logger.info("%s (%d blocks are checkpointed and save their inputs)", coverage, coverage.checkpointed)
-        elif percent is None or percent >= LOW_PERCENT:
+        elif not _is_low(coverage):
             logger.info("%s", coverage)
         else:
             logger.warning(
@@ -126,8 +131,7 @@ class Watch:
     def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:
         """Return blocks that hold more of the bytes, in single-process training; else None."""
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        low = coverage.percent is not None and coverage.percent < LOW_PERCENT
-        if not (self._may_choose and alone and low) or coverage.checkpointed:
+        if not (self._may_choose and alone and _is_low(coverage)) or coverage.checkpointed:
             return None
         names = [block.name for _, block in blocks]
         if names == [ENTIRE_MODEL]:
@@ -196,6 +200,10 @@ def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str
             continue
         yield path, module
         pending += [(f"{path}.{k}" if path else k, c) for k, c in reversed(list(module.named_children()))]
+
+
+def _is_low(coverage: Coverage) -> bool:
+    return coverage.percent is not None and coverage.percent < LOW_PERCENT
 
 
 def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> Iterator[tuple[str, nn.Module]]:

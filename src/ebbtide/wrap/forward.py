@@ -5,6 +5,8 @@ A copied or unpickled model has no offloading: a copied replacement would still 
 So it pickles as the ``forward`` that it replaces; and ``copy.copy`` and the replicas of ``DataParallel``, which take
 the module's state directly, omit it, as well as the hooks of ``ebbtide.wrap.scope``: copies of copies would collect
 them. Their methods are looked up on the instance before its class. Only classes that copy themselves keep such hooks.
+Accelerate copies a module's ``__dict__`` itself (regional compilation) and rebinds each bound method in it, by
+``__func__`` and ``__self__``. So the stand-in has these, and the replaced methods of copying are bound methods.
 
 [Note: wrappers that forward]
 A wrapper may forward attribute assignments to the inner module: Lightning Fabric's does for each name that the module
@@ -31,15 +33,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ebbtide.base.errors import ConflictError
+
+logger = logging.getLogger("ebbtide.wrap")
 
 GRAPH_CAPTURE = "the capture of a device graph"
 
@@ -78,6 +84,23 @@ class StandIn:
         """The code of the original forward, which ``torch.export`` reads."""
         return inspect.unwrap(self._behind).__code__
 
+    @property
+    def __self__(self) -> nn.Module:
+        """The module, as of a bound method."""
+        return self._module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The forward as a function of a module; of another module it is the original. See [Note: copies]."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is self._module:
+                return self(*args, **kwargs)
+            own = getattr(type(module), self._name) if self._own is None else getattr(self._own, "__func__", None)
+            return self._own(*args, **kwargs) if own is None else own(module, *args, **kwargs)  # pyright: ignore
+
+        return forward
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """See [Note: copies]."""
         return (getattr, (self._module, self._name)) if self._own is None else (_as_it_is, (self._own,))
@@ -92,8 +115,7 @@ class StandIn:
             if isinstance(above, StandIn):
                 above._behind, above._own = self._behind, self._own
                 functools.update_wrapper(above, self._behind, updated=())  # not the state of a stand-in
-            return
-        if self._own is None:
+        elif self._own is None:
             del held[self._name]
         else:
             held[self._name] = self._own
@@ -119,7 +141,7 @@ def copy_without_hooks(module: nn.Module) -> None:
     """Let copies of a module have no stand-ins and none of our hooks. See [Note: copies]."""
     for method, without in _COPIED_BY.items():
         if method not in module.__dict__:
-            module.__dict__[method] = functools.partial(without, module)
+            module.__dict__[method] = MethodType(without, module)
 
 
 def copy_as_usual(module: nn.Module) -> None:
@@ -239,8 +261,17 @@ def _state_without(module: nn.Module) -> Any:
     return StandIn.left_out(state) if isinstance(state, dict) else state
 
 
+@functools.cache
+def _warn_of_replicas() -> None:
+    logger.warning(
+        "nothing is offloaded in the copies that nn.DataParallel makes of the model in each step; "
+        "hint: start one process a device with torchrun and wrap the model in DistributedDataParallel"
+    )
+
+
 def _replica_without(module: nn.Module) -> nn.Module:
     """Return the replica that ``DataParallel`` makes of a module, without stand-ins."""
+    _warn_of_replicas()
     replica = type(module)._replicate_for_data_parallel(module)
     replica.__dict__ = StandIn.left_out(replica.__dict__)
     return replica

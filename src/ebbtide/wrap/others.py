@@ -1,4 +1,4 @@
-"""Other offloaders: saved-tensor hooks that are not ours, around a block or inside it.
+"""Other offloaders: a second handle, and saved-tensor hooks that are not ours, around a block or inside it.
 
 [Note: two offloaders]
 Only the innermost saved-tensor hooks see a tensor. Another offloader's hooks around a block see nothing while ours are
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,32 @@ class Inside:
     def forget(self) -> None:
         """Reset after a forward, even a failed one."""
         self._looked, self._found, self._entered = None, "", False
+
+
+attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Blocks under a live handle, with its attachment: a block may have only one offloader."""
+
+
+def open_handles(model: nn.Module) -> list[Any]:
+    """Return the open handles that offload blocks of ``model``."""
+    found = [held() for module in model.modules() if (held := attached.get(module)) is not None]
+    return list(dict.fromkeys(attachment.handle for attachment in found if attachment is not None))
+
+
+def refuse_attached(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
+    """Raise if a block has another handle, which the error carries.
+
+    Raises:
+        ConflictError: One has.
+    """
+    for module, block in blocks:
+        if module in attached:
+            raise ConflictError(
+                f"block {block.name!r} is already offloaded by another handle",
+                expected="one offloader on a model",
+                hint="call close() on the first handle (`handle` of this error), or keep using it",
+                handle=next(iter(open_handles(module)), None),
+            )
 
 
 def refuse_around(block: str, pack: Any) -> None:

@@ -67,6 +67,12 @@ def is_ddp(module: nn.Module) -> bool:
     return wrapper is not None and isinstance(module, wrapper)
 
 
+def is_engine(module: nn.Module) -> bool:
+    """Whether ``module`` is an engine of DeepSpeed."""
+    wrapper = _wrapper_class("deepspeed")
+    return wrapper is not None and isinstance(module, wrapper)
+
+
 def running_ddp() -> nn.Module | None:
     """Return the DDP wrapper whose forward is running."""
     return getattr(_wrapper_class("ddp"), "_active_ddp_module", None)

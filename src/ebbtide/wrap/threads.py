@@ -29,6 +29,7 @@ class SerialCalls:
         self._refused: set[int] = set()  # threads whose entire forward runs without a turn
         self._warned = False
         self.called = False  # also without gradients, and by a disabled handle
+        self.in_backward = False  # called with gradients by a backward
 
     def call(self, offloaded: Callable[[], Any], plain: Callable[[], Any]) -> Any:
         """Call ``offloaded`` if this thread has the turn or can take it for the call, else ``plain``."""
@@ -36,7 +37,10 @@ class SerialCalls:
         me = threading.get_ident()
         if self._owner.get("thread") == me:
             return offloaded()
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or me in self._refused:
+        if not torch.is_grad_enabled() or me in self._refused:
+            return plain()
+        if torch._C._current_graph_task_id() != -1:
+            self.in_backward = True
             return plain()
         try:
             if self._owner.setdefault("thread", me) == me:

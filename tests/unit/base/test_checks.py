@@ -72,6 +72,7 @@ class Settings:
     [
         ({"steps": "3"}, "steps is '3'; expected an integer\nhint: count from one"),
         ({"kind": "lroa"}, "kind is 'lroa'; expected one of full, lora\nhint: did you mean 'lora'?"),
+        ({"kind": "none"}, "kind is 'none'; expected one of full, lora\nhint: such as kind='full'"),
         ({"kind": None}, "kind is None; expected one of full, lora\nhint: leave it out for its default"),
     ],
 )

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.training_args import ParallelMode
 
 import ebbtide
-from ebbtide.base.errors import ConfigError, ConflictError, DataError
+from ebbtide.base.errors import ConfigError, ConflictError, DataError, StrategyError
 from ebbtide.integrations.transformers import (
     OffloadCallback,
     OffloadMixin,
@@ -128,7 +140,56 @@ def test_an_error_in_training_leaves_a_handle_that_close_closes(tmp_path: Path) 
     assert not handle.enabled
     callback.close()
     callback.close()
+    assert callback.handle is not handle and callback.handle.stats().packs > 0  # the figures remain
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["a new callback", "a lost callback"])
+def test_after_an_interrupted_training_the_model_trains_with_another_callback(tmp_path: Path, lost: bool) -> None:
+    shared = parts()
+    first, second = OffloadCallback(), OffloadCallback()
+    first.on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl(), model=shared["model"])
+    assert first.handle is not None and first.handle.enabled
+    handle = weakref.ref(first.handle)
+    if lost:
+        del first
+        gc.collect()
+    Trainer(args=arguments(tmp_path), callbacks=[second], **shared).train()
+    assert second.handle is not None and second.handle.stats().packs > 0
+    assert (still := handle()) is None or not still.enabled
+
+
+def test_a_handle_that_is_no_callbacks_stays_and_the_error_carries_it(tmp_path: Path) -> None:
+    shared = parts()
+    handle = ebbtide.enable_activation_offloading(shared["model"])
+    with pytest.raises(ConflictError, match="another handle") as caught:
+        Trainer(args=arguments(tmp_path), callbacks=[OffloadCallback()], **shared).train()
+    assert caught.value.handle is handle and handle.enabled
+    caught.value.handle.close()
+    Trainer(args=arguments(tmp_path), callbacks=[OffloadCallback()], **shared).train()
+
+
+def test_a_trainer_over_several_devices_of_one_process_is_refused(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), parts()["model"]
+    args._n_gpu = 2  # as without torchrun on a machine with two devices
+    callback = OffloadCallback()
+    with pytest.raises(StrategyError, match=r"(?s)DataParallel over 2 devices.*hint: torchrun --nproc-per-node 2"):
+        callback.on_train_begin(args, TrainerState(), TrainerControl(), model=model)
     assert callback.handle is None
+    model.is_loaded_in_8bit = True  # those are not put in DataParallel
+    callback.on_train_begin(args, TrainerState(), TrainerControl(), model=model)
+    callback.close()
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [(ParallelMode.DISTRIBUTED, True), (ParallelMode.NOT_PARALLEL, False)])
+def test_the_ddp_strategy_accepts_what_the_trainer_wraps(
+    tmp_path: Path, mode: ParallelMode, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "parallel_mode", mode)
+    callback = OffloadCallback(strategy="ddp")
+    with nullcontext() if accepted else pytest.raises(StrategyError, match="wrapped as 'single'"):
+        callback.on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl(), model=parts()["model"])
+    assert (callback.handle is not None) is accepted
+    callback.close()
 
 
 @pytest.mark.parametrize(("switch", "count"), [(True, 1), ("true", 1), (False, 0), (None, 0)])

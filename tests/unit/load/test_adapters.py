@@ -47,6 +47,19 @@ def test_a_checkpoint_of_the_adapted_model_has_its_own_copies(saved: LlamaForCau
     assert torch.equal(head.modules_to_save["default"].weight, head.original_module.weight + 1)
 
 
+def test_files_with_the_names_of_peft_are_reported(
+    saved: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = peft.get_peft_model(saved, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    ebbtide.save_sharded(model, tmp_path / "adapted")
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "merge_and_unload" in warning and "save_pretrained" in warning
+    caplog.clear()
+    ebbtide.save_sharded(model.merge_and_unload(), tmp_path)  # from_pretrained knows these names
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight, saved.lm_head.weight)
+
+
 @pytest.mark.parametrize("how", [True, "gaussian", "Gaussian"])
 def test_first_values_of_adapters_change_nothing(saved: LlamaForCausalLM, tmp_path: Path, how: object) -> None:
     model = ebbtide.load_sharded(adapted(init_lora_weights=how), tmp_path)

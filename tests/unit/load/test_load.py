@@ -286,6 +286,26 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
+    def shard(model: nn.Module) -> None:
+        raise ValueError("no mesh")
+
+    model = Model(tied=True)
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="no mesh"):
+        ebbtide.load_sharded(model, shard=shard)
+    assert all(p is before[name] for name, p in model.named_parameters()) and not model.embed.weight.is_meta
+    assert model.head.weight is model.embed.weight
+
+    def half(model: Model) -> None:
+        model.head.weight = nn.Parameter(torch.empty(3, device="meta"))  # as sharding replaces it
+        raise ValueError("no mesh")
+
+    with pytest.raises(ValueError, match="no mesh"):
+        ebbtide.load_sharded(model, shard=half)
+    assert all(p.is_meta for p in model.parameters())  # whole values in a sharded part would be no model
+
+
 def test_files_are_read_ahead_from_before_the_model_is_wrapped_until_it_is_read(
     path: Path, values: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine.timing import StepTimer
-from ebbtide.wrap.forward import StandIn
+from ebbtide.wrap.forward import StandIn, _warn_of_replicas
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
@@ -197,7 +198,17 @@ def by_replica(module: nn.Module) -> nn.Module:
     return module._replicate_for_data_parallel()
 
 
-@pytest.mark.parametrize("copied", [by_copy, by_replica])
+def by_regions(module: nn.Module) -> nn.Module:
+    """As ``compile_regions`` of accelerate."""
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for name, value in list(vars(twin).items()):
+        if hasattr(value, "__func__") and getattr(value, "__self__", None) is module:
+            vars(twin)[name] = MethodType(value.__func__, twin)
+    return twin
+
+
+@pytest.mark.parametrize("copied", [by_copy, by_replica, by_regions])
 def test_a_shallow_copy_of_a_block_computes_with_what_it_is_given(copied: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     x = torch.randn(2, 4)
@@ -207,8 +218,59 @@ def test_a_shallow_copy_of_a_block_computes_with_what_it_is_given(copied: Callab
         twin._modules = {"0": nn.Linear(4, 4), "1": nn.Tanh()}
         assert torch.equal(twin(x), twin._modules["1"](twin._modules["0"](x)))  # type: ignore[misc]
         assert not any(isinstance(value, StandIn) for value in vars(twin).values())
+        assert copy.copy(twin)._modules == twin._modules
         assert isinstance(vars(block)["forward"], StandIn)
     assert not {"__getstate__", "_replicate_for_data_parallel", "forward"} & vars(block).keys()
+
+
+def test_replicas_of_data_parallel_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("block")
+    _warn_of_replicas.cache_clear()
+    by_replica(tiny.model)
+    assert caplog.text == ""
+    with enable(tiny.model):
+        for module in (tiny.model, *tiny.block_list()):
+            by_replica(module)
+    assert caplog.text.count("nn.DataParallel") == 1 and "torchrun" in caplog.text
+
+
+@pytest.mark.parametrize("first", ["enabled", "prepared"])
+def test_accelerate_unwraps_the_forward_of_mixed_precision(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for state in ("AcceleratorState", "PartialState", "GradientState"):  # of the process
+        monkeypatch.setattr(getattr(accelerate.state, state), "_shared_state", {})
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    tiny = build("block")
+    expected = tiny.step()
+    early = [enable(tiny.model)] if first == "enabled" else []
+    model = accelerator.prepare(tiny.model)
+    with early[0] if early else enable(model) as handle:
+        assert differences(tiny.step(), expected) != []
+        packs = handle.stats().packs
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert differences(tiny.step(), expected) == differences(tiny.step(), expected) == []
+        assert handle.stats().packs not in (0, packs)
+    assert differences(tiny.step(), expected) == []
+    assert leftovers(model) == [] and not {"__getstate__", "_replicate_for_data_parallel"} & vars(model).keys()
+
+
+def test_forwards_inside_a_backward_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As of GradCache and the Cached losses of sentence-transformers."""
+    model, x = Stack(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))), torch.randn(2, 4)
+    with caplog.at_level("INFO", "ebbtide"), enable(model) as handle:
+        with torch.no_grad():
+            embedding = model(x).requires_grad_()
+        loss = embedding.square().mean()
+
+        def second(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                model(x).sum().backward()
+
+        loss.register_hook(second)
+        loss.backward()
+        assert handle.stats().packs == 0 and grads(model)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "only inside a backward" in warning and "hint: " in warning
 
 
 # Switching

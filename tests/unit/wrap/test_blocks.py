@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import ebbtide
 from ebbtide.base.errors import BlocksError
 from ebbtide.wrap import find_blocks
 from ebbtide.wrap.blocks import paths_in
@@ -223,6 +226,46 @@ def test_a_wrapped_module_is_known_by_the_name_it_had(glob: str, expected: list[
     found = find_blocks(model, glob)
     assert [paths_in(model)[module] for module, _ in found] == expected
     assert all(fnmatchcase(block.name, glob) for _, block in found)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_peft_leave_blocks_their_names() -> None:
+    peft = pytest.importorskip("peft")
+    llama = build("llama").model
+    plain = [block.name for _, block in find_blocks(llama)]
+    plan = ebbtide.make_plan(llama, build("llama").inputs, machine="h100", min_bytes=0)
+    model = peft.get_peft_model(llama, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert [block.name for _, block in find_blocks(model)] == plain
+    compiled = torch.compile(model, backend="eager")
+    assert [block.name for _, block in find_blocks(compiled, "model.layers.*")] == plain
+    assert [block.name for _, block in find_blocks(model, "base_model.model.model.layers.*")] == plain
+    with ebbtide.enable_activation_offloading(model, policy=plan, min_bytes=0):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_inside_the_model_and_prompts_leave_blocks_their_names() -> None:
+    peft = pytest.importorskip("peft")
+    llama = build("llama").model
+    plain = [block.name for _, block in find_blocks(llama)]
+    llama.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert [block.name for _, block in find_blocks(llama)] == plain
+    tuned = peft.get_peft_model(
+        build("llama").model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    assert [block.name for _, block in find_blocks(tuned)] == plain
+
+
+def test_an_engine_of_deepspeed_leaves_blocks_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in; the package's own is in ``tests/integrations/hosts/test_deepspeed.py``."""
+
+    class DeepSpeedEngine(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
+    assert names(DeepSpeedEngine(Stack(Block(), Block())), "layers.*") == ["layers.0", "layers.1"]
 
 
 def test_one_glob_may_be_given_alone() -> None:

@@ -224,6 +224,47 @@ def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCap
     assert record.levelno == logging.INFO and "(2 blocks are checkpointed" in record.getMessage()
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """As those of Unsloth: not torch's, under no name that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, grads[0])
+        return None, x.grad
+
+
+class OwnCheckpointed(Head):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = x.requires_grad_()
+        for layer in self.body.layers:
+            x = OwnCheckpoint.apply(layer, x)
+        return {"logits": self.head(self.norm(x)).exp()}
+
+
+@needs_slots
+@pytest.mark.parametrize("frozen", [False, True])
+def test_checkpoints_that_are_not_torchs_are_named(frozen: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = OwnCheckpointed(), torch.randn(60, WIDTH)
+    if frozen:  # then blocks without gradients need no checkpoint
+        model.body.requires_grad_(False)
+    with caplog.at_level(logging.INFO, "ebbtide"), enable(model) as handle:
+        for _ in range(2):
+            model(x)["logits"].sum().backward()
+        assert (handle._attachment.block_names == ["body.layers.0", "body.layers.1"]) is not frozen
+    named = [message for message in caplog.messages if "checkpoints its own blocks (body.layers.1)" in message]
+    assert len(named) == (0 if frozen else 1) and all("gradient_checkpointing=False" in message for message in named)
+
+
 def test_what_is_changed_outside_of_the_blocks_is_found_in_the_first_pass_as_well() -> None:
     model, x = Head(), torch.randn(6, WIDTH)
     with enable(model):
