@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -95,6 +96,17 @@ def test_a_second_interrupt_ends_a_child_at_once(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt):
             children.end_family(child)
         assert child.returncode == -signal.SIGKILL
+
+
+def test_a_child_runs_alone_where_the_folder_can_hold_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+
+    monkeypatch.setattr(children.os, "mkfifo", refused)
+    child = Child([sys.executable, "-c", ""], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+    child.permit_step()
+    ended = child.follow(lambda: False)
+    assert ended is not None and ended.code == 0
 
 
 def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) -> None:
