@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ebbtide.report import copies
@@ -70,7 +71,8 @@ def happened(run: Run) -> list[str]:
 
 def rewards(run: Run) -> str | None:
     """Describe the change of the mean reward, for a run with rewards."""
-    values = [value for value in run.summary.get("reward") or [] if value is not None]
+    found = run.summary.get("reward") or []
+    values = [value for value in found if isinstance(value, (int, float)) and math.isfinite(value)]
     if not values:
         return None
     few = min(10, len(values))

@@ -308,6 +308,12 @@ def test_an_overlap_that_is_not_known_is_not_made_up(runs):
     assert overlap(waiting) == 0.0
 
 
+def test_rewards_that_are_no_finite_numbers_are_left_out(runs):
+    rewards = [1.0, "nan", None, "-inf", 3.0]
+    run = dataclasses.replace(runs[0], summary={**runs[0].summary, "reward": rewards})
+    assert "mean reward 2.000 over the first 2 steps" in text(run)
+
+
 def test_the_values_for_programs(runs):
     values = json.loads(json.dumps(as_values(runs[2]), allow_nan=False))
     assert values["summary"] == runs[2].summary
