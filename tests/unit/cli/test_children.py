@@ -119,6 +119,23 @@ def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) 
         run_module._wait_for([str(script)], dict(os.environ))
 
 
+def test_a_hangup_reaches_the_command() -> None:
+    script = "import os, time\nfor _ in range(100): os.kill(os.getppid(), 1); time.sleep(0.05)"
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        assert run_module._wait_for([sys.executable, "-c", script], dict(os.environ)) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_process_that_trains_is_named() -> None:
+    ran = [{"event": "model", "model": "Net", "checkpoints_itself": False}]
+    lines = run_module._ending([*ran, *ran, {"event": "unrecorded", "reason": "out already holds a run"}], 0)
+    assert lines == [
+        "ebbtide: another process of the command trained, too, and is not recorded: out already holds a run"
+    ]
+
+
 def test_a_hangup_that_was_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
