@@ -43,6 +43,9 @@ LOWERED = {
 }
 """Part → how to lower it."""
 
+_SMALL = 0.05
+"""Share of the peak below which lowering a part is no advice."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeakParts:
@@ -58,10 +61,12 @@ class PeakParts:
 
     @property
     def advice(self) -> str | None:
-        """How to lower the largest part for which a way is known; ``None`` if there is none."""
+        """How to lower the largest part for which a way is known; ``None`` if there is none, or it is small."""
         known = [name for name in self.parts if name in LOWERED]
         largest = max(known, key=lambda name: self.parts[name], default=None)
-        return None if largest is None else f"{largest}: {LOWERED[largest]}"
+        if largest is None or self.parts[largest] < _SMALL * self.peak.bytes_:
+            return None
+        return f"{largest}: {LOWERED[largest]}"
 
     @property
     def words(self) -> str:

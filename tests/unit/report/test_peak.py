@@ -105,6 +105,12 @@ def test_without_a_record_of_parts_nothing_is_invented(tmp_path: Path) -> None:
     assert found is not None and found.parts == {"other": found.peak.bytes_} and found.advice is None
 
 
+def test_a_small_part_of_the_peak_is_no_advice(tmp_path: Path) -> None:
+    found = split(device_run(tmp_path, engine=False))
+    assert found is not None and found.advice is not None
+    assert dataclasses.replace(found, parts={"weights": 1 * MIB, "other": 99 * MIB}).advice is None
+
+
 def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None:
     found = [(n, split(device_run(tmp_path / n, peak_at=n))) for n in ("loss", "optimizer")]
     picture = ET.fromstring(peak.splits_svg([(name, one) for name, one in found if one is not None]) or "")

@@ -79,7 +79,7 @@ def test_a_loop_that_marks_nothing_has_steps_phases_figures_and_parts(tmp_path: 
     assert 2 * weights <= parts["optimizer_bytes"] <= 2 * weights + 8 * len(list(model.parameters()))
     run = load_run(tmp_path)
     assert run.summary["steps"] == 4 and run.summary["step_seconds_median"] > 0
-    assert run.summary["inside"]["activation_bytes"] is not None
+    assert run.summary["inside"]["floor_bytes"] is not None
     assert set(run.summary["phases"]) == {"forward", "backward", "optimizer"}
     assert run.step_span(2) is not None
 
@@ -129,7 +129,7 @@ def test_a_model_that_is_followed_has_its_phases_with_and_without_offloading(tmp
     assert {e["step"] for e in marks(tmp_path)} == {1, 2, 3, 4}, "the evaluation has no phase"
     assert marks(tmp_path, "parts")[0]["weights"] == {"Sequential": sum(p.nbytes for p in model.parameters())}
     run = load_run(tmp_path)
-    assert (run.summary["model"], run.summary["inside"]["activation_bytes"] is not None) == ("Sequential", True)
+    assert (run.summary["model"], run.summary["inside"]["floor_bytes"] is not None) == ("Sequential", True)
 
 
 def test_a_model_that_is_compiled_is_followed_without_a_break(tmp_path: Path) -> None:

@@ -225,6 +225,17 @@ def test_inside_takes_the_samples_just_after_the_edges_of_the_device_if_there_is
     assert run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples])["inside"] == on_device
 
 
+@pytest.mark.parametrize(("grown", "kept", "known"), [(0, 0, False), (-5, 0, False), (20, 30, False), (30, 30, True)])
+def test_a_heap_that_grew_by_less_than_it_holds_tells_no_activations(tmp_path, grown, kept, known):
+    steps = [*phases(1, 10.0), *phases(2, 20.0), pass_end(20.5, unique=50, kept=kept)]
+    samples = [memory(20.001, 70, 70), memory(21.001, 70 + grown, 70 + grown)]
+    outside = [memory(19.9, 70), memory(21.0, 70 + grown)]
+    summary = run(tmp_path / "cpu", [begin(), *steps, *samples], outside)
+    assert [summary[view]["activation_bytes"] for view in ("inside", "outside")] == [grown if known else None] * 2
+    on_device = run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples])
+    assert on_device["inside"]["activation_bytes"] == grown
+
+
 def test_outside_of_a_single_step_is_unknown(tmp_path):
     outside = run(tmp_path, [begin(), *phases(1, 10.0)], [memory(9, 1), memory(11, 2)])["outside"]
     assert outside == {"peak_bytes": None, "floor_bytes": None, "activation_bytes": None, "samples": 2}
