@@ -63,9 +63,9 @@ def happened(run: Run) -> list[str]:
         )
     if (copied := copies.sentence(run)) is not None:
         sentences.append(copied)
-    checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
+    checkpointed = {e.get("engine"): e["checkpointed"] for e in run.all("pass_end") if e.get("checkpointed")}
     if checkpointed:
-        sentences.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
+        sentences.append(f"{sum(checkpointed.values())} blocks checkpointed.")
     return sentences
 
 

@@ -147,19 +147,17 @@ def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) 
 
 
 def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
-    """Return the bytes of the largest pass; all five from the same pass, to be consistent."""
-    passes = _all(events, "pass_end")
+    """Return the bytes of the largest pass, over all models; all five from the same pass, to be consistent."""
+    passes = _passes(events)
     counted = [p for p in passes if p["t"] > steady.begins] or passes
     # max() keeps the first of equals; the last pass ran under the final plan.
-    largest = max(reversed(counted), key=lambda p: p.get("unique_bytes") or 0, default=None)
-    bytes_ = {name: largest.get(f"{name}_bytes") if largest else None for name in _ACTIVATIONS}
+    largest: Event = max(reversed(counted), key=lambda p: p["unique"] or 0, default={})
+    bytes_ = {name: largest.get(name) for name in _ACTIVATIONS}
     baseline, kept = bytes_["unique"], bytes_["kept"]
-    if largest and largest.get("checkpointed"):
+    if largest.get("checkpointed"):
         # Saved bytes of checkpointed blocks are unknown; only a pass without such blocks shows them.
-        uncheckpointed = [
-            p["unique_bytes"] for p in passes if not p.get("checkpointed") and p.get("unique_bytes") is not None
-        ]
-        baseline = max(uncheckpointed, default=None)
+        others = [p for p in passes if not p["checkpointed"] and p["models"] == largest["models"]]
+        baseline = max((p["unique"] for p in others if p["unique"] is not None), default=None)
     saved = baseline - kept if baseline is not None and kept is not None else None
     return {
         "activation_bytes": bytes_,
@@ -167,6 +165,36 @@ def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "memory_saved_bytes": saved,
         "memory_saved_percent": 100 * saved / baseline if saved is not None and baseline else None,
     }
+
+
+def _passes(events: Sequence[Event]) -> list[Event]:
+    """Return the passes, those of several models before one backward as one: the largest of each, added up."""
+    groups: list[dict[Any, Event]] = []
+    together = False
+    for event in events:
+        kind = event["event"]
+        if kind == "pass_end":
+            if not together:
+                groups.append({})
+            together, largest = True, groups[-1].get(event.get("engine"))
+            if largest is None or (event.get("unique_bytes") or 0) >= (largest.get("unique_bytes") or 0):
+                groups[-1][event.get("engine")] = event
+        elif kind in ("block_backward", "step") or (kind == "phase" and event.get("name") in ("backward", "optimizer")):
+            together = False
+    found: list[Event] = []
+    for group in groups:
+        sizes: dict[str, list[Any]] = {
+            name: [one.get(f"{name}_bytes") for one in group.values()] for name in _ACTIVATIONS
+        }
+        found.append(
+            {
+                "t": max(one["t"] for one in group.values()),
+                "models": set(group),
+                "checkpointed": any(one.get("checkpointed") for one in group.values()),
+                **{name: None if None in each else sum(each) for name, each in sizes.items()},
+            }
+        )
+    return found
 
 
 def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
