@@ -16,7 +16,6 @@ from ebbtide.base.units import format_size
 from ebbtide.engine import Engine
 from ebbtide.engine.slots import SINCE, readable
 from ebbtide.planner.table import Prediction
-from ebbtide.track.parts import held_bytes
 from ebbtide.wrap.threads import SerialCalls
 
 logger = logging.getLogger("ebbtide")
@@ -46,7 +45,7 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
 
     def weights() -> Mapping[str, Any] | None:
         model = model_of()
-        return None if model is None else {type(model).__name__: held_bytes(model.parameters())}
+        return None if model is None else {type(model).__name__: [*model.parameters()]}
 
     removes = [BUS.provide("plan", plan), BUS.provide("stats", stats), BUS.provide("weights", weights)]
 

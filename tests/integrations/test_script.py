@@ -59,6 +59,18 @@ def test_phases_follow_the_loop(shape: str, tmp_path: Path) -> None:
     assert run.all("parts")[0]["gradient_bytes"] > 0
 
 
+def test_losses_under_a_scaler_are_those_of_the_script(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "scaled", folder=tmp_path / "run", mode="ebbtide")
+    assert run.code == 0, run.output
+    printed = [float(line.split()[1]) for line in run.output.splitlines() if line.startswith("loss ")]
+    assert run.losses == [loss for loss in printed if loss != float("inf")] and len(run.losses) == 5
+
+
+def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
+    assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}
+
+
 def test_a_script_that_fails_keeps_its_error_and_its_record(tmp_path: Path) -> None:
     run = run_switched(LOOP, "crash", folder=tmp_path / "run", mode="ebbtide-minimal")
     assert run.code == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,11 +44,13 @@ class Verb:
         function: ``"module:name"`` of a function that takes the arguments after the verb and returns an exit code.
         does: One line of help.
         takes_name: Whether the verb is passed before the arguments.
+        prints: Whether it is over when nobody reads its output any more; all others train.
     """
 
     function: str
     does: str
     takes_name: bool = False
+    prints: bool = False
 
 
 def _recipe(does: str) -> Verb:
@@ -62,9 +65,13 @@ VERBS: dict[str, Verb] = {
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),
-    "plan": Verb(function="ebbtide.cli.plan:run", does="predict whether training fits, from the model config alone"),
-    "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
-    "doctor": Verb(function="ebbtide.cli.doctor:run", does="benchmark this machine and diagnose problems"),
+    "plan": Verb(
+        function="ebbtide.cli.plan:run", does="predict whether training fits, from the model config alone", prints=True
+    ),
+    "report": Verb(
+        function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder", prints=True
+    ),
+    "doctor": Verb(function="ebbtide.cli.doctor:run", does="benchmark this machine and diagnose problems", prints=True),
 }
 
 
@@ -77,14 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted, 143 terminated.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with terminate_as_interrupt():
-            code = _call(list(sys.argv[1:] if argv is None else argv))
+            code = _call(arguments)
             sys.stdout.flush()  # raise a closed pipe's error here, not at interpreter exit
             return code
-    except BrokenPipeError:  # `ebbtide --help | head -1`
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):
+            raise  # of another pipe or socket, such as a tracker's
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest of the buffer
-        return 0
+        if not _only_prints(arguments):
+            raise
+        return 0  # `ebbtide --help | head -1`
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, Terminated)
         print("terminated" if terminated else "interrupted", file=sys.stderr)
@@ -92,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EbbtideError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
+
+
+def _only_prints(arguments: Sequence[str]) -> bool:
+    verb = VERBS.get(arguments[0]) if arguments else None
+    return verb is None or verb.prints or not {"-h", "--help"}.isdisjoint(arguments)
 
 
 def _call(arguments: list[str]) -> int:

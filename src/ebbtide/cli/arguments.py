@@ -66,6 +66,19 @@ def read_arguments(
     return build(kind, values, prog=prog)
 
 
+def set_names(kind: type[Any], argv: Sequence[str]) -> set[str]:
+    """Return the fields and translated keys that arguments set, outside of the file.
+
+    Args:
+        kind: As ``read_arguments`` takes it.
+        argv: The arguments after the verb.
+    """
+    names = _Names(kind, "", ())
+    flags = [token[2:].partition("=")[0] for token in argv if token.startswith("--")]
+    overrides = [found[1] for token in argv if (found := _OVERRIDE.fullmatch(token))]
+    return {name for written in [*flags, *overrides] if (name := names.known(written)) is not None}
+
+
 class _Names:
     """The names that a config accepts, and the values of each."""
 

@@ -83,7 +83,10 @@ class Child:
             return None
         pipe = self.folder.absolute() / LOCKSTEP_FILE
         pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
+        try:
+            os.mkfifo(pipe)
+        except OSError:  # this file system has none: the child takes its steps alone
+            return None
         opening.callback(pipe.unlink, missing_ok=True)
         self._variables[LOCKSTEP_VARIABLE] = str(pipe)
         # For reading too: a pipe that nobody reads cannot be opened for writing.

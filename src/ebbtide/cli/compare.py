@@ -18,7 +18,7 @@ from typing import Any
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
 from ebbtide.cli.parsing import Parser, count
-from ebbtide.cli.recipe import RECIPES, check, read
+from ebbtide.cli.recipe import RECIPES, check, names, read
 from ebbtide.cli.rounds import (
     DEFAULT_MODES,
     DEFAULT_STEPS,
@@ -44,6 +44,9 @@ MODES: dict[str, tuple[str, str]] = {
 
 OWN_FLAGS = ("activation_cpu_offload", "gradient_checkpointing", "output_dir")
 """Flags that compare sets for each child."""
+
+_LENGTHS = {"max_steps", "num_train_epochs", "trainer.total_training_steps"}
+"""Fields, and a key of verl's that is translated into one, that set the number of steps."""
 
 DEFAULT_RECIPE = "sft"
 
@@ -82,7 +85,7 @@ def compare(
     check_packages("recipes")
     from rich.console import Console
 
-    _check(arguments, modes, rounds, out)
+    _check(recipe, arguments, modes, rounds, out)
     console = Console() if console is None else console
     config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
     steps = _steps(arguments, config)
@@ -113,20 +116,17 @@ def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> li
     offload, checkpointing = MODES[mode]
     flags = ["--activation_cpu_offload", offload, "--gradient_checkpointing", checkpointing]
     flags += ["--output_dir", str(folder)]
-    if recipe in RECIPES and "save" not in _names(arguments):
+    own = names(recipe, arguments)
+    if "save" not in own:
         flags += ["--save", "false"]
-    if recipe == "video" and "samples" not in _names(arguments):
+    if recipe == "video" and "samples" not in own:
         flags += ["--samples", "0"]  # only training is compared
     return flags
 
 
-def _names(arguments: Sequence[str]) -> set[str]:
-    return {a[2:].partition("=")[0].replace("-", "_") for a in arguments if a.startswith("--")}
-
-
-def _check(arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Path) -> None:
+def _check(recipe: str, arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Path) -> None:
     check_modes(modes, rounds)
-    taken = sorted(_names(arguments) & set(OWN_FLAGS))
+    taken = sorted(names(recipe, arguments) & set(OWN_FLAGS))
     if taken:
         raise ConfigError(
             f"--{taken[0]} is set by compare",
@@ -169,9 +169,7 @@ def run(argv: Sequence[str]) -> int:
     """
     rest, command = split(argv)
     is_script = len(rest) < len(argv)
-    is_named = bool(rest) and not rest[0].startswith("-")
-    recipe = DEFAULT_RECIPE if is_script else _recipe(rest)
-    parser = _parser(recipe)
+    parser = _parser(next((word for word in rest if word in RECIPES), DEFAULT_RECIPE))
     try:
         own, arguments = (parser.read(rest), []) if is_script else parser.parse_known_args(rest)
     except SystemExit:  # --help has been printed
@@ -186,14 +184,16 @@ def run(argv: Sequence[str]) -> int:
     if own.steps is not None:
         hint = f"--max_steps {own.steps}"
         raise ConfigError("--steps is given, and no script", expected="-- and a command after it", hint=hint)
+    is_named = bool(arguments) and not arguments[0].startswith("-")
+    recipe = _recipe(arguments)
     if not is_named and not arguments:
         raise ConfigError(
             "there is nothing to compare",
             expected=f"one of {', '.join(RECIPES)}, or a command after --",
             hint=f"`ebbtide compare {DEFAULT_RECIPE} --max_steps {DEFAULT_STEPS}`, or `ebbtide compare {EXAMPLE}`",
         )
-    has_length = {"max_steps", "num_train_epochs"} & _names(arguments)
-    if not has_length and not any(a.endswith((".yaml", ".yml")) for a in arguments):
+    has_file = bool(arguments) and not arguments[0].startswith("--") and "=" not in arguments[0]
+    if not has_file and _LENGTHS.isdisjoint(names(recipe, arguments)):
         arguments += ["--max_steps", str(DEFAULT_STEPS)]  # never a whole epoch by accident
     return compare(arguments, recipe=recipe, modes=modes, rounds=rounds, out=out).exit_code
 

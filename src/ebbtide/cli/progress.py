@@ -107,7 +107,7 @@ class RunProgress:
         self._current, self._shown_at = reader, self._clock()
         reader.since = self._clock()
         if self._console.is_terminal and self._status is None:
-            self._status = self._console.status(self._words(reader))
+            self._status = self._console.status(self._text(reader))
             self._status.start()
 
     def look(self) -> None:
@@ -118,7 +118,7 @@ class RunProgress:
         done, running = reader.done, reader.running
         reader.read()
         if self._status is not None:
-            self._status.update(self._words(reader))
+            self._status.update(self._text(reader))
         elif (
             (reader.done == 1 and done == 0)
             or self._clock() - self._shown_at >= REPORT_SECONDS
@@ -164,6 +164,11 @@ class RunProgress:
             own = median(reader.seconds) if reader.seconds else step
             left += max(self._steps - reader.done, 0) * own + (0.0 if reader.running else start)
         return left
+
+    def _text(self, reader: RunReader) -> Any:
+        from rich.text import Text
+
+        return Text(self._words(reader))  # brackets in a run's output are no markup
 
     def _words(self, reader: RunReader) -> str:
         words = f"{reader.number} of {self._runs}  {reader.what}  "

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbtide.cli.arguments import read_arguments
+from ebbtide.cli.arguments import read_arguments, set_names
 
 RECIPES: Mapping[str, str] = {"sft": "SftConfig", "grpo": "GrpoConfig", "video": "VideoConfig"}
 """Each recipe's name and the name of its config class."""
@@ -56,8 +56,17 @@ def read(name: str, argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
     Raises:
         EbbtideError: Something in the arguments cannot be used.
     """
-    kind = getattr(importlib.import_module(f"ebbtide_recipes.{name}.config"), RECIPES[name])
-    return read_arguments(kind, argv, prog=f"ebbtide {name}", others=others)
+    return read_arguments(_config_class(name), argv, prog=f"ebbtide {name}", others=others)
+
+
+def names(name: str, argv: Sequence[str]) -> set[str]:
+    """Return the fields of the recipe's config that flags set, by any of their names, and the translated keys.
+
+    Args:
+        name: The recipe.
+        argv: The arguments after its name.
+    """
+    return set_names(_config_class(name), argv)
 
 
 def check(name: str, config: Any) -> None:
@@ -71,6 +80,10 @@ def check(name: str, config: Any) -> None:
         EbbtideError: Something in the config cannot be used here.
     """
     importlib.import_module(f"{_SKELETON}.run").check(_recipe(name), config)
+
+
+def _config_class(name: str) -> type[Any]:
+    return getattr(importlib.import_module(f"ebbtide_recipes.{name}.config"), RECIPES[name])
 
 
 def _recipe(name: str) -> Any:

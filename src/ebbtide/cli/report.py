@@ -114,11 +114,14 @@ def _check_folder(folder: Path) -> None:
 def _loaded(folder: Path, force: bool) -> Run:
     """Read a run; a killed one has no summary yet, and one that trains has gone on since its last one."""
     events, summary = folder / EVENTS_FILE, folder / SUMMARY_FILE
+    place = folder.resolve()  # OUT/round-N/MODE in a comparison, which sets the warm-up
+    modes = (_comparison(place.parent.parent) or {"modes": ()})["modes"]
+    warm_up = next((mode.get("warm_up_steps") for mode in modes if mode["mode"] == place.name), None)
     if events.exists() and (force or not summary.exists() or events.stat().st_mtime_ns > summary.stat().st_mtime_ns):
         try:
-            write_summary(folder)
+            write_summary(folder, warm_up=warm_up)
         except OSError:  # of a folder that may only be read
-            return load_run(folder, summary=summarise(folder))
+            return load_run(folder, summary=summarise(folder, warm_up=warm_up))
     return load_run(folder)
 
 

@@ -1,8 +1,8 @@
 """``ebbtide run -- COMMAND``: an unedited training script, with activation offloading.
 
 [Note: a command's end]
-The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, SIGTERM is forwarded, and
-this process only waits. At the end one line reports the offloaded bytes, or why nothing was offloaded.
+The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, SIGTERM and SIGHUP are
+forwarded, and this process only waits. At the end one line reports the offloaded bytes, or why nothing was offloaded.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
 
     # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
     handlers = {signal.SIGINT: (lambda *_: None) if _at_terminal() else hand_on, signal.SIGTERM: hand_on}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        handlers[signal.SIGHUP] = hand_on
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         running.append(started(command, env=environment))
@@ -199,6 +201,8 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
             "without gradient_checkpointing ebbtide chooses for every tensor"
         )
     lines += [f"ebbtide: {n['model']} and later models were left as they are" for n in _of(notes, "more")]
+    for note in _of(notes, "unrecorded"):
+        lines.append(f"ebbtide: another process of the command trained, too, and is not recorded: {note['reason']}")
     for note in _of(notes, "end"):
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])

@@ -71,11 +71,12 @@ def more_ranks(facts: Facts) -> Advice | None:
 
 def busy(facts: Facts) -> Advice | None:
     """EBB007: other work runs on the CPUs."""
-    load, cpus = facts.host.load, len(facts.host.cpus)
+    load, cpus = facts.host.load, sum(len(cpus) for cpus in facts.host.nodes.values())
     if load is None or not cpus or load < _BUSY_SHARE * cpus:
         return None
     return (
-        f"{load:.1f} threads ran or waited on {cpus} CPUs in the last minute: what was measured is less than there is",
+        f"{load:.1f} threads ran or waited on {cpus} CPUs of the machine in the last minute: "
+        "what was measured is less than there is",
         "repeat on an idle machine, above all for a machine file",
     )
 

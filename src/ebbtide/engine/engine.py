@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -38,6 +39,9 @@ from ebbtide.schedule import CopyOut, LiveBytes, Window
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide.engine")
+
+_NUMBERS = itertools.count(1)
+"""Of this process's engines, for events: a step may have passes of several models."""
 
 _operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
 """The operators that autograd has seen in this thread, with the one that saves something now."""
@@ -79,6 +83,7 @@ class Engine:
     ) -> None:
         leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
+        self.number = next(_NUMBERS)
         self.lock = threading.RLock()
         self.trust = trust or Trust(bus, always_full=options.verify)
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
@@ -157,7 +162,8 @@ class Engine:
         self.last_tally, self.last_pass = done.tally, done
         if self.timer is not None:
             self.timer.pass_ends(done.tally.unique)
-        self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
+        counts = {"packs": done.tally.packs, "checkpointed": done.checkpointed}
+        self.bus.emit("pass_end", engine=self.number, **counts, **done.tally.fields())
 
     def begin_block(self, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
         """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
@@ -192,7 +198,7 @@ class Engine:
         action = "checkpoint" if checkpointed else "mixed"
         self.bus.emit(
             "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
-            **run.tally.fields(),
+            engine=self.number, **run.tally.fields(),
         )  # fmt: skip
 
     # What a block asks while it packs

@@ -12,6 +12,7 @@ gradients exist, and no activations.
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ LOWERED = {
 }
 """Part → how to lower it."""
 
+_SMALL = 0.05
+"""Share of the peak below which lowering a part is no advice."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeakParts:
@@ -58,10 +62,12 @@ class PeakParts:
 
     @property
     def advice(self) -> str | None:
-        """How to lower the largest part for which a way is known; ``None`` if there is none."""
+        """How to lower the largest part for which a way is known; ``None`` if there is none, or it is small."""
         known = [name for name in self.parts if name in LOWERED]
         largest = max(known, key=lambda name: self.parts[name], default=None)
-        return None if largest is None else f"{largest}: {LOWERED[largest]}"
+        if largest is None or self.parts[largest] < _SMALL * self.peak.bytes_:
+            return None
+        return f"{largest}: {LOWERED[largest]}"
 
     @property
     def words(self) -> str:
@@ -113,22 +119,34 @@ def split(run: Run) -> PeakParts | None:
 
 
 def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
-    """Return the latest forward of the peak's step; ``None`` if the peak is in neither forward nor backward."""
+    """Return the latest forward of the peak's step, ``None`` if the peak is in neither forward nor backward.
+
+    Forwards of several models before one backward are one.
+    """
     if peak.phase not in ("forward", "backward"):
         return None
-    forwards = [s for s in run.phases() if s.name == "forward" and s.step == peak.step and s.begin <= peak.t]
-    return max(forwards, key=lambda span: span.begin, default=None)
+    before = [s for s in run.phases() if s.step == peak.step and s.begin <= peak.t]
+    forwards = [span for span in before if span.name == "forward"]
+    if not forwards:
+        return None
+    last = max(forwards, key=lambda span: span.begin)
+    parted = max((s.end for s in before if s.name == "backward" and s.end <= last.begin), default=float("-inf"))
+    return dataclasses.replace(last, begin=min(span.begin for span in forwards if span.begin >= parted))
 
 
 def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
     """Return the bytes that the engine kept of a forward, and the bytes saved outside of its blocks."""
-    passes = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
+    within = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
+    passes = {e.get("engine"): e for e in within}.values()
     if not passes:
         return None, 0.0
-    stats = (run.all("stats") or [{}])[-1]
-    share = stats.get("coverage_percent")
-    inside = (passes[-1].get("unique_bytes") or 0) + (stats.get("small_bytes") or 0)
-    return passes[-1].get("kept_bytes") or 0, inside * (100 - share) / share if share else 0.0
+    stats = run.all("stats")
+    outside = 0.0
+    for event in (e for e in stats if e.get("step") == stats[-1].get("step")):  # one of each model
+        if share := event.get("coverage_percent"):
+            inside = (event.get("unique_bytes") or 0) + (event.get("small_bytes") or 0)
+            outside += inside * (100 - share) / share
+    return sum(e.get("kept_bytes") or 0 for e in passes), outside
 
 
 def _at(curve: Sequence[tuple[float, int]], t: float) -> int:

@@ -143,10 +143,10 @@ class Run:
         return [span for span in steps if span.step not in left_out] or steps
 
     def blocks(self, step: Any) -> list[Event]:
-        """Return the ``block`` events of the last forward of a step, in execution order."""
+        """Return the ``block`` events of the last forward of a step by each model, in execution order."""
         span = self.step_span(step)
         within = [e for e in self.all("block") if span is not None and span.begin <= e["t"] <= span.end]
-        latest = {(event.get("kind"), event.get("index")): event for event in within}
+        latest = {(event.get("engine"), event.get("kind"), event.get("index")): event for event in within}
         return sorted(latest.values(), key=lambda event: event["t"])
 
     def peak(self, *, counted: bool = False) -> Peak | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -55,11 +56,13 @@ def phases(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, ...]] = []
     for run in runs:
         curve, spans = run.curve(), run.phases()
+        times = [t for t, _ in curve]
         if not any(span.step is None for span in spans):
             continue  # phases of steps are shown by other parts of the report
         for name in dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.begin)):
             own = [span for span in spans if span.name == name]
-            within = [held for t, held in curve if any(span.begin <= t <= span.end for span in own)]
+            places = [slice(bisect_left(times, span.begin), bisect_right(times, span.end)) for span in own]
+            within = [held for place in places for _, held in curve[place]]
             seconds = sum(span.end - span.begin for span in own)
             rows.append((run.name, name, str(len(own)), f"{seconds:.2f} s", size(max(within, default=None))))
     return Table(columns=("mode", "phase", "times", "in all", "highest memory"), rows=tuple(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ebbtide.report import copies
@@ -62,15 +63,16 @@ def happened(run: Run) -> list[str]:
         )
     if (copied := copies.sentence(run)) is not None:
         sentences.append(copied)
-    checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
+    checkpointed = {e.get("engine"): e["checkpointed"] for e in run.all("pass_end") if e.get("checkpointed")}
     if checkpointed:
-        sentences.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
+        sentences.append(f"{sum(checkpointed.values())} blocks checkpointed.")
     return sentences
 
 
 def rewards(run: Run) -> str | None:
     """Describe the change of the mean reward, for a run with rewards."""
-    values = [value for value in run.summary.get("reward") or [] if value is not None]
+    found = run.summary.get("reward") or []
+    values = [value for value in found if isinstance(value, (int, float)) and math.isfinite(value)]
     if not values:
         return None
     few = min(10, len(values))

@@ -4,7 +4,8 @@
 A step ends when an optimizer with parameters of a switched model has taken a step; of several, the first to step
 counts. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
 with the loss computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no
-loss is recorded.
+loss is recorded. Of a loss that a ``GradScaler`` has scaled, the unscaled one is recorded, and none of a step that it
+skips.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
 from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
+from ebbtide.track.parts import held_bytes, model_bytes, optimizer_parts
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
 STEPS_TO_TRIM = 3
@@ -51,6 +54,7 @@ class ScriptSteps:
         self._clock: Callable[[], Optimizer | None] = lambda: None
         self._step, self._began, self._phase = 0, 0.0, ""
         self._losses: list[torch.Tensor | None] = []
+        self._unscaled = WeakTensorKeyDictionary()
         self._ended = False
 
     def is_main(self) -> bool:
@@ -71,6 +75,7 @@ class ScriptSteps:
         StandIn(model, self._forward, "_compiled_call_impl" if is_compiled(model) else "forward")
         if first:
             self._watch_backward()
+            self._watch_scaler()
             if self._request.record and self.is_main():
                 self._open(model)
             self._began = time.perf_counter()
@@ -99,7 +104,7 @@ class ScriptSteps:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._phase == "backward" or in_backward():  # a checkpoint's recomputation
                 return plain(tensors, *args, **kwargs)
-            self._losses.append(_loss(tensors, args, kwargs))
+            self._losses.append(_loss(tensors, args, kwargs, self._unscaled))
             if self._phase == "forward":
                 if self._trims():
                     trim_heap()
@@ -111,6 +116,27 @@ class ScriptSteps:
                 self._end()
 
         torch.autograd.backward = backward
+
+    def _watch_scaler(self) -> None:
+        kind: Any = torch.amp.GradScaler
+        scaling, stepping = kind.scale, kind.step
+
+        @functools.wraps(scaling)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = scaling(scaler, outputs)
+            if isinstance(outputs, torch.Tensor):
+                self._unscaled[scaled] = outputs.detach()
+            return scaled
+
+        @functools.wraps(stepping)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._step
+            result = stepping(scaler, optimizer, *args, **kwargs)
+            if self._step == before and self._counts(optimizer):
+                self._losses = []  # the step was skipped
+            return result
+
+        kind.scale, kind.step = scale, step
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Mark the optimizer's start, unless it computes the loss itself (a closure: Lightning, LBFGS)."""
@@ -168,15 +194,12 @@ class ScriptSteps:
 
     def _emit_parts(self, optimizer: Optimizer) -> None:
         """Report the bytes of the models and their optimizer on this process."""
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        BUS.emit(
-            "parts",
-            step=self._step,
-            weights={type(model).__name__: _bytes_of(model.parameters()) for model, _ in self._models},
-            gradient_bytes=_bytes_of(p.grad for p in self._trained() if p.grad is not None),
-            optimizer_bytes=_bytes_of(value for value in states if isinstance(value, torch.Tensor)),
-            average_bytes=0,
-        )
+        own = {
+            "weights": model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
+            "gradient_bytes": held_bytes(p.grad for p in self._trained() if p.grad is not None),
+            "average_bytes": 0,
+        }
+        BUS.emit("parts", step=self._step, **{**optimizer_parts([optimizer]), **own})
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for model, _ in self._models:
@@ -204,14 +227,17 @@ class ScriptSteps:
             self._run.__exit__(None if error is None else type(error), error, None)
 
 
-def _loss(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return a copy of the number that backward is called on; ``None`` if it is not one."""
+def _loss(
+    tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unscaled: WeakTensorKeyDictionary
+) -> torch.Tensor | None:
+    """Return a copy of the number that backward is called on, before it was scaled; ``None`` if it is not one."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     gradients = args[0] if args else kwargs.get("grad_tensors")
     weighted = any(g is not None for g in gradients) if isinstance(gradients, (tuple, list)) else gradients is not None
     if len(roots) != 1 or weighted or roots[0].numel() != 1:
         return None
-    return roots[0].detach().clone()
+    loss = unscaled[roots[0]] if roots[0] in unscaled else roots[0]
+    return loss.detach().clone()
 
 
 def _sum(losses: list[torch.Tensor | None]) -> float | None:
@@ -221,10 +247,6 @@ def _sum(losses: list[torch.Tensor | None]) -> float | None:
     if not known or len(known) < len(values):
         return None
     return math.fsum(known) if all(map(math.isfinite, known)) else sum(known)
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

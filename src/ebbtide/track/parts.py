@@ -7,24 +7,52 @@ from typing import Any
 
 import torch
 
+from ebbtide.engine.storages import plain_tensors
 
-def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+
+def held_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None) -> int:
     """Return the device memory of tensors on this process; of sharded tensors, that of its shards.
 
     A storage counts once. With an accelerator, tensors in host memory do not count.
-    """
-    from torch.distributed.tensor import DTensor
 
+    Args:
+        tensors: Of any kind; those without a storage of their own do not count.
+        counted: Addresses of storages that do not count; those of the tensors are added.
+    """
     kind = "cpu"
     if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
         kind = accelerator.type
-    held: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type == kind:
-            storage = local.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
+    counted, held = set() if counted is None else counted, 0
+    for tensor in plain_tensors(tensors):
+        parts = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
+        for part in parts:
+            try:
+                storage = part.untyped_storage()
+                address = storage.data_ptr()
+            except (RuntimeError, ValueError):  # an opaque subclass, another layout, a lazy parameter
+                continue
+            if part.device.type == kind and address not in counted:
+                counted.add(address)
+                held += storage.nbytes()
+    return held
+
+
+def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[str, int]:
+    """Return the device memory of models by name, the second model of a name as ``NAME 2``.
+
+    A storage counts once in all, so a wrapper of a model is left out, as is a model without device memory.
+
+    Args:
+        models: The name and the parameters of each.
+    """
+    counted: set[int] = set()
+    sizes: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    for name, parameters in models:
+        if size := held_bytes(parameters, counted):
+            number = numbers[name] = numbers.get(name, 0) + 1
+            sizes[name if number == 1 else f"{name} {number}"] = size
+    return sizes
 
 
 def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class RunFile:
         self._close()
         try:
             write_summary(self.folder)
-        except (OSError, DataError) as failure:  # a record must not end a training run
+        except Exception as failure:  # a record must not end a training run
             logger.warning("no summary of the run was written: %s", failure)
 
     @contextmanager
@@ -134,14 +134,13 @@ class RunFile:
         Args:
             step: Its number, if the loop marks all its steps manually; default: counted.
             seconds: Its time, likewise; default: measured.
-            loss: Its loss.
+            loss: Its loss; dropped with a warning if no optimizer has stepped, as where a gradient scaler skips it.
             tokens: Tokens of the step, over all processes.
 
         Raises:
-            ConfigError: Only one of number and time, or no optimizer has stepped since the previous step.
+            ConfigError: Only one of number and time.
         """
-        item: Any = getattr(loss, "item", None)  # a tensor would be written as text of four digits
-        loss = loss if item is None else item()
+        seconds, loss, tokens = _number(seconds), _number(loss), _number(tokens)
         if step is None and seconds is None and self.marker is not None:
             self.marker.finish(loss=loss, tokens=tokens)
         elif step is None or seconds is None:
@@ -208,6 +207,12 @@ class RunFile:
                 # A full disk must not end a training run; only the record ends.
                 logger.warning("The run file in %s is no longer written: %s", self.folder, error.strerror)
                 self._close()
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a tensor or array of one: it would be written as text of four digits."""
+    item: Any = getattr(value, "item", None)
+    return value if item is None else item()
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ Steps and phases that a loop marks manually (``run.phase``, ``run.step``, the re
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -29,10 +30,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import BOTH_PHASE
-from ebbtide.track.parts import held_bytes, optimizer_parts
+from ebbtide.track.parts import model_bytes, optimizer_parts
+
+logger = logging.getLogger("ebbtide.track")
 
 _MARKED = ("forward", "backward", "optimizer")
 
@@ -50,7 +52,7 @@ class StepMarker:
         self._lock = threading.RLock()
         self._undo: list[Callable[[], None]] = []
         self._emitting = False
-        self._hand_phases = self._hand_steps = False
+        self._hand_phases = self._hand_steps = self._warned = False
         self._step: Any = 1
         self._since: float | None = None
         """End of the previous step; for the first step, the start of its forward."""
@@ -85,8 +87,8 @@ class StepMarker:
     def follow(self, model: nn.Module) -> None:
         """Mark forward and backward by a module's own forward, while the marker is open."""
 
-        def weights() -> dict[str, int]:
-            return {type(model).__name__: held_bytes(model.parameters())}
+        def weights() -> dict[str, list[nn.Parameter]]:
+            return {type(model).__name__: [*model.parameters()]}
 
         before = model.register_forward_pre_hook(self._before_forward)
         after = model.register_forward_hook(self._after_forward, always_call=True)
@@ -95,15 +97,16 @@ class StepMarker:
     def finish(self, **figures: Any) -> None:
         """Emit the step that an optimizer has just ended, with further figures.
 
-        Raises:
-            ConfigError: No optimizer has stepped since the previous step.
+        Without one, as in an iteration that a gradient scaler skips, they are dropped: a record must not end a
+        training run.
         """
         with self._lock:
-            if self._ended is None:
-                raise ConfigError(
-                    "no optimizer has stepped since the previous step",
-                    expected="run.step(loss=...) after optimizer.step()",
-                    hint="with an optimizer that is not torch's, pass number and time: run.step(n, seconds=...)",
+            if self._ended is None and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "run.step is called, and no optimizer has stepped since the previous step: its figures are not "
+                    "recorded; hint: a gradient scaler skips some steps; call run.step once after optimizer.step(), "
+                    "and with an optimizer that is not torch's pass number and time: run.step(n, seconds=...)"
                 )
             self._settle(**figures)
 
@@ -245,7 +248,7 @@ class StepMarker:
         """Read the figures of the step now: when it is emitted, handles may be closed and gradients freed."""
         self._stats = self._bus.ask("stats")
         if not self._parts_emitted:
-            weights = {name: size for found in self._bus.ask("weights") for name, size in found.items()}
+            weights = model_bytes(named for found in self._bus.ask("weights") for named in found.items())
             parts = optimizer_parts(self._stepped)
             self._parts = {**parts, "weights": weights or parts["weights"]}
 

@@ -43,21 +43,25 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     end = _last(events, "run_end")
     outside = folder / OUTSIDE_FILE
     steady = steady_steps(events, warm_up)
-    inside = _inside(events, steady, "rss_bytes" if begin.get("device") == "cpu" else "device_bytes")
+    activations = _activations(events, steady)
+    # A heap that was not trimmed reuses freed memory: it may grow by less than the tensors in it.
+    least = max(activations["activation_bytes"]["kept"] or 0, 1)
+    on_cpu = begin.get("device") == "cpu"
+    inside = _inside(events, steady, "rss_bytes" if on_cpu else "device_bytes", least if on_cpu else -math.inf)
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
         **{key: begin.get(key) for key in ("ebbtide", "torch", "device", "world_size", "model", "mode")},
         **_pace(events, steady),
-        "peak_device_bytes": host if begin.get("device") == "cpu" else device,
+        "peak_device_bytes": host if on_cpu else device,
         "peak_host_bytes": host,
-        **_activations(events, steady),
+        **activations,
         **_copies(events, steady),
         "plan": _plan(events),
         "inside": inside,
         "phases": phase_figures(events, _best_curve(events, outside, begin), steady),
         "status": end["status"] if end else "killed",
-        "outside": _outside(events, steady, read_events(outside), inside) if events and outside.exists() else None,
+        "outside": _outside(events, steady, outside, inside, least) if events and outside.exists() else None,
     }
 
 
@@ -143,19 +147,17 @@ def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) 
 
 
 def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
-    """Return the bytes of the largest pass; all five from the same pass, to be consistent."""
-    passes = _all(events, "pass_end")
+    """Return the bytes of the largest pass, over all models; all five from the same pass, to be consistent."""
+    passes = _passes(events)
     counted = [p for p in passes if p["t"] > steady.begins] or passes
     # max() keeps the first of equals; the last pass ran under the final plan.
-    largest = max(reversed(counted), key=lambda p: p.get("unique_bytes") or 0, default=None)
-    bytes_ = {name: largest.get(f"{name}_bytes") if largest else None for name in _ACTIVATIONS}
+    largest: Event = max(reversed(counted), key=lambda p: p["unique"] or 0, default={})
+    bytes_ = {name: largest.get(name) for name in _ACTIVATIONS}
     baseline, kept = bytes_["unique"], bytes_["kept"]
-    if largest and largest.get("checkpointed"):
+    if largest.get("checkpointed"):
         # Saved bytes of checkpointed blocks are unknown; only a pass without such blocks shows them.
-        uncheckpointed = [
-            p["unique_bytes"] for p in passes if not p.get("checkpointed") and p.get("unique_bytes") is not None
-        ]
-        baseline = max(uncheckpointed, default=None)
+        others = [p for p in passes if not p["checkpointed"] and p["models"] == largest["models"]]
+        baseline = max((p["unique"] for p in others if p["unique"] is not None), default=None)
     saved = baseline - kept if baseline is not None and kept is not None else None
     return {
         "activation_bytes": bytes_,
@@ -163,6 +165,36 @@ def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "memory_saved_bytes": saved,
         "memory_saved_percent": 100 * saved / baseline if saved is not None and baseline else None,
     }
+
+
+def _passes(events: Sequence[Event]) -> list[Event]:
+    """Return the passes, those of several models before one backward as one: the largest of each, added up."""
+    groups: list[dict[Any, Event]] = []
+    together = False
+    for event in events:
+        kind = event["event"]
+        if kind == "pass_end":
+            if not together:
+                groups.append({})
+            together, largest = True, groups[-1].get(event.get("engine"))
+            if largest is None or (event.get("unique_bytes") or 0) >= (largest.get("unique_bytes") or 0):
+                groups[-1][event.get("engine")] = event
+        elif kind in ("block_backward", "step") or (kind == "phase" and event.get("name") in ("backward", "optimizer")):
+            together = False
+    found: list[Event] = []
+    for group in groups:
+        sizes: dict[str, list[Any]] = {
+            name: [one.get(f"{name}_bytes") for one in group.values()] for name in _ACTIVATIONS
+        }
+        found.append(
+            {
+                "t": max(one["t"] for one in group.values()),
+                "models": set(group),
+                "checkpointed": any(one.get("checkpointed") for one in group.values()),
+                **{name: None if None in each else sum(each) for name, each in sizes.items()},
+            }
+        )
+    return found
 
 
 def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
@@ -190,7 +222,7 @@ def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tu
 
 
 def _outside(
-    events: Sequence[Event], steady: Steady, samples: Sequence[Event], inside: dict[str, Any]
+    events: Sequence[Event], steady: Steady, path: Path, inside: dict[str, Any], least: float
 ) -> dict[str, Any]:
     """Read the steady steps from an outside sampler's curve: see [Note: the same two instants].
 
@@ -198,23 +230,24 @@ def _outside(
     run's own samples are used: the sampler may sample in the middle of trimming.
     """
     # An overwritten folder may still hold samples of the previous run.
-    curve = [(e["t"], e["rss_bytes"]) for e in samples if e["t"] >= events[0]["t"]]
-    view = _view(events, steady, curve, before=lambda times, instant: bisect_left(times, instant) - 1, at=_nearest)
+    curve = [(e["t"], e["rss_bytes"]) for e in read_events(path) if e["t"] >= events[0]["t"]]
+    view = _view(events, steady, curve, least, before=lambda times, begin: bisect_left(times, begin) - 1, at=_nearest)
     if steady.trimmed and inside["activation_bytes"] is not None:
         view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
     return view
 
 
-def _inside(events: Sequence[Event], steady: Steady, field: str) -> dict[str, Any]:
+def _inside(events: Sequence[Event], steady: Steady, field: str, least: float) -> dict[str, Any]:
     """Do the same with the run's own samples, which are taken just after each edge."""
     curve = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
-    return _view(events, steady, curve, before=_next, at=_next)
+    return _view(events, steady, curve, least, before=_next, at=_next)
 
 
 def _view(
     events: Sequence[Event],
     steady: Steady,
     curve: Sequence[tuple[float, int]],
+    least: float,
     *,
     before: Callable[[Sequence[float], float], int | None],
     at: Callable[[Sequence[float], float], int | None],
@@ -223,24 +256,27 @@ def _view(
 
     [Note: the same two instants]
     The floor is memory at the start of a forward; activation memory is memory between loss and backward, less the
-    floor. Both instants exist in every mode, with the engine or without it, so modes can be compared.
+    floor. Both instants exist in every mode, with the engine or without it, so modes can be compared. Below ``least``
+    it is unknown, unless the heap was trimmed.
     """
     counted = [forward for forward in _forwards(events) if steady.counts(forward[2])]
     times = [t for t, _ in curve]
     floors: list[int] = []
     activations: list[int] = []
-    for begin, end, _ in [forward for forward in counted if forward[2] in steady.trimmed] or counted:
+    trimmed = [forward for forward in counted if forward[2] in steady.trimmed]
+    for begin, end, _ in trimmed or counted:
         low, high = before(times, begin), at(times, end)
         if low is not None and low >= 0 and high is not None:
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
+    growth = median(activations) if activations else None
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
     first = counted[0][0] if counted else steady.begins if math.isfinite(steady.begins) else math.inf
     during = [size for t, size in curve if first <= t <= last]
     return {
         "peak_bytes": max(during, default=None),
         "floor_bytes": median(floors) if floors else None,
-        "activation_bytes": median(activations) if activations else None,
+        "activation_bytes": growth if growth is not None and (trimmed or growth >= least) else None,
         "samples": len(curve),
     }
 

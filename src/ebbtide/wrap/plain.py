@@ -99,7 +99,7 @@ class PlainBlocks:
             if engine.bus.active:
                 engine.bus.emit(
                     "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action="keep",
-                    **kept.fields(),
+                    engine=engine.number, **kept.fields(),
                 )  # fmt: skip
         self.mark(run, inputs, output)
         return output

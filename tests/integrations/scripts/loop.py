@@ -35,6 +35,21 @@ def plain():
         optimizer.zero_grad()
 
 
+def scaled():
+    """Under a scaler, which skips the second step; the optimizer's state holds more than tensors."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state["scaled"] = True
+    scaler = torch.amp.GradScaler("cpu")
+    for number, x in enumerate(batches()):
+        loss = model(x).square().mean() * (float("inf") if number == 1 else 1.0)
+        print("loss", loss.item())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
 def accumulated():
     """Two micro-batches a step, an evaluation with gradients now and then, and an embedding called ahead."""
     model = Layers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -97,6 +98,17 @@ def test_a_second_interrupt_ends_a_child_at_once(monkeypatch: pytest.MonkeyPatch
         assert child.returncode == -signal.SIGKILL
 
 
+def test_a_child_runs_alone_where_the_folder_can_hold_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+
+    monkeypatch.setattr(children.os, "mkfifo", refused)
+    child = Child([sys.executable, "-c", ""], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+    child.permit_step()
+    ended = child.follow(lambda: False)
+    assert ended is not None and ended.code == 0
+
+
 def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text("echo training\n")
@@ -105,6 +117,23 @@ def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) 
         Child([str(script)], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
     with pytest.raises(ConfigError, match="cannot be started"):
         run_module._wait_for([str(script)], dict(os.environ))
+
+
+def test_a_hangup_reaches_the_command() -> None:
+    script = "import os, time\nfor _ in range(100): os.kill(os.getppid(), 1); time.sleep(0.05)"
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        assert run_module._wait_for([sys.executable, "-c", script], dict(os.environ)) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_process_that_trains_is_named() -> None:
+    ran = [{"event": "model", "model": "Net", "checkpoints_itself": False}]
+    lines = run_module._ending([*ran, *ran, {"event": "unrecorded", "reason": "out already holds a run"}], 0)
+    assert lines == [
+        "ebbtide: another process of the command trained, too, and is not recorded: out already holds a run"
+    ]
 
 
 def test_a_hangup_that_was_ignored_stays_so() -> None:

@@ -309,6 +309,31 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("argv", "recipe", "bounded"),
+    [
+        (["sft", "--model", "m"], "sft", False),
+        (["--rounds", "1", "grpo", "--max_steps", "6"], "grpo", True),
+        (["video", "--max_train_steps", "6"], "video", True),
+        (["sft", "--max-steps=6"], "sft", True),
+        (["sft", "trainer.total_epochs=2"], "sft", True),
+        (["grpo", "trainer.total_training_steps=2"], "grpo", True),
+        (["--rounds", "1", "file.yaml"], "sft", True),
+        (["sft", "--dataset", "data.yaml"], "sft", False),
+    ],
+)
+def test_the_default_length_is_for_runs_without_one(monkeypatch, argv, recipe, bounded):
+    seen = []
+
+    def fake(arguments, *, recipe, **_options):
+        seen.append((recipe, arguments[-2:] != ["--max_steps", "10"]))
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr(module, "compare", fake)
+    run(argv)
+    assert seen == [(recipe, bounded)]
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--rounds", "many"], "--rounds is 'many'; expected an integer, 1 or more\nhint: such as --rounds 3"),

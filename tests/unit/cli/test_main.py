@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,38 @@ def test_ctrl_c_is_one_line_and_130(verb: Callable, capsys: pytest.CaptureFixtur
     verb(interrupted)
     assert cli.main(["sft"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "reader", "code"),
+    [
+        (["report"], False, 0),
+        (["sft", "--help"], False, 0),
+        (["sft"], False, None),
+        (["sft"], True, None),
+        (["report"], True, None),
+    ],
+)
+def test_only_a_reader_of_printed_words_may_go(
+    verb: Callable, monkeypatch: pytest.MonkeyPatch, argv: list[str], reader: bool, code: int | None
+) -> None:
+    def broken(arguments: Sequence[str]) -> int:
+        if reader:
+            raise BrokenPipeError  # a tracker's socket
+        print("words", flush=True)
+        return 0
+
+    verb(broken)
+    monkeypatch.setitem(cli.VERBS, "report", dataclasses.replace(cli.VERBS["report"], function="a_verb_for_tests:run"))
+    ends = os.pipe()
+    if not reader:
+        os.close(ends[0])
+    with open(ends[1], "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with nullcontext() if code is not None else pytest.raises(BrokenPipeError):
+            assert cli.main(argv) == code
+    if reader:
+        os.close(ends[0])
 
 
 def test_sigterm_is_one_line_and_143(verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,17 @@ def test_a_terminal_has_one_line_that_changes(tmp_path):
     assert "\r" in followed.file.getvalue()
 
 
+def test_brackets_in_a_runs_output_are_shown_as_they_are(tmp_path):
+    followed = Followed(tmp_path, terminal=True)
+    followed.progress.begin("round 1, plain", tmp_path)
+    (tmp_path / "output.txt").write_text("INFO [/home/u/train.py:12] making the [bold]model\n")
+    followed.at(1.0)
+    followed.progress.end()
+    followed.progress.begin("round 1, plain", tmp_path)  # a line with the output in it begins
+    followed.progress.end()
+    assert "[/home/u/train.py:12] making the [bold]model" in followed.file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(2, "about 5 s"), (88, "about 90 s"), (95, "about 2 min"), (470, "about 8 min")]
 )

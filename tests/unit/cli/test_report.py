@@ -48,6 +48,14 @@ def test_a_stale_summary_is_made_again_only_by_force(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("plain")
 
 
+def test_a_run_of_a_comparison_keeps_its_warm_up(tmp_path, capsys):
+    run_folder = write_run(tmp_path / "round-1" / "plain", steps=6)
+    modes = [{"mode": "plain", "warm_up_steps": 3}, {"mode": "ebbtide", "rounds": 0}]
+    (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "modes": modes, "environment": {}}))
+    report(run_folder, format="text", force=True)
+    assert json.loads((run_folder / "summary.json").read_text())["warm_up_steps"] == 3
+
+
 def test_a_run_that_has_gone_on_since_its_summary_is_summarised_again(tmp_path, capsys):
     write_run(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "mode": "stale"}))

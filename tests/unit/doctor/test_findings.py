@@ -132,6 +132,7 @@ NOT_HERE = {
     "EBB003 beside": (SMALL, {}),
     "EBB004 on a CPU": (SMALL, {"device__free_bytes": GIB}),
     "EBB006 on a CPU": (SMALL, {"ranks": 4}),
+    "EBB007 in a part of the machine": (SERVER, {"host__cpus": frozenset({0}), "host__load": 40.0}),
     "EBB010 not wanted": (SERVER, {"disk__filesystem": "tmpfs"}),
     "EBB013 not wanted": (SERVER, {"disk__free_bytes": 1}),
     "EBB017 not wanted": (SERVER, {"disk__direct": False}),

@@ -53,7 +53,8 @@ def device_run(folder: Path, *, peak_at: str = "loss", engine: bool = True, step
             share = 100 * inside / (inside + OUTSIDE)
             totals = {"total_stall_seconds": 0.5 * step, "total_recompute_seconds": 0.25 * step}
             copies = {"total_copy_out_bytes": 40 * MIB * step, "copy_out_bytes_per_second": 80.0 * MIB}
-            events.append(event(t + 4.1, "stats", step=step, coverage_percent=share, small_bytes=0, **totals, **copies))
+            counted = {"coverage_percent": share, "unique_bytes": inside, "small_bytes": 0}
+            events.append(event(t + 4.1, "stats", step=step, **counted, **totals, **copies))
         if step == 1:
             events.append(event(t + 4.2, "parts", step=1, **PARTS))
             # A higher sample in the warm-up is not the peak of training.
@@ -103,6 +104,30 @@ def test_without_a_record_of_parts_nothing_is_invented(tmp_path: Path) -> None:
     bare = dataclasses.replace(run, events=[e for e in run.events if e["event"] in ("run_begin", "memory", "step")])
     found = split(bare)
     assert found is not None and found.parts == {"other": found.peak.bytes_} and found.advice is None
+
+
+def test_models_with_a_forward_each_before_one_backward_are_added_up(tmp_path: Path) -> None:
+    run = device_run(tmp_path)
+    for event_ in run.events:
+        if event_["event"] == "pass_end":
+            event_["engine"] = 2
+    first = [
+        event(18.0, "phase", name="forward", edge="begin", step=2),
+        event(18.1, "memory", rss_bytes=1, device_bytes=FLOOR - 30 * MIB),
+        event(19.0, "pass_end", engine=1, unique_bytes=30 * MIB, kept_bytes=30 * MIB),
+        event(19.0, "phase", name="forward", edge="end", step=2),
+    ]
+    stats = [event(34.2, "stats", step=3, coverage_percent=100.0, unique_bytes=30 * MIB, small_bytes=0)]
+    found = split(dataclasses.replace(run, events=sorted([*run.events, *first, *stats], key=lambda e: e["t"])))
+    assert found is not None and found.parts["kept activations"] == KEPT + 30 * MIB
+    assert found.parts["logits and loss"] == OUTSIDE + RISE
+    assert sum(found.parts.values()) == found.peak.bytes_
+
+
+def test_a_small_part_of_the_peak_is_no_advice(tmp_path: Path) -> None:
+    found = split(device_run(tmp_path, engine=False))
+    assert found is not None and found.advice is not None
+    assert dataclasses.replace(found, parts={"weights": 1 * MIB, "other": 99 * MIB}).advice is None
 
 
 def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ebbtide.report.story import peak_sentence, plans
 from ebbtide.report.style import ticks
 from ebbtide.report.table import headline, losses_table, measured
 from ebbtide.report.verdict import step_costs
-from tests.unit.report.runs import BLOCKS, MIB, PLAN, write_run
+from tests.unit.report.runs import BLOCKS, MIB, PLAN, block_event, write_run
 from tests.unit.track.events import event
 
 
@@ -306,6 +306,18 @@ def test_an_overlap_that_is_not_known_is_not_made_up(runs):
     assert "how much of it overlapped compute is not known" in text(unknown)
     waiting = with_events(runs[2], stats_event(103.0, 1, 400, 0, 99.0))
     assert overlap(waiting) == 0.0
+
+
+def test_blocks_of_two_models_are_shown_and_of_each_the_latest(runs):
+    step = runs[2].step_span(2)
+    second = [{**block_event(step.begin + 0.01 * (n + 1), n % BLOCKS), "engine": 2} for n in range(2 * BLOCKS)]
+    assert len(with_events(runs[2], *second).blocks(2)) == 2 * BLOCKS
+
+
+def test_rewards_that_are_no_finite_numbers_are_left_out(runs):
+    rewards = [1.0, "nan", None, "-inf", 3.0]
+    run = dataclasses.replace(runs[0], summary={**runs[0].summary, "reward": rewards})
+    assert "mean reward 2.000 over the first 2 steps" in text(run)
 
 
 def test_the_values_for_programs(runs):

@@ -214,10 +214,18 @@ def test_a_record_that_cannot_be_summarised_ends_no_run(tmp_path, monkeypatch, c
     assert "no summary of the run was written: [Errno 28] No space left on device" in caplog.text
 
 
-def test_a_program_may_change_its_directory_and_log_a_loss_as_a_tensor(tmp_path, monkeypatch):
+def test_a_record_of_odd_figures_ends_no_run(tmp_path, caplog):
+    with RunFile(tmp_path, bus=Bus(), sample_seconds=1000) as run:
+        run.step(1, seconds="soon", tokens=1)
+    assert "no summary of the run was written" in caplog.text
+
+
+def test_a_program_may_change_its_directory_and_log_figures_as_tensors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     with RunFile("run", bus=Bus(), sample_seconds=1000) as run:
         monkeypatch.chdir(tmp_path / "elsewhere")
-        run.step(1, seconds=1.0, loss=torch.tensor(1 / 3, dtype=torch.float64, requires_grad=True))
-    assert summarise(tmp_path / "run")["loss"] == [1 / 3]
+        loss = torch.tensor(1 / 3, dtype=torch.float64, requires_grad=True)
+        run.step(1, seconds=torch.tensor(0.5), loss=loss, tokens=torch.ones(4, dtype=torch.bool).sum())
+    summary = summarise(tmp_path / "run")
+    assert summary["loss"] == [1 / 3] and summary["tokens_per_second"] == 8

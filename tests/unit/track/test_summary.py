@@ -225,6 +225,28 @@ def test_inside_takes_the_samples_just_after_the_edges_of_the_device_if_there_is
     assert run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples])["inside"] == on_device
 
 
+def test_passes_of_several_models_before_one_backward_are_added_up(tmp_path):
+    one, other = {"unique": 30, "kept": 10, "offloaded": 20}, {"unique": 50, "kept": 5, "offloaded": 45}
+    events = [begin(), *phases(1, 10.0), *phases(2, 20.0)]
+    passes = [(20.1, 1, one), (20.2, 2, other), (20.3, 2, other), (22.9, 1, {"unique": 60, "kept": 60})]
+    events += [{**pass_end(t, **sizes), "engine": engine} for t, engine, sizes in passes]
+    events.append(event(22.5, "block_backward", index=0, name="layers.0"))
+    summary = run(tmp_path, sorted(events, key=lambda e: e["t"]))
+    assert summary["activation_bytes"] == {"saved": 160, "unique": 80, "kept": 15, "offloaded": 65, "recomputed": 0}
+    assert (summary["baseline_activation_bytes"], summary["memory_saved_bytes"]) == (80, 65)
+
+
+@pytest.mark.parametrize(("grown", "kept", "known"), [(0, 0, False), (-5, 0, False), (20, 30, False), (30, 30, True)])
+def test_a_heap_that_grew_by_less_than_it_holds_tells_no_activations(tmp_path, grown, kept, known):
+    steps = [*phases(1, 10.0), *phases(2, 20.0), pass_end(20.5, unique=50, kept=kept)]
+    samples = [memory(20.001, 70, 70), memory(21.001, 70 + grown, 70 + grown)]
+    outside = [memory(19.9, 70), memory(21.0, 70 + grown)]
+    summary = run(tmp_path / "cpu", [begin(), *steps, *samples], outside)
+    assert [summary[view]["activation_bytes"] for view in ("inside", "outside")] == [grown if known else None] * 2
+    on_device = run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples])
+    assert on_device["inside"]["activation_bytes"] == grown
+
+
 def test_outside_of_a_single_step_is_unknown(tmp_path):
     outside = run(tmp_path, [begin(), *phases(1, 10.0)], [memory(9, 1), memory(11, 2)])["outside"]
     assert outside == {"peak_bytes": None, "floor_bytes": None, "activation_bytes": None, "samples": 2}
