@@ -121,7 +121,7 @@ class Reader:
                 or self._near(named.place)
                 or f"without a network use a local file, or a data set fetched before; {ON_MODELSCOPE}",
             ) from error
-        return list(islice(dataset, named.limit))
+        return list(map(_as_written, islice(dataset, named.limit)))
 
     @property
     def _places(self) -> str:
@@ -300,6 +300,17 @@ def _parse(text: str, where: str, example: str) -> Any:
         raise DataError(f"{where} is not JSON: {error}", expected="a JSON object", hint=f"such as {example}") from error
 
 
+def _as_written(value: Any, *, of_tools: bool = False) -> Any:
+    """Return a table's value without the empty fields that columns of structs give every tool and every call of one."""
+    if isinstance(value, dict):
+        return {
+            name: _as_written(inner, of_tools=of_tools or name in ("tools", "tool_calls"))
+            for name, inner in value.items()
+            if inner is not None or not of_tools
+        }
+    return [_as_written(inner, of_tools=of_tools) for inner in value] if isinstance(value, list) else value
+
+
 def _parquet(path: Path, example: str) -> Iterable[Any]:
     """Yield the rows of a parquet file, batch by batch."""
     import pyarrow
@@ -308,7 +319,7 @@ def _parquet(path: Path, example: str) -> Iterable[Any]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(_as_written, batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{path} cannot be read: {error}", expected="a parquet file", hint="check whether it is complete"
