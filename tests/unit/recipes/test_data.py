@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.language.tables import as_dataset
-from ebbtide_recipes.sft import data
+from ebbtide_recipes.sft import data, media
 from ebbtide_recipes.skeleton import rows as rows_module
 from ebbtide_recipes.skeleton.rows import SUFFIXES, Named, parsed
 
@@ -153,6 +153,18 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
     assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
     with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").touch()
+    rows = [{"messages": [USER, ASSISTANT], **files} for files in ({kind: "file"}, {}, {})]
+    reading = data.Reading(chat=True, seed=0, takes=(kind,))
+    table = data.load([write(tmp_path / "rows.jsonl", rows)], reading)
+    with pytest.raises(DataError, match=f"row 2 of data set .* has no {kind}s, and other rows have"):
+        media.check_even(table)
+    for alike in ([0], [1, 2]):
+        media.check_even(table.select(alike))
 
 
 def test_arguments_that_are_json_in_a_text_are_learned_as_objects(tmp_path: Path) -> None:
