@@ -222,6 +222,34 @@ def test_a_run_that_goes_on_in_the_middle_of_a_rollout_repeats_the_run_that_did_
     assert rest["steps"] == {step: whole["steps"][step] for step in (4, 5, 6, 7)}
 
 
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [
+        ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}, [3, 4]),
+        ({"num_iterations": 2}, [3, 4, 6]),
+    ],
+)
+def test_a_rollout_of_other_sizes_is_dropped_and_a_new_one_starts(
+    model: Path, tmp_path: Path, changes: dict[str, Any], starts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {"num_iterations": 4, "save_steps": 3, "max_steps": 7}
+    train(model, tmp_path / "whole", **before)
+    began: list[int] = []
+
+    def note(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "phase" and (fields["name"], fields["edge"]) == ("generation", "begin"):
+            began.append(fields["step"] - 1)
+
+    remove = BUS.subscribe(note)
+    try:
+        checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+        rest = train(model, tmp_path / "rest", **{**before, **changes}, resume_from_checkpoint=checkpoint)
+    finally:
+        remove()
+    assert list(rest["steps"]) == [4, 5, 6, 7] and began == starts
+    assert "the order of rows changes from here on" in caplog.text
+
+
 def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(6)))
