@@ -46,6 +46,15 @@ def test_every_file_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> Non
     assert load(f"{name}#99") == rows
 
 
+def test_one_object_a_line_is_read_from_a_json_file_too(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}"} for number in range(3)]
+    (tmp_path / "rows.json").write_text(Path(write(tmp_path / "rows.jsonl", rows)).read_text())
+    assert load(str(tmp_path / "rows.json")) == rows
+    (tmp_path / "rows.json").write_text('{"text": "t"}\n{"text": \n')
+    with pytest.raises(DataError, match="line 2 of .*rows.json is not JSON"):
+        load(str(tmp_path / "rows.json"))
+
+
 @pytest.mark.parametrize(
     ("row", "shaped"),
     [
