@@ -286,6 +286,23 @@ def test_equal_rewards_are_said_once_and_then_now_and_then(
     assert lines[1].endswith("(seen 3 times)")
 
 
+def test_rollouts_that_no_function_judges_are_named(model: Path, tmp_path: Path) -> None:
+    config = {**grpo_values(str(model), str(tmp_path)), "reward_funcs": (reward_file(tmp_path, "none"),)}
+    run.main(RECIPE, GrpoConfig(**{**config, "max_steps": 1}))
+    assert (tmp_path / "training.log").read_text().count("no completion of a rollout is judged") == 1
+    (step,) = [e for e in map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines()) if e["event"] == "step"]
+    assert "reward" not in step
+
+
+@pytest.mark.parametrize(("reward", "answer"), [("accuracy", None), ("closeness", "Paris")])
+def test_a_data_set_that_no_function_judges_is_refused(model: Path, tmp_path: Path, reward: str, answer: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": answer}) + "\n" for n in range(6)))
+    with pytest.raises(DataError, match="no row of .*rows.jsonl has an answer that a reward function judges by"):
+        train(model, tmp_path / "out", dataset=(str(file),), reward_funcs=(reward,))
+    assert train(model, tmp_path / "both", dataset=(str(file),), reward_funcs=(reward, "format"), max_steps=1)
+
+
 def test_long_prompts_are_left_out_and_counted_or_refused(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{n} + 1 =" + " again" * (20 if n % 3 == 0 else 0), "answer": str(n + 1)} for n in range(9)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -78,7 +79,10 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         if not self.model.training:
             return result
         figures = self._metrics["train"]
-        self._reward = figures["reward"][-1]
+        reward = figures["reward"][-1]
+        self._reward = None if math.isnan(reward) else reward
+        if self._reward is None:
+            self._warn_now_and_then("no completion of a rollout is judged, every reward is None: it gives no gradient")
         if figures["frac_reward_zero_std"][-1] == 1.0:
             self._warn_now_and_then(
                 "all rewards are equal in every group of a rollout (mean reward %.4g): %s",
