@@ -24,3 +24,8 @@ def nothing(completions: list[str]) -> list[float]:
 def broken(completions: list[str]) -> list[float]:
     """Raise."""
     return [1 / 0 for _ in completions]
+
+
+def none(completions: list[str]) -> list[None]:
+    """Judge nothing."""
+    return [None] * len(completions)

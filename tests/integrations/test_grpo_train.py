@@ -222,6 +222,34 @@ def test_a_run_that_goes_on_in_the_middle_of_a_rollout_repeats_the_run_that_did_
     assert rest["steps"] == {step: whole["steps"][step] for step in (4, 5, 6, 7)}
 
 
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [
+        ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}, [3, 4]),
+        ({"num_iterations": 2}, [3, 4, 6]),
+    ],
+)
+def test_a_rollout_of_other_sizes_is_dropped_and_a_new_one_starts(
+    model: Path, tmp_path: Path, changes: dict[str, Any], starts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {"num_iterations": 4, "save_steps": 3, "max_steps": 7}
+    train(model, tmp_path / "whole", **before)
+    began: list[int] = []
+
+    def note(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "phase" and (fields["name"], fields["edge"]) == ("generation", "begin"):
+            began.append(fields["step"] - 1)
+
+    remove = BUS.subscribe(note)
+    try:
+        checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+        rest = train(model, tmp_path / "rest", **{**before, **changes}, resume_from_checkpoint=checkpoint)
+    finally:
+        remove()
+    assert list(rest["steps"]) == [4, 5, 6, 7] and began == starts
+    assert "the order of rows changes from here on" in caplog.text
+
+
 def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(6)))
@@ -256,6 +284,23 @@ def test_equal_rewards_are_said_once_and_then_now_and_then(
     assert len(lines) == 2
     assert "(mean reward 0.5): it gives no gradient" in lines[0]
     assert lines[1].endswith("(seen 3 times)")
+
+
+def test_rollouts_that_no_function_judges_are_named(model: Path, tmp_path: Path) -> None:
+    config = {**grpo_values(str(model), str(tmp_path)), "reward_funcs": (reward_file(tmp_path, "none"),)}
+    run.main(RECIPE, GrpoConfig(**{**config, "max_steps": 1}))
+    assert (tmp_path / "training.log").read_text().count("no completion of a rollout is judged") == 1
+    (step,) = [e for e in map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines()) if e["event"] == "step"]
+    assert "reward" not in step
+
+
+@pytest.mark.parametrize(("reward", "answer"), [("accuracy", None), ("closeness", "Paris")])
+def test_a_data_set_that_no_function_judges_is_refused(model: Path, tmp_path: Path, reward: str, answer: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": answer}) + "\n" for n in range(6)))
+    with pytest.raises(DataError, match="no row of .*rows.jsonl has an answer that a reward function judges by"):
+        train(model, tmp_path / "out", dataset=(str(file),), reward_funcs=(reward,))
+    assert train(model, tmp_path / "both", dataset=(str(file),), reward_funcs=(reward, "format"), max_steps=1)
 
 
 def test_long_prompts_are_left_out_and_counted_or_refused(model: Path, tmp_path: Path) -> None:

@@ -77,6 +77,17 @@ def test_weights_in_four_bits_are_quantised_as_they_are_read(tiny_model: Path, t
     assert train(tiny_model, tmp_path / "empty", **of, **EMPTY) == train(tiny_model, tmp_path / "whole", **of)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:bitsandbytes")
+@pytest.mark.filterwarnings("ignore::FutureWarning:bitsandbytes")
+def test_adapters_on_weights_in_four_bits_keep_their_type_when_resumed(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    of = {"train_type": "qlora", "lora_rank": 2, "save_steps": 1}
+    whole = train(tiny_model, tmp_path / "whole", **of)
+    first = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
+    assert train(tiny_model, tmp_path / "rest", **of, **first) == {2: whole[2]}
+
+
 def test_adapters_made_of_weights_need_the_weights(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "dora.json"
     file.write_text(json.dumps({"peft_type": "LORA", "r": 2, "use_dora": True, "target_modules": ["q_proj"]}))

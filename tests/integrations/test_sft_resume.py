@@ -60,6 +60,18 @@ def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(tiny_model: Path, 
     assert (half / "training.log").read_text().count(" steps done") == 2
 
 
+def test_a_resumed_run_saves_by_its_own_flags_and_names_the_rates_it_keeps(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = train(tiny_model, tmp_path / "whole", save_steps=2)
+    changes = {"save_steps": 1, "learning_rate": 1e-3, "weight_decay": 0.5}
+    resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
+    assert train(tiny_model, tmp_path / "rest", **changes, **resumed) == {step: whole[step] for step in (3, 4)}
+    assert [one.step for one in checkpoints.complete(tmp_path / "rest")] == [3, 4]
+    kept, ours = "learning_rate 0.01 and weight_decay 0", "learning_rate 0.001 and weight_decay 0.5"
+    assert f"is resumed with {kept}, not with this run's {ours}" in caplog.text
+
+
 def test_a_run_that_is_done_does_no_step_more(tiny_model: Path, tmp_path: Path) -> None:
     train(tiny_model, tmp_path, max_steps=2, save_steps=2, save=True)
     done = weights(tmp_path)

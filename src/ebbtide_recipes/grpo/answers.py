@@ -1,14 +1,14 @@
 """Extract the answer from a text: GSM8K's convention first, then those of other data sets. No torch here.
 
 [Note: where an answer stands]
-The first of these that exists: what follows the last ``####`` (GSM8K), the contents of the last ``<answer>`` tag
-(DeepSeek-R1), the contents of the last ``\\boxed{}`` (MATH). Without a mark, an expected answer is its whole text, and
-a completion's is the last number, or fraction, of its text.
+The first of these that exists: what follows the last ``####`` (GSM8K) unless another mark comes later, as after a
+heading; the contents of the last ``<answer>`` tag (DeepSeek-R1); those of the last ``\\boxed{}`` (MATH). Without a
+mark, an expected answer is its whole text, and a completion's is the last number, or fraction, of its text.
 
 An answer is compared as a number if it has one number, fraction or mixed number, and besides it only words, units,
-currencies and punctuation; what stands before a last ``=`` is left out. Any other one (a pair, a time, words, a number
-that a word changes such as ``5 million``, an expression such as ``2\\pi``, ``5x`` or ``\\sqrt{3}``) is compared as
-text.
+currencies and punctuation; what stands before a last ``=`` is left out, unless it lists a value. Any other one (a pair,
+a time, words, a number that a word changes such as ``5 million``, an expression such as ``2\\pi``, ``5x`` or
+``\\sqrt{3}``) is compared as text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import re
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
 _VALUE = re.compile(rf"(?P<sign>(?:(?<![\w)}}\]])[+-])?)(?P<above>{_DIGITS})(?:\s*/\s*(?P<below>{_DIGITS}))?")
-_MARKS = (re.compile(r"####\s*([^\n]+)"), re.compile(r"<answer>(.*?)</answer>", re.DOTALL))
+_HASHES = re.compile(r"####\s*([^\n]+)")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = "\\boxed{"
 _FRACTION = re.compile(r"(?:(\d)\s{0,4})?\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-_MIXED = re.compile(r"(?<![\d/.,^])(\d+)\s{1,4}(\d+)/(\d+)(?![\d/])")
+_MIXED = re.compile(r"(?<![\d/.,^])(\d{1,99})\s{1,4}(\d{1,99})/(\d{1,99})(?![\d/])")  # Python bounds what int() reads
+_BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
+_LISTED = re.compile(r"\D*\d.*?(?:,(?!\d{3}(?!\d))|[;，；、]|\b(?:and|or)\b)")  # x=5, y
 _LAYOUT = re.compile(
     r"\\left|\\right|\\[!,;: ()\[\]]|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}|\\?\$|\\(?=%)|\*\*|`"
 )
@@ -45,11 +48,10 @@ _CHANGING = frozenset(
 
 def answer_in(text: str) -> str | None:
     """Return the answer that is marked in a text, see [Note: where an answer stands]; ``None``: none is."""
-    for mark in _MARKS:
-        found = mark.findall(text)
-        if found:
-            return _boxed(found[-1]) or str(found[-1]).strip()
-    return _boxed(text)
+    hashes, tags = [*_HASHES.finditer(text)], _ANSWER.findall(text)
+    if hashes:
+        return answer_in(text[hashes[-1].end() :]) or _boxed(hashes[-1][1]) or hashes[-1][1].strip()
+    return (_boxed(tags[-1]) or str(tags[-1]).strip()) if tags else _boxed(text)
 
 
 def _boxed(text: str) -> str | None:
@@ -91,7 +93,9 @@ def has_tags(text: str) -> bool:
 
 def _number(answer: str) -> float | None:
     """Return the number that an answer is; ``None``: it is none, or more than one."""
-    text = _SQUARES.sub(r"\1", _without_layout(answer)).rpartition("=")[2]
+    text = _SQUARES.sub(r"\1", _without_layout(answer))
+    before, _, after = text.rpartition("=")
+    text = text if _LISTED.match(_BRACKETED.sub("", before)) else after
     values = list(_VALUE.finditer(text))
     if len(values) != 1:
         return None

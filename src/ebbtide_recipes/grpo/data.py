@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.grpo import prompts
+from ebbtide_recipes.grpo.rewards import ANSWERS
 from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.skeleton.rows import Reader
 
@@ -46,6 +47,12 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
         part = prompts.shaped(rows, name, chat=source.chats, system=config.system)
         for reward in rewards:
             reward.check_columns([column for column in part[0] if column != "prompt"])
+        if not any(reward.judges(row) for row in part for reward in rewards):
+            raise DataError(
+                f"no row of {name} has an answer that a reward function judges by",
+                expected="a right answer in some rows; a number for closeness",
+                hint=f"fill the column ({', '.join(ANSWERS)}), or give another of --reward_funcs",
+            )
         if made and made[0].keys() != part[0].keys():
             raise ConfigError(
                 f"{name} has the columns {', '.join(sorted(part[0]))}, and the data sets before it "

@@ -1,9 +1,9 @@
 """Prompts: the built-in sums, and rows of files and hubs in the form that the trainer takes.
 
 [Note: prompt rows]
-Each row gets a ``prompt``: text, or a chat that ends with the user. It comes from ``prompt``, ``messages`` or
-``question``. All other columns stay and are passed to the reward functions. Without a column ``answer``, the truths in
-verl's ``reward_model`` become one.
+Each row gets a ``prompt``: text, or a chat that ends with the user. It comes from ``prompt``, ``problem`` (before
+``messages``, which have its solution in NuminaMath and OpenR1), ``messages`` or ``question``. All other columns stay
+and are passed to the reward functions. Without a column ``answer``, the truths in verl's ``reward_model`` become one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ebbtide_recipes.grpo.rewards import HANDED, truth_in
 
 Row = dict[str, Any]
 
-ACCEPTED = "`prompt` (text or messages), `messages` or `question`"
+ACCEPTED = "`prompt` (text or messages), `problem`, `messages` or `question`"
+_SOURCES = ("prompt", "problem", "messages", "question")
 COUNT = 4096
 """Rows of the built-in data set."""
 
@@ -59,10 +60,10 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
             expected="other names: images, videos and audios are not supported, and the trainer uses the others",
             hint=f"rename {taken[0]!r}, or take it out",
         )
-    source = next((c for c in ("prompt", "messages", "question") if c in columns), None)
+    source = next((c for c in _SOURCES if c in columns), None)
     if source is None:
         listed = ", ".join(sorted(columns)) or "(none)"
-        close = next((near for c in sorted(columns) if (near := nearest(c, ("prompt", "messages", "question")))), "")
+        close = next((near for c in sorted(columns) if (near := nearest(c, _SOURCES))), "")
         raise DataError(
             f"data set {name!r} has the columns {listed}",
             expected=ACCEPTED,
@@ -87,10 +88,8 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
 
 def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None) -> Row:
     value = row[source]
-    if source == "question" and chat and isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    elif source == "question" and isinstance(value, str):
-        value = f"{value}\n"
+    if source in ("question", "problem") and isinstance(value, str):
+        value = [{"role": "user", "content": value}] if chat else f"{value}\n"
     if not value or not isinstance(value, str | list):
         raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="fix or remove the row")
     if isinstance(value, list):

@@ -123,6 +123,12 @@ class Reward:
                     hint=nearest(name, (*HANDED, *columns)) or f"such as {_HINT}",
                 )
 
+    def judges(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has what the function judges by; of functions in files this is not known, and assumed."""
+        if self.function not in (accuracy, closeness):
+            return True
+        return self.function([""], **{name: [value] for name, value in row.items()}) != [None]
+
     def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Judge completions.
 

@@ -24,12 +24,14 @@ class Progress:
 
     Attributes:
         micro_batches: Done so far, over the whole run.
+        sizes: What a rollout's batches and its place in the data depend on, by name.
         batches: The rollout's data, one entry a micro-batch; ``None``: the next micro-batch begins a rollout.
         reward: The rollout's mean reward.
         metrics: TRL's figures since the last log line.
     """
 
     micro_batches: int
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
     batches: list[dict[str, Any]] | None = None
     reward: float | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -40,23 +42,10 @@ def write(progress: Progress, folder: Path, rank: int) -> None:
     torch.save(vars(progress), _path(folder, rank))
 
 
-def read(folder: Path, rank: int, device: torch.device, *, same_ranks: bool) -> Progress | None:
-    """Read a rank's progress from a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        rank: Of this process.
-        device: For its tensors.
-        same_ranks: Whether the same number of ranks wrote it; if not, only the count is used.
-
-    Returns:
-        The progress; ``None`` if the checkpoint has none.
-    """
-    path = _path(folder, rank if same_ranks else 0)
-    if not path.is_file():
-        return None
-    progress = Progress(**torch.load(path, map_location=device, weights_only=True))
-    return progress if same_ranks else Progress(micro_batches=progress.micro_batches)
+def read(folder: Path, rank: int, device: torch.device) -> Progress | None:
+    """Read a rank's progress from a checkpoint; ``None`` if it has none."""
+    path = _path(folder, rank)
+    return Progress(**torch.load(path, map_location=device, weights_only=True)) if path.is_file() else None
 
 
 def _path(folder: Path, rank: int) -> Path:

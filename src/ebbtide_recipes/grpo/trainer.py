@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,7 +29,6 @@ from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.rewards import Reward, text_of
-from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         if not self.model.training:
             return result
         figures = self._metrics["train"]
-        self._reward = figures["reward"][-1]
+        reward = figures["reward"][-1]
+        self._reward = None if math.isnan(reward) else reward
+        if self._reward is None:
+            self._warn_now_and_then("no completion of a rollout is judged, every reward is None: it gives no gradient")
         if figures["frac_reward_zero_std"][-1] == 1.0:
             self._warn_now_and_then(
                 "all rewards are equal in every group of a rollout (mean reward %.4g): %s",
@@ -236,6 +239,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         every = self.args.steps_per_generation * self.num_iterations
         progress = rollouts.Progress(
             micro_batches=self._step,
+            sizes=self._sizes(),
             batches=None if self._step % every == 0 else self._buffered_inputs,
             reward=self._reward,
             metrics={name: list(values) for name, values in self._metrics["train"].items()},
@@ -243,15 +247,20 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         rollouts.write(progress, folder, self.args.process_index)
 
     def load_more(self, folder: Path) -> None:
-        """Read the rollout of the checkpoint."""
-        sealed, _ = read_seal(folder)
-        same = sealed is not None and sealed.world_size == self.args.world_size
-        progress = rollouts.read(folder, self.args.process_index, self.accelerator.device, same_ranks=same)
-        if progress is None:
+        """Read the rollout of the checkpoint; one of other sizes is dropped, and a new one starts."""
+        progress = rollouts.read(folder, self.args.process_index, self.accelerator.device)
+        if progress is None or progress.sizes != self._sizes():
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
             return
         self._step, self._buffered_inputs = progress.micro_batches, progress.batches
         self._reward = progress.reward
         self._metrics["train"].update(progress.metrics)
+
+    def _sizes(self) -> dict[str, int]:
+        """Return what a rollout's batches and its place in the data depend on."""
+        names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+        own = {"num_generations": self.num_generations, "num_iterations": self.num_iterations}
+        return own | {name: getattr(self.args, name) for name in names}
 
     def _get_train_sampler(self, dataset: Any = None) -> rollouts.EpochSampler:
         self._sampler = rollouts.EpochSampler(

@@ -15,6 +15,7 @@ from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
     answer_apart,
+    in_text,
     is_chat,
     one_kind,
     pair_of,
@@ -150,7 +151,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
         check_learned(made, where)
         if tools:
             made = with_tools(made, row.get("tools"), where)
-        part.append(media.attach(row, made, kinds, folder, where) if kinds else made)
+        part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made, where))
     if unknown := unknown_in(part):
         LOGGER.warning(
             "data set %r has messages of the roles %s: a chat template that does not know them leaves them out; "

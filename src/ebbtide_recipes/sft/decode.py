@@ -53,7 +53,8 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
             expected="as many frames as the header says",
             hint="the file is cut off: replace it, or remove the row",
         )
-    return np.stack([frames[index] for index in wanted]), {**facts, "frames_indices": list(wanted)}
+    film = np.stack([frames[index] for index in wanted])
+    return film, {**facts, "frames_indices": list(wanted), "height": film.shape[1], "width": film.shape[2]}
 
 
 def sound(path: str, rate: int) -> np.ndarray:
@@ -110,7 +111,7 @@ def _frames(container: Any, wanted: set[int]) -> dict[int, np.ndarray]:
     found: dict[int, np.ndarray] = {}
     for index, frame in enumerate(container.decode(video=0)):
         if index in wanted:
-            found[index] = frame.to_ndarray(format="rgb24")
+            found[index] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
         if len(found) == len(wanted):
             break
     return found

@@ -88,6 +88,29 @@ def as_images(dataset: Dataset) -> Dataset:
     return dataset.cast_column("images", List(Image()))
 
 
+def check_even(dataset: Dataset) -> None:
+    """Reject a table where files of a kind are in some rows only, for ranks that share the weights under FSDP.
+
+    A rank gathers a vision or audio part only for batches with files; the others would wait for it forever.
+
+    Raises:
+        DataError: There is such a kind.
+    """
+    from datasets import Image, List
+
+    for column in [f"{kind}s" for kind in KINDS if f"{kind}s" in dataset.column_names]:
+        rows = dataset.select_columns([column, WHERE])
+        if column == "images":
+            rows = rows.cast_column(column, List(Image(decode=False)))
+        without = [row[WHERE] for row in rows if not row[column]]
+        if without and len(without) < len(rows):
+            raise DataError(
+                f"{without[0]} has no {column}, and other rows have; on several ranks of FSDP training would hang",
+                expected=f"{column} in every row, or in none",
+                hint="train on the two kinds of rows one after the other, or without sharding: --fsdp_strategy none",
+            )
+
+
 def _named(row: Row, written: Row, kind: str, where: str) -> list[Any]:
     """Return the files of one kind that a row names: in its column, or in the parts of its messages."""
     column = next((row[name] for name in (f"{kind}s", kind) if row.get(name)), [])

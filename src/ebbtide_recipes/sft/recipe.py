@@ -86,6 +86,8 @@ def _prepared(config: SftConfig) -> SftTrainer:
         batches = collator.made(config, source.processor, dataset)
         for part in (dataset, *(() if evaluation is None else (evaluation,))):
             batches.check(part)
+            if config.fsdp_strategy != "none" and launch.world_size() > 1:
+                media.check_even(part)
     weights: Found | None = None
     if config.memory_efficient_init:
         model, weights = models.load_empty(config, source)

@@ -55,6 +55,8 @@ def with_known_roles(messages: list[Row], where: str) -> list[Row]:
             else:
                 made[-1] = {**last, "tool_calls": [*(last.get("tool_calls") or ()), *calls]}
             continue
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": _calls(message["tool_calls"], where)}
         lower = role.lower()
         known = ALIASES.get(lower, lower if lower in KNOWN else role)
         made.append(message if known == role else {**message, "role": known})
@@ -116,4 +118,5 @@ def _call(found: Any, content: Any, where: str) -> Row:
             expected="JSON with its name and arguments",
             hint='such as {"name": "light", "arguments": {"on": true}}',
         )
-    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+    named = {"id": found["id"]} if found.get("id") else {}
+    return {**named, "type": "function", "function": {"name": call["name"], "arguments": arguments}}

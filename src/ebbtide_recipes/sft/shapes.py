@@ -214,6 +214,35 @@ def with_tools(row: Row, tools: object, where: str) -> Row:
     return {**row, "tools": json.dumps(found)}
 
 
+def in_text(row: Row, where: str) -> Row:
+    """Return a row without files whose messages are text: their parts, in OpenAI's form, are joined.
+
+    Raises:
+        DataError: A part is no text.
+    """
+    return {
+        column: [{**m, "content": _joined(m["content"], where)} if isinstance(m.get("content"), list) else m for m in v]
+        if isinstance(v, list)
+        else v
+        for column, v in row.items()
+    }
+
+
+def _joined(parts: Sequence[object], where: str) -> str:
+    """Return the text of a message's parts."""
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise DataError(
+                f"{where} has {part!r:.80} as a part of a message",
+                expected='parts of text, such as {"type": "text", "text": "Hello"}: the data set has no files',
+                hint="take the part out, or name its file in `images`, `videos` or `audios`",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
 def _chat_of(row: Row) -> tuple[str, list[Row] | None]:
     """Return the column that a chat begins in, and its messages; ``None``: the row is plain text."""
     column = "messages" if "messages" in row else "prompt"

@@ -31,8 +31,8 @@ SEAL = "ebbtide.json"
 LATEST = ("latest", "last", "true")
 """What ``--resume_from_checkpoint`` may say in place of a folder."""
 
-_ORDER = ("seed", "packing")
-"""Flags that the order of rows depends on."""
+_ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches")
+"""Flags that the order of rows depends on, and the micro-batches of a rollout."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"

@@ -121,7 +121,7 @@ class Reader:
                 or self._near(named.place)
                 or f"without a network use a local file, or a data set fetched before; {ON_MODELSCOPE}",
             ) from error
-        return list(islice(dataset, named.limit))
+        return list(map(_as_written, islice(dataset, named.limit)))
 
     @property
     def _places(self) -> str:
@@ -277,12 +277,21 @@ def _json_lines(path: Path, example: str) -> Iterable[Any]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _parse(line, f"line {number} of {path}", example)
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise _no_json(error, f"line {number} of {path}", example) from error
 
 
 def _json_document(path: Path, example: str) -> Iterable[Any]:
-    """Return the objects of a file that is one JSON list."""
-    content = _parse(path.read_text(encoding="utf-8-sig"), str(path), example)
+    """Return the objects of a file that is one JSON list; one object a line is read too."""
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            return _json_lines(path, example)
+        raise _no_json(error, str(path), example) from error
     if not isinstance(content, list):
         raise DataError(
             f"{path} holds a JSON {type(content).__name__}",
@@ -292,12 +301,20 @@ def _json_document(path: Path, example: str) -> Iterable[Any]:
     return content
 
 
-def _parse(text: str, where: str, example: str) -> Any:
-    """Parse JSON, or report the position of the error."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}", expected="a JSON object", hint=f"such as {example}") from error
+def _no_json(error: json.JSONDecodeError, where: str, example: str) -> DataError:
+    """Return the error of a text that is not JSON, with its position."""
+    return DataError(f"{where} is not JSON: {error}", expected="a JSON object", hint=f"such as {example}")
+
+
+def _as_written(value: Any, *, of_tools: bool = False) -> Any:
+    """Return a table's value without the empty fields that columns of structs give every tool and every call of one."""
+    if isinstance(value, dict):
+        return {
+            name: _as_written(inner, of_tools=of_tools or name in ("tools", "tool_calls"))
+            for name, inner in value.items()
+            if inner is not None or not of_tools
+        }
+    return [_as_written(inner, of_tools=of_tools) for inner in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path, example: str) -> Iterable[Any]:
@@ -308,7 +325,7 @@ def _parquet(path: Path, example: str) -> Iterable[Any]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(_as_written, batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{path} cannot be read: {error}", expected="a parquet file", hint="check whether it is complete"

@@ -175,9 +175,21 @@ class RecordedTrainer(Trainer):
         """Read what ``save_more`` wrote; optimizer and schedule are already loaded."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load a checkpoint's optimizer and schedule, but not how often it logged, saved and evaluated."""
+        if checkpoint is None:
+            return
+        ours = self._rates()
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.load_more(Path(checkpoint))
+        self.state.compute_steps(self.args, self.state.max_steps)
+        if (kept := self._rates()) != ours:
+            LOGGER.warning("the optimizer of %s is resumed with %s, not with this run's %s", checkpoint, kept, ours)
+        self.load_more(Path(checkpoint))
+
+    def _rates(self) -> str:
+        """Return the optimizer's learning rate and weight decay, in words."""
+        groups = self.optimizer.param_groups
+        rate, decay = (max(float(group.get(name, 0.0)) for group in groups) for name in ("initial_lr", "weight_decay"))
+        return f"learning_rate {rate:.6g} and weight_decay {decay:.6g}"
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Run an epoch, unless the checkpoint had finished all steps: transformers would run one more."""
@@ -194,7 +206,12 @@ class RecordedTrainer(Trainer):
         would silently skip them and continue from the run's initial weights.
         """
         if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
+            dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            for name, parameter in self.model.named_parameters():
+                dtype = dtypes.get(name, parameter.dtype)
+                if parameter.requires_grad and parameter.dtype != dtype:  # PEFT loads adapters in float32
+                    parameter.data = parameter.data.to(dtype)
             return
         saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())

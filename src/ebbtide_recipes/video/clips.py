@@ -158,11 +158,11 @@ def _pictures(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
 
 def _image(path: Path) -> torch.Tensor:
     import numpy
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(path) as opened:
-            return torch.from_numpy(numpy.array(opened.convert("RGB")))
+            return torch.from_numpy(numpy.array(ImageOps.exif_transpose(opened).convert("RGB")))
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(f"image {path} cannot be read: {error}", expected="an image", hint="take it out") from error
 
@@ -185,7 +185,7 @@ def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
             stream = container.streams.video[0]
             taken, began = 0, None
             for frame in container.decode(stream):
-                image = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                image = torch.from_numpy(frame.to_ndarray(format="rgb24")).rot90(round(frame.rotation / 90))
                 if rate is None or frame.time is None:
                     yield image
                     continue

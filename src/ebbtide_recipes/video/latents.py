@@ -47,6 +47,7 @@ class Making:
         bucketing: Whether clips keep their proportions and lengths. See [Note: buckets].
         text_length: Tokens of a caption; ``None``: the family's.
         seed: Seed of generated clips.
+        dtype: Type of the weights of the VAE and the text encoders.
     """
 
     data: tuple[str, ...]
@@ -57,6 +58,7 @@ class Making:
     bucketing: bool = False
     text_length: int | None = None
     seed: int = 42
+    dtype: torch.dtype = torch.float32
 
 
 class Latents(Dataset[dict[str, Any]]):
@@ -108,10 +110,11 @@ def matches(folder: Path, source: Source, making: Making, clips: Sequence[Clip] 
     """Whether a folder's latents are those that these settings would make of these clips; ``None``: of any."""
     if not is_made(folder):
         return False
-    made = _without_name(_manifest(folder)["request"])
+    wanted = _request(source, making, clips)
+    made = _without_name({"dtype": wanted["dtype"], **_manifest(folder)["request"]})  # older manifests name no type
     if clips is None:
         made.pop("clips", None)
-    return made == _without_name(_request(source, making, clips))
+    return made == _without_name(wanted)
 
 
 def check(folder: Path, source: Source) -> None:
@@ -148,7 +151,6 @@ def make(
     *,
     captions: Sequence[str] = (),
     device: torch.device,
-    dtype: torch.dtype,
     share: tuple[int, int] = (0, 1),
 ) -> None:
     """Write latents and embeddings of clips; ``finish`` names them.
@@ -160,7 +162,6 @@ def make(
         making: The settings.
         captions: Further captions to embed.
         device: Device of the VAE and the text encoders.
-        dtype: Type of their weights.
         share: Index of this process, and the number of processes.
 
     Raises:
@@ -176,11 +177,11 @@ def make(
     absent = [caption for caption in wanted if not _done(folder / _text_file(caption), request)]
     if absent:
         with phase("text_encoder"), torch.no_grad():
-            texts = source.encode(absent, length=making.text_length, device=device, dtype=dtype)
+            texts = source.encode(absent, length=making.text_length, device=device, dtype=making.dtype)
             for caption, text in zip(absent, texts, strict=True):
                 _write(folder / _text_file(caption), text, request)
     with phase("vae"), torch.no_grad():
-        vae = source.vae(dtype).to(device)
+        vae = source.vae(making.dtype).to(device)
         for number in range(mine, len(clips), step):
             path, its_request = folder / _clip_file(number), _clip_request(request, clips[number])
             if not _done(path, its_request):
@@ -188,7 +189,7 @@ def make(
                 film = clips[number].pixels(
                     frames=bucket.frames, height=bucket.height, width=bucket.width, rate=making.rate
                 )
-                made = source.family.encode(vae, film[None].to(device, dtype))[0].cpu()
+                made = source.family.encode(vae, film[None].to(device, making.dtype))[0].cpu()
                 _write(path, {"latents": made.contiguous()}, its_request)
         del vae
 
@@ -270,6 +271,7 @@ def _request(source: Source, making: Making, clips: Sequence[Clip] | None = None
         "bucketing": making.bucketing,
         "text_length": making.text_length or source.family.text_length,
         "seed": making.seed,
+        "dtype": str(making.dtype).removeprefix("torch."),
     }
 
 

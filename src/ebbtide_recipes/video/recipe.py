@@ -154,6 +154,7 @@ def _making(config: VideoConfig, source: Source) -> Making:
         bucketing=config.bucketing,
         text_length=config.text_length,
         seed=config.seed,
+        dtype=_frozen_dtype(config),
     )
 
 
@@ -185,8 +186,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
         state.wait_for_everyone()
         latents.make(
             clips, folder, source, making, captions=config.sample_prompts or (),
-            device=device, dtype=_frozen_dtype(config),
-            share=(state.process_index, state.num_processes),
+            device=device, share=(state.process_index, state.num_processes),
         )  # fmt: skip
         state.wait_for_everyone()
         if state.is_main_process:

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.sft import data
+from ebbtide_recipes.language.tables import as_dataset
+from ebbtide_recipes.sft import data, media
 from ebbtide_recipes.skeleton import rows as rows_module
 from ebbtide_recipes.skeleton.rows import SUFFIXES, Named, parsed
 
@@ -43,6 +44,15 @@ def test_every_file_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> Non
     assert load(name) == rows
     assert load(f"{name}#2") == rows[:2]
     assert load(f"{name}#99") == rows
+
+
+def test_one_object_a_line_is_read_from_a_json_file_too(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}"} for number in range(3)]
+    (tmp_path / "rows.json").write_text(Path(write(tmp_path / "rows.jsonl", rows)).read_text())
+    assert load(str(tmp_path / "rows.json")) == rows
+    (tmp_path / "rows.json").write_text('{"text": "t"}\n{"text": \n')
+    with pytest.raises(DataError, match="line 2 of .*rows.json is not JSON"):
+        load(str(tmp_path / "rows.json"))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +162,48 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
     assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
     with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").touch()
+    rows = [{"messages": [USER, ASSISTANT], **files} for files in ({kind: "file"}, {}, {})]
+    reading = data.Reading(chat=True, seed=0, takes=(kind,))
+    table = data.load([write(tmp_path / "rows.jsonl", rows)], reading)
+    with pytest.raises(DataError, match=f"row 2 of data set .* has no {kind}s, and other rows have"):
+        media.check_even(table)
+    for alike in ([0], [1, 2]):
+        media.check_even(table.select(alike))
+
+
+def test_arguments_that_are_json_in_a_text_are_learned_as_objects(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "light", "arguments": '{"on": true}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    made = load(write(tmp_path / "rows.jsonl", [{"messages": messages}]))
+    assert made[0]["messages"][1]["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "light", "arguments": {"on": True}}}
+    ]
+    call["function"]["arguments"] = "on"
+    with pytest.raises(DataError, match="row 1 .* has the call of a tool"):
+        load(write(tmp_path / "rows.jsonl", [{"messages": messages}]))
+
+
+def test_the_fields_that_a_table_adds_to_calls_and_tools_are_not_learned(tmp_path: Path) -> None:
+    tools = [{"name": call["function"]["name"], "parameters": call["function"]["arguments"]} for call in CALLS]
+    rows = [{"messages": [USER, {**ASSISTANT, "tool_calls": [call]}], "tools": tools} for call in CALLS]
+    made = load(write(tmp_path / "rows.parquet", rows))
+    assert [row["messages"] for row in made] == [row["messages"] for row in rows]
+    assert [json.loads(row["tools"]) for row in made] == [tools, tools]
+
+
+def test_parts_of_text_are_one_text_and_others_are_refused(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "?"}]
+    rows = [{"messages": [{**USER, "content": parts}, ASSISTANT]}, {"messages": [USER, ASSISTANT]}]
+    assert load(write(tmp_path / "rows.jsonl", rows))[0]["messages"] == [{**USER, "content": "q?"}, ASSISTANT]
+    for part in ({"type": "text"}, {"type": "refusal", "refusal": "no"}, 5):
+        rows = [{"messages": [USER, {**ASSISTANT, "content": [part]}]}]
+        with pytest.raises(DataError, match="row 1 of .* as a part of a message.*\nhint: "):
+            load(write(tmp_path / "rows.jsonl", rows))
 
 
 def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> None:
@@ -325,10 +377,9 @@ def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path, monkeypatch: p
         load(name)
 
 
-def test_rows_that_make_no_table_are_an_error(tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("text", [{"type": "text"}])]
-    with pytest.raises(DataError, match="do not make one table: .*\nhint: "):
-        load(write(tmp_path / "a.jsonl", rows))
+def test_rows_that_make_no_table_are_an_error() -> None:
+    with pytest.raises(DataError, match="the rows of a.jsonl do not make one table: .*\nhint: "):
+        as_dataset([{"text": "t"}, {"text": 5}], ["a.jsonl"])
 
 
 def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

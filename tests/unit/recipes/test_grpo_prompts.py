@@ -36,6 +36,10 @@ def test_the_built_in_sums_are_right_and_belong_to_the_seed() -> None:
         ({"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": "a"}),
         ({"prompt": [USER], "level": 3}, {"prompt": [USER], "level": 3}),
         ({"question": "q", "answer": "#### 1"}, {"prompt": [USER], "answer": "#### 1"}),
+        (
+            {"problem": "q", "messages": [USER, ASSISTANT], "solution": "a"},
+            {"prompt": [USER], "messages": [USER, ASSISTANT], "solution": "a"},
+        ),
         ({"messages": [SYSTEM, USER], "solution": "a"}, {"prompt": [SYSTEM, USER], "solution": "a"}),
         ({"prompt": "q", "completion": "gone"}, {"prompt": "q"}),
         (

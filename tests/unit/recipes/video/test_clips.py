@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import av
 import numpy
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from ebbtide.base.errors import DataError
+from ebbtide_recipes.sft import decode
 from ebbtide_recipes.video import clips, shapes
 
 CLIP = shapes.Drawn(shape="circle", color="red", ground="navy", way="right")
@@ -79,6 +81,27 @@ def test_a_folder_of_images_is_a_clip(tmp_path: Path) -> None:
     for number, image in enumerate(film(3)):
         Image.fromarray(image.numpy()).save(tmp_path / f"{number:03d}.png")
     assert torch.equal(clips.read(tmp_path, frames=3, rate=None), film(3))
+
+
+def test_clips_are_turned_as_they_are_shown(tmp_path: Path) -> None:
+    """As a telephone writes them that was held upright: with an angle in place of turned pixels."""
+    shown = film(2).rot90(-1, (1, 2))  # clockwise
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(film(2)[0].numpy()).save(tmp_path / "a.png", exif=exif)
+    assert torch.equal(clips.read(tmp_path / "a.png", frames=1, rate=None), shown[:1])
+    path = tmp_path / "clip.mp4"
+    clips.write(path, film(2), rate=16)
+    content = path.read_bytes()
+    upright, turned = ((1, 0, 0, 0, 1, 0), (0, 1, 0, -1, 0, 0))
+    track = content.index(b"tkhd")
+    before, after = (struct.pack(">6i", *(number << 16 for number in matrix)) for matrix in (upright, turned))
+    path.write_bytes(content[:track] + content[track:].replace(before, after, 1))
+    assert clips.shape_of(path, most=2, rate=None) == clips.Shape(frames=2, height=48, width=32)
+    assert (clips.read(path, frames=2, rate=16.0).float() - shown.float()).abs().mean() < 6
+    frames, facts = decode.video(str(path), None)
+    assert (torch.from_numpy(frames).float() - shown.float()).abs().mean() < 6
+    assert (facts["height"], facts["width"]) == (48, 32)
 
 
 def test_a_clip_that_is_too_short_is_refused(tmp_path: Path) -> None:

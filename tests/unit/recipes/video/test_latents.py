@@ -40,7 +40,7 @@ def files_at_most(size: int) -> Iterator[None]:
 def make(folder: Path, making: Making = MAKING) -> latents.Latents:
     source = builtin_source("builtin:tiny-wan", seed=1)
     clips = data.load(making.data, seed=1)
-    latents.make(clips, folder, source, making, device=CPU, dtype=torch.float32)
+    latents.make(clips, folder, source, making, device=CPU)
     latents.finish(clips, folder, source, making)
     return latents.Latents(folder)
 
@@ -83,11 +83,11 @@ def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path
 def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) -> None:
     source = builtin_source("builtin:tiny-wan", seed=1)
     clips = data.load(("builtin:moving-shapes#4",), seed=1)
-    latents.make(clips, tmp_path, source, MAKING, device=CPU, dtype=torch.float32)  # not finished
+    latents.make(clips, tmp_path, source, MAKING, device=CPU)  # not finished
     fewer = [clips[0], *clips[2:]]
     latents.clear(tmp_path, source, MAKING, fewer)
     assert [path.name for path in tmp_path.glob("clip-*")] == ["clip-000000.safetensors"]
-    latents.make(fewer, tmp_path, source, MAKING, device=CPU, dtype=torch.float32)
+    latents.make(fewer, tmp_path, source, MAKING, device=CPU)
     latents.finish(fewer, tmp_path, source, MAKING)
     read = latents.Latents(tmp_path)
     for number, clip in enumerate(fewer):
@@ -104,6 +104,7 @@ def test_latents_of_other_clips_or_captions_are_made_again(tmp_path: Path) -> No
     assert not latents.matches(tmp_path, source, MAKING, [other, clips[1]])
     assert not latents.matches(tmp_path, source, MAKING, clips[::-1])
     assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, frames=5), None)
+    assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, dtype=torch.bfloat16), None)
 
 
 def test_a_file_that_changed_is_another_clip(tmp_path: Path) -> None:
