@@ -15,7 +15,7 @@ from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Minimal, Options, Policy, Target, policy_named
 from ebbtide.planner import load_plan
 from ebbtide.profiling.measured import MeasuredPlan
-from ebbtide.store import Tier
+from ebbtide.store.protocol import Tier
 
 
 def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:

@@ -13,6 +13,7 @@ PRICES = (
 )
 
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
+ONE_LAYER = ("tests/unit/wrap/test_one_layer.py",)
 STATE = ("tests/unit/wrap/test_state.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
 
@@ -495,35 +496,35 @@ MUTANTS = (
     ),
     Mutant(
         "second run: what it computes is not compared",
-        "ebbtide/wrap/checkpointed.py",
-        "        if fingerprint is None:\n            return tensor\n",
-        "        if True:\n            return tensor\n",
+        "ebbtide/wrap/secondrun.py",
+        "        if dropped.same is not True and (",
+        "        if False and (",
         SECOND_RUN,
     ),
     Mutant(
         "second run: versions are not compared",
-        "ebbtide/wrap/checkpointed.py",
-        "if packed.probe is not None and packed.probe._version != packed.version:",
+        "ebbtide/wrap/secondrun.py",
+        "if probe is not None and probe._version != dropped.version:",
         "if False:",
-        SECOND_RUN,
+        ONE_LAYER,
     ),
     Mutant(
         "second run: seeds that nothing wrote are compared",
-        "ebbtide/wrap/checkpointed.py",
+        "ebbtide/wrap/secondrun.py",
         " or (integers and tensor.numel() <= _SEEDS)",
         "",
         SECOND_RUN,
     ),
     Mutant(
         "second run: indices are not compared",
-        "ebbtide/wrap/checkpointed.py",
+        "ebbtide/wrap/secondrun.py",
         "(integers and tensor.numel() <= _SEEDS)",
         "integers",
         SECOND_RUN,
     ),
     Mutant(
         "second run: noise that was not written when it was saved is compared",
-        "ebbtide/wrap/checkpointed.py",
+        "ebbtide/wrap/secondrun.py",
         "    return not noise\n",
         "    return True\n",
         SECOND_RUN,
@@ -583,6 +584,48 @@ MUTANTS = (
         "            self._run.engine.trust.require(watched.same, failed)\n",
         "",
         SECOND_RUN,
+    ),
+    Mutant(
+        "second run: what a backward wrote into is read",
+        "ebbtide/wrap/secondrun.py",
+        "if version != dropped.again_version:",
+        "if False:",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: each of a group of backwards has its own",
+        "ebbtide/wrap/secondrun.py",
+        "if task != -1 and _group() is None:",
+        "if task != -1:",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: what no function read stays",
+        "ebbtide/wrap/secondrun.py",
+        "            self.run.engine.let_go_after(task, weakref.ref(self))\n",
+        "            pass\n",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: autocast is that of now",
+        "ebbtide/wrap/checkpointed.py",
+        "if self._casts != _casts(self._devices):",
+        "if False:",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: the default device is that of now",
+        "ebbtide/wrap/checkpointed.py",
+        "if self._device_mode is not None:",
+        "if False:",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: torch's random numbers are those of now",
+        "ebbtide/wrap/checkpointed.py",
+        "        torch.set_rng_state(self.host)\n",
+        "",
+        ONE_LAYER,
     ),
     Mutant(
         "second run: requires_grad is that of now",

@@ -106,7 +106,6 @@ class SecondRun:
         self.run, self._forward, self._context = run, forward, context
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
-        self._backward: object = None  # the one for which the forward ran again
         self._lock = RLock()  # autograd reads in a thread for each device
         self._sampled = run.compared is Compared.SAMPLE
         self._empty = torch.empty(0, device="cpu")  # whatever the default device
@@ -121,7 +120,6 @@ class SecondRun:
             dropped = None if reference is None else reference()
             if dropped is not None:
                 dropped.again = nothing
-        self._backward = None
 
     # First forward
 
@@ -164,10 +162,9 @@ class SecondRun:
         if probe is not None and probe._version != dropped.version:
             raise self._modified(dropped, probe._version, dropped.version)
         task = torch._C._current_graph_task_id()
-        backward = _group() or (task if task != -1 else None)
         with self._lock:
-            if dropped.again is None or backward is None or backward != self._backward:
-                self._run_again(backward, task)
+            if dropped.again is None:
+                self._run_again(task)
             tensor = dropped.again
             if tensor is None:
                 raise _saved_less(self.run.block.name, self._position, len(self._dropped))
@@ -187,11 +184,11 @@ class SecondRun:
     def _modified(self, dropped: _Dropped, found: int, expected: int) -> Exception:
         return modified_error(dropped.dtype, dropped.size, found, expected, f"block {self.run.block.name!r}")
 
-    def _run_again(self, backward: object, task: int) -> None:
-        if task != -1 and backward == task:
+    def _run_again(self, task: int) -> None:
+        if task != -1 and _group() is None:
             self.run.engine.let_go_after(task, weakref.ref(self))
-        args, kwargs = tree_unflatten([self._given(x) for x in self._leaves], self._spec)
-        self._position, self._backward = 0, backward
+        args, kwargs = tree_unflatten([self._argument(x) for x in self._leaves], self._spec)
+        self._position = 0
         try:
             with torch.enable_grad(), self._context(), saved_tensors_hooks(self._save_again, _as_it_is):
                 self._forward(*args, **kwargs)
@@ -204,7 +201,7 @@ class SecondRun:
         if self._position < len(self._dropped):
             raise _saved_less(self.run.block.name, self._position, len(self._dropped))
 
-    def _given(self, leaf: Any) -> Any:
+    def _argument(self, leaf: Any) -> Any:
         """Return an argument as the block was given it, outside of the graph that it came from."""
         if not isinstance(leaf, _Input):
             return leaf

@@ -1,0 +1,375 @@
+"""The second forward of a checkpointed block as backward asks for it: once, up to its last tensor, in its own context.
+
+What is computed must be what plain training computes.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
+from ebbtide.wrap.secondrun import SecondRun
+from tests.helpers.oracle import same_bits
+from tests.helpers.twice import Stack
+
+Act = Callable[["Model"], Any]
+
+
+class Block(nn.Module):
+    """Saves tensors that no rule recomputes, so that ``minimal`` checkpoints it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.hard(self.up(x)))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x
+
+    def hard(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.special.i0e(x)
+        return x
+
+
+class Model(Stack):
+    """Two blocks of a kind, and their inputs."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        torch.manual_seed(0)
+        super().__init__(kind(), kind())
+        self.x = torch.randn(8, 16)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """Gradients of all weights, as copies."""
+        return [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
+@contextmanager
+def checkpointed(kind: type[Block]) -> Iterator[Model]:
+    """A model under ``minimal``, both of whose blocks are checkpointed by now."""
+    model = Model(kind)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0) as handle:
+        for _ in range(3):
+            model(model.x).square().mean().backward()
+        assert handle.stats().checkpointed_blocks == 2
+        model.zero_grad()
+        yield model
+
+
+def alike(kind: type[Block], act: Act) -> tuple[Any, int]:
+    """Act on a plain model and on a checkpointed one, compare gradients; return what the latter gave, and its runs."""
+    plain = Model(kind)
+    act(plain)
+    with checkpointed(kind) as model, counting() as runs:
+        result = act(model)
+        assert len(plain.grads) == len(model.grads) > 0
+        assert all(map(same_bits, plain.grads, model.grads))
+        return result, len(runs)
+
+
+@contextmanager
+def counting() -> Iterator[list[None]]:
+    """Count the second forwards."""
+    runs: list[None] = []
+    run_again = SecondRun._run_again
+
+    def counted(self: SecondRun, *args: Any) -> None:
+        runs.append(None)
+        run_again(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SecondRun, "_run_again", counted)
+        yield runs
+
+
+def loss(model: Model) -> Tensor:
+    return model(model.x).square().mean()
+
+
+def test_a_backward_runs_each_block_once_and_another_backward_once_more() -> None:
+    def twice(model: Model) -> None:
+        out = loss(model)
+        out.backward(retain_graph=True)
+        out.backward()
+
+    assert alike(Block, lambda model: loss(model).backward())[1] == 2
+    assert alike(Block, twice)[1] == 4
+
+
+class Parts(Block):
+    """Its two halves have no saved tensor in common."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.hard(self.up(part)) for part in x.chunk(2)])
+
+
+def test_a_group_of_backwards_runs_a_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    if group is None:
+        pytest.skip("this torch has no groups of backwards")
+    halves: list[Tensor] = []
+    real = torch.cat
+
+    def noting(parts: Any) -> Tensor:
+        halves[:] = parts
+        return real(parts)
+
+    with checkpointed(Parts) as model, counting() as runs:
+        monkeypatch.setattr(torch, "cat", noting)
+        model.blocks[0](model.x)
+        one, other = halves
+        with group():  # as a pipeline that splits its backward
+            one.sum().backward()
+            other.sum().backward()
+        assert len(runs) == 1
+        grads = model.grads
+        model.zero_grad()
+        model.blocks[0](model.x).sum().backward()
+        assert all(torch.allclose(a, b) for a, b in zip(grads, model.grads, strict=True))
+
+
+class Autocast(Block):
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.special.i0e((x @ self.up.weight).float())
+
+
+def test_autocast_is_that_of_the_first_forward() -> None:
+    def act(model: Model) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(model.x)
+        out.float().square().mean().backward()
+
+    alike(Autocast, act)
+
+
+def test_autocast_of_the_backward_is_not_that_of_the_second_forward() -> None:
+    def act(model: Model) -> None:
+        out = loss(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            out.backward()
+
+    alike(Autocast, act)
+
+
+class OnDevice(Block):
+    """Branches on the default device."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        default = torch.empty(()).device.type
+        return torch.special.i0e(x * (2.0 if default == "meta" else 3.0))
+
+
+def test_the_default_device_is_that_of_the_first_forward() -> None:
+    def act(model: Model) -> None:
+        with torch.device("meta"):
+            out = model(model.x)
+        out.square().mean().backward()
+
+    alike(OnDevice, act)
+
+
+class Drops(Block):
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.special.i0e(nn.functional.dropout(x, 0.5))
+
+
+def test_what_is_drawn_after_the_backward_is_what_plain_training_draws() -> None:
+    drawn: list[Tensor] = []
+
+    def act(model: Model) -> None:
+        torch.manual_seed(3)
+        out = loss(model)
+        torch.rand(5)
+        out.backward()
+        drawn.append(torch.rand(5))
+
+    alike(Drops, act)
+    assert same_bits(*drawn)
+
+
+class Catches(Block):
+    """Catches every exception of its own code, and goes on."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        try:
+            y = torch.special.i0e(x)
+        except BaseException:
+            y = x
+        return y * 2
+
+
+def test_a_block_that_catches_every_exception() -> None:
+    alike(Catches, lambda model: loss(model).backward())
+
+
+class Twice(torch.autograd.Function):
+    """Reads what it saved twice, and gives it out as a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x * 1.5)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (one,), (other,) = ctx.saved_tensors, ctx.saved_tensors
+        assert same_bits(one, other)
+        return grad, one
+
+
+class Gives(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.Parameter(torch.zeros(8, 16))
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = Twice.apply(x, self.given)
+        return torch.special.i0e(Twice.apply(y, self.given))
+
+
+def test_a_saved_tensor_that_is_read_twice_and_becomes_a_gradient() -> None:
+    alike(Gives, lambda model: loss(model).backward())
+
+
+def test_a_saved_tensor_that_is_read_outside_of_a_backward() -> None:
+    def act(model: Model) -> Tensor:
+        y = model.blocks[0](model.x)
+        read = y.grad_fn._saved_self
+        assert same_bits(read, y.grad_fn._saved_self)
+        y.square().mean().backward()
+        return read
+
+    alike(Block, act)
+
+
+class Differentiates(Block):
+    """Takes a gradient inside its forward."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = torch.special.i0e(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.special.i1e(y) + slope.detach()
+
+
+def test_a_block_that_takes_a_gradient_inside_its_forward() -> None:
+    alike(Differentiates, lambda model: loss(model).backward())
+
+
+class Ruins(torch.autograd.Function):
+    """Its backward writes into what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        saved.mul_(2)
+        return grad
+
+
+class Shares(Block):
+    """Of two functions that save a tensor, the later one's backward writes into it."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = torch.special.i0e(x)
+        return Ruins.apply(y) + torch.special.i0e(y)
+
+
+def test_a_backward_that_writes_into_a_saved_tensor_is_the_error_of_plain_training() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(Model(Shares)).backward()
+    with pytest.raises(ModifiedInPlaceError, match="modified by an inplace operation"), unruined() as model:
+        loss(model).backward()
+
+
+@contextmanager
+def unruined() -> Iterator[Model]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ruins, "backward", staticmethod(lambda ctx, grad: (ctx.saved_tensors, grad)[1]))
+        opened = checkpointed(Shares)
+        model = opened.__enter__()
+    try:
+        yield model
+    finally:
+        opened.__exit__(None, None, None)
+
+
+def test_an_output_that_is_changed_in_place_afterwards_is_the_error_of_plain_training() -> None:
+    def change(model: Model) -> None:
+        out = model.blocks[0](model.x).sigmoid_()
+        out.sum().backward()
+
+    class Saves(Block):
+        def inner(self, x: Tensor) -> Tensor:
+            return x.exp()  # saves what it returns
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        change(Model(Saves))
+    with checkpointed(Saves) as model, pytest.raises(ModifiedInPlaceError, match="modified by an inplace operation"):
+        change(model)
+
+
+class Fewer(Block):
+    """Saves less the second time."""
+
+    first = True
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.special.i0e(x) if Fewer.first else x.detach()
+
+
+def test_a_second_forward_that_saves_less_is_an_error() -> None:
+    with checkpointed(Fewer) as model:
+        out = loss(model)
+        try:
+            Fewer.first = False
+            with pytest.raises(RestoreError, match="its second forward saved") as raised:
+                out.backward()
+        finally:
+            Fewer.first = True
+    assert "hint:" in str(raised.value)
+
+
+def test_what_a_backward_leaves_unread_goes_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[weakref.ref[Tensor]] = []
+    save, real = SecondRun._save_again, torch.cat
+    halves: list[Tensor] = []
+
+    def watched(self: SecondRun, tensor: Tensor) -> Tensor:
+        value = tensor.untyped_storage()
+        saved.append(weakref.ref(value))  # pyright: ignore[reportArgumentType]
+        return save(self, tensor)
+
+    def noting(parts: Any) -> Tensor:
+        halves[:] = parts
+        return real(parts)
+
+    with checkpointed(Parts) as model:
+        monkeypatch.setattr(SecondRun, "_save_again", watched)
+        monkeypatch.setattr(torch, "cat", noting)
+        out = model.blocks[0](model.x)
+        (grad,) = torch.autograd.grad(halves[0].sum(), model.blocks[0].up.bias, retain_graph=True)
+        gc.collect()
+        weights = {id(p.untyped_storage()) for p in model.parameters()} | {id(model.x.untyped_storage())}
+        left = [s for r in saved if (s := r()) is not None and id(s) not in weights]
+        assert len(saved) > 8 and not left
+        (again,) = torch.autograd.grad(halves[0].sum(), model.blocks[0].up.bias)
+        assert same_bits(grad, again)
+        del out
