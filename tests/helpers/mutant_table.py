@@ -747,8 +747,8 @@ MUTANTS = (
     Mutant(
         "state: used again although an object changed",
         "ebbtide/wrap/state.py",
-        "return last if last is not None and last.same() else",
-        "return last if last is not None else",
+        "if last is None or not last.same():",
+        "if last is None:",
         STATE,
     ),
     Mutant(
@@ -761,15 +761,15 @@ MUTANTS = (
     Mutant(
         "state: dictionaries are one long list of entries",
         "ebbtide/wrap/state.py",
-        "return list(map(len, mappings)), ",
-        "return [], ",
+        "            and list(map(len, self._mappings)) == self._lengths\n",
+        "",
         STATE,
     ),
     Mutant(
         "state: keys of dictionaries are not compared",
         "ebbtide/wrap/state.py",
-        "list(map(id, itertools.chain.from_iterable(mappings)))",
-        "[]",
+        "            and all(map(operator.is_, keys, self._keys))\n",
+        "",
         STATE,
     ),
     Mutant(
@@ -803,15 +803,15 @@ MUTANTS = (
     Mutant(
         "state: one that holds a graph is kept",
         "ebbtide/wrap/state.py",
-        "if state.complete and not graph and state.same():",
-        "if state.complete and state.same():",
+        "if not state.complete or graph or not state.same():",
+        "if not state.complete or not state.same():",
         STATE,
     ),
     Mutant(
         "state: one that the forward changed is kept",
         "ebbtide/wrap/state.py",
-        "if state.complete and not graph and state.same():",
-        "if state.complete and not graph:",
+        "if not state.complete or graph or not state.same():",
+        "if not state.complete or graph:",
         STATE,
     ),
     Mutant(

@@ -43,6 +43,9 @@ MOST_ELEMENTS = 100_000
 """Most elements of these containers, besides ``ELEMENTS_OF_A_MODULE`` of each module: each forward compares them."""
 ELEMENTS_OF_A_MODULE = 256
 
+PROVEN = 2
+"""Forwards that found the state of the one before: what a later one changes is found by the next."""
+
 _SIZED = (dict, OrderedDict, set, list)
 """Classes whose instances' length is certainly the number of what they hold."""
 
@@ -63,6 +66,7 @@ class State:
         large_arrays: Arrays that are too large to be recorded.
         too_much: The modules can reach more than is recorded: what they change may not be found.
         complete: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
+        found: Forwards that began with it, after the first.
 
     Args:
         modules: A block and all modules in it.
@@ -80,6 +84,7 @@ class State:
         self.too_much = self._collect(deque(attributes)) or sum(map(size_of, self.large_arrays)) > MOST_DIGESTED_BYTES
         arrays = any(isinstance(container, HeldArray) for container, _ in self._held)
         self.complete = not self.too_much and not arrays
+        self.found = 0
 
     def _collect(self, pending: deque[Any]) -> bool:
         """Record what can be reached, the nearest first; return whether that is too much."""
@@ -195,14 +200,19 @@ class States:
     def before(self, module: nn.Module) -> State:
         """Return the state before a forward of the block ``module``."""
         last = self._last.pop(module, None)
-        return last if last is not None and last.same() else State(module.modules())
+        if last is None or not last.same():
+            return State(module.modules())
+        last.found += 1
+        return last
 
     def after(self, module: nn.Module, state: State) -> None:
         """Keep the state after a forward, if the next forward probably begins with it."""
-        # Not ``is_leaf``: autograd refuses that question of FSDP1's views, which are written in place.
-        graph = any(t.requires_grad and not isinstance(t, nn.Parameter) for t in state.tensors)
-        if state.complete and not graph and state.same():
-            self._last[module] = state
+        if state.found < PROVEN:
+            # Not ``is_leaf``: autograd refuses that question of FSDP1's views, which are written in place.
+            graph = any(t.requires_grad and not isinstance(t, nn.Parameter) for t in state.tensors)
+            if not state.complete or graph or not state.same():
+                return
+        self._last[module] = state
 
 
 class _Known:
@@ -217,17 +227,20 @@ class _Known:
         empty = set(map(id, self._empty))
         filled = [(container, then) for container, then in held if id(container) not in empty]
         plain = [(container, then) for container, then in filled if type(container) in _MAPPINGS]
-        self._mappings, self._in_mappings = (
-            [container for container, _ in plain],
-            _contents([then for _, then in plain]),
-        )
+        self._mappings = [container for container, _ in plain]
+        self._lengths = [len(then) for _, then in plain]
+        self._keys = [key for _, then in plain for key in then]
+        self._values = [value for _, then in plain for value in then.values()]
         self._rest = [(container, _ids(then)) for container, then in filled if type(container) not in _MAPPINGS]
 
     def same(self) -> bool:
         """Whether they hold the same objects in the same order."""
+        keys, values = itertools.chain.from_iterable(self._mappings), map(_VALUES, self._mappings)
         return (
             not any(map(len, self._empty))
-            and _contents(self._mappings) == self._in_mappings
+            and list(map(len, self._mappings)) == self._lengths
+            and all(map(operator.is_, keys, self._keys))
+            and all(map(operator.is_, itertools.chain.from_iterable(values), self._values))
             and all(_ids(container) == ids for container, ids in self._rest)
         )
 
@@ -282,12 +295,6 @@ def _ids(container: Any) -> list[int]:
         return [*map(id, base.keys(container)), *map(id, base.values(container))]
     base = next(base for base in (list, set, deque) if isinstance(container, base))
     return list(map(id, base.__iter__(container)))
-
-
-def _contents(mappings: list[Any]) -> tuple[list[int], list[int], list[int]]:
-    """Return the lengths of plain dictionaries, and the ids of all their keys and of all their values."""
-    values = itertools.chain.from_iterable(map(_VALUES, mappings))
-    return list(map(len, mappings)), list(map(id, itertools.chain.from_iterable(mappings))), list(map(id, values))
 
 
 def _is_file(value: Any) -> bool:
