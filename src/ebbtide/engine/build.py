@@ -125,7 +125,8 @@ class NodeView:
 
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
-        found = self._builder.packed_operand(_packed(self.node, name)) if name and readable() else None
+        saved = getattr(self.node, "_raw_saved_" + name, None) if name and readable() else None
+        found = None if saved is None else self._builder.packed_operand(packed_in(saved))
         if found is None:
             functions = self.node.next_functions
             found = self._builder.value(*functions[index]) if index < len(functions) else None
