@@ -21,6 +21,7 @@ import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
 from ebbtide.load import load as load_module
+from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
 from tests.helpers.pages import asked_for_huge_pages
 
@@ -354,9 +355,10 @@ def test_slices_are_read_in_the_order_of_the_files(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
-def test_large_shards_ask_for_huge_pages(tmp_path: Path) -> None:
+def test_large_shards_ask_for_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no huge pages")
+    monkeypatch.setattr(pages_module, "host_reclaims_pages", lambda: False)
     save_file({"weight": torch.randn(2048, 1024)}, tmp_path / "model.safetensors")
     loaded = ebbtide.load_sharded(nn.Linear(1024, 2048, bias=False, device="meta"), tmp_path)
     first = loaded.weight.data_ptr()
