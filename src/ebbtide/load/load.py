@@ -105,7 +105,7 @@ class Loading:
                 sharded = (shard(self.model) if shard else None) or self.model
                 targets = targets_of(sharded, device)
                 first_values(targets, self.plan, self._initialiser)
-                self._read(targets)
+            self._read(targets)
             found.append((sharded, targets))
             return {}
 

@@ -327,8 +327,8 @@ def test_files_are_read_ahead_from_before_the_model_is_wrapped_until_it_is_read(
     monkeypatch.setattr(load_module, "ReadAhead", Ahead)
     total = sum(v.numel() * v.element_size() for v in values.values())
     ebbtide.load_sharded(meta(rotary="resets"), path, shard=shard, progress=lambda done, total: heard.append("read"))
-    assert heard[:3] == [f"begin {total} of 1", "shard", "read"]
-    assert heard[3:] == [*["read"] * (len(heard) - 4), "end"]
+    assert heard[:3] == [f"begin {total} of 1", "shard", "end"]
+    assert set(heard[3:]) == {"read"}
     heard.clear()
     ebbtide.load_sharded(meta(), values, shard=shard)
     ebbtide.load_sharded(meta(rotary="resets"), source="initialise", init=lambda module: None, shard=shard)
