@@ -260,12 +260,12 @@ REFUSALS: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
 def test_what_cannot_be_used_is_refused_and_the_model_stays_on_meta(path: Path, name: str) -> None:
     change, message = REFUSALS[name]
     model = meta()
-    arguments = {"weights": path, **change(model, path)}
+    arguments = {"weights": path, "dtype": torch.bfloat16, **change(model, path)}
     with pytest.raises(EbbtideError) as caught:
         ebbtide.load_sharded(model, arguments.pop("weights"), **arguments)
     assert message in str(caught.value)
     assert caught.value.expected and caught.value.hint
-    assert all(p.is_meta for p in model.parameters())
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_models_that_weights_cannot_be_loaded_into_are_refused(path: Path) -> None:
@@ -285,8 +285,8 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
 
     model = meta()
     with pytest.raises(ValueError, match="no mesh"):
-        ebbtide.load_sharded(model, path, shard=shard)
-    assert all(p.is_meta for p in model.parameters())
+        ebbtide.load_sharded(model, path, shard=shard, dtype=torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
