@@ -1,12 +1,13 @@
-"""Brings a checkpoint into the page cache while the model is being sharded and the slices are read.
+"""Brings a checkpoint into the page cache while the model is being sharded.
 
 [Note: reading ahead]
 Wrapping the model, making memory and computing buffers take as long as reading some hundred MiB, and the disk would
 wait. Where all ranks are on one machine, together they need the whole checkpoint, so each rank may fetch a part of it
 before it knows its slices: blocks in the order of the files, dealt out to the ranks in turn. The slices are read in
-that order, too, and find their bytes in the page cache. Blocks are fetched without a copy, and in calls that are long
-enough for the disk to stay busy while other threads hold the interpreter. Nothing depends on it: an error is left to
-the reader, which meets it again and raises it with the name of the tensor.
+that order, too, and the first of them find their bytes in the page cache. Fetching ends before they are read: the
+reader's threads keep the disk busy, and would share the processors with it. Blocks are fetched without a copy, and in
+calls that are long enough for the disk to stay busy while other threads hold the interpreter. Nothing depends on it:
+an error is left to the reader, which meets it again and raises it with the name of the tensor.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Loading:
         self.checkpoint: Checkpoint | None = None
         self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
-        self._put_back: Callable[[], None] = lambda: None  # gives a loaded model its parameters again
+        self._undo = contextlib.ExitStack()  # gives the model its parameters and dtypes again
 
     def run(
         self,
@@ -105,7 +105,7 @@ class Loading:
                 sharded = (shard(self.model) if shard else None) or self.model
                 targets = targets_of(sharded, device)
                 first_values(targets, self.plan, self._initialiser)
-                self._read(targets)
+            self._read(targets)
             found.append((sharded, targets))
             return {}
 
@@ -114,7 +114,7 @@ class Loading:
             BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
             self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         except BaseException:
-            self._put_back()
+            self._undo.close()
             raise
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
@@ -147,8 +147,8 @@ class Loading:
         self._rebinding = Rebinding(self.model, optimizer)
         if loaded:
             self._weights = values_of(self.model)
-            self._put_back = empty(self.model)
-        set_dtype(self.model, dtype)
+            self._undo.callback(empty(self.model))
+        self._undo.callback(set_dtype(self.model, dtype))
         self._four = FourBit(self.model, dtype)
         present, name = self._weights is not None and self.options.source != "initialise", "the given values"
         if not present:

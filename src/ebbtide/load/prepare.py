@@ -83,7 +83,7 @@ def check_model(model: object, *, loaded: bool = False) -> None:
         )
 
 
-def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], None]:
     """Give a model's floating-point parameters on meta another dtype; what its library keeps in float32 is float32.
 
     Other buffers keep theirs: frequencies and running statistics are computed in the dtype they have.
@@ -91,6 +91,9 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     Args:
         model: On meta.
         dtype: The dtype; ``None``: parameters keep theirs.
+
+    Returns:
+        Gives them their dtypes again, where they are still on meta.
 
     Raises:
         ConfigError: It is no floating-point dtype.
@@ -101,7 +104,7 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
             expected="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
             hint="leave it out to keep the model's dtype",
         )
-    patterns = _kept(model, dtype)
+    patterns, before = _kept(model, dtype), list[tuple[torch.Tensor, torch.Tensor]]()
     for name, (module, attribute, is_buffer) in owners_of(model).items():
         tensor = tensor_of((module, attribute, is_buffer))
         if not (tensor.is_meta and tensor.is_floating_point() and tensor.dtype.itemsize > 1) or is_four_bit(tensor):
@@ -109,7 +112,15 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         kept = next((as_dtype for pattern, as_dtype in patterns if pattern.search(name)), None)
         wanted = kept or (None if is_buffer else dtype)
         if wanted is not None and wanted != tensor.dtype:
+            before.append((tensor, tensor.data))
             tensor.data = tensor.data.to(wanted)
+
+    def put_back() -> None:
+        for tensor, data in reversed(before):
+            if tensor.is_meta:
+                tensor.data = data
+
+    return put_back
 
 
 def _kept(model: Any, dtype: torch.dtype | None) -> list[tuple[re.Pattern[str], torch.dtype]]:

@@ -21,6 +21,7 @@ import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
 from ebbtide.load import load as load_module
+from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
 from tests.helpers.pages import asked_for_huge_pages
 
@@ -80,8 +81,10 @@ def test_tied_weights_stay_one_and_may_have_either_name(path: Path, values: dict
 
 
 def test_tied_weights_that_differ_in_the_checkpoint_are_refused(values: dict[str, torch.Tensor]) -> None:
+    values["embed.weight"][3] = torch.nan
     same = values | {"head.weight": values["embed.weight"].clone()}
-    assert torch.equal(ebbtide.load_sharded(meta(tied=True), same).head.weight, values["embed.weight"])
+    loaded = ebbtide.load_sharded(meta(tied=True), same).head.weight
+    assert torch.equal(loaded.isnan(), values["embed.weight"].isnan())
     with pytest.raises(DataError, match=r"embed\.weight and head\.weight differ.*one tied weight"):
         ebbtide.load_sharded(meta(tied=True), values)
 
@@ -257,12 +260,12 @@ REFUSALS: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
 def test_what_cannot_be_used_is_refused_and_the_model_stays_on_meta(path: Path, name: str) -> None:
     change, message = REFUSALS[name]
     model = meta()
-    arguments = {"weights": path, **change(model, path)}
+    arguments = {"weights": path, "dtype": torch.bfloat16, **change(model, path)}
     with pytest.raises(EbbtideError) as caught:
         ebbtide.load_sharded(model, arguments.pop("weights"), **arguments)
     assert message in str(caught.value)
     assert caught.value.expected and caught.value.hint
-    assert all(p.is_meta for p in model.parameters())
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_models_that_weights_cannot_be_loaded_into_are_refused(path: Path) -> None:
@@ -282,8 +285,8 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
 
     model = meta()
     with pytest.raises(ValueError, match="no mesh"):
-        ebbtide.load_sharded(model, path, shard=shard)
-    assert all(p.is_meta for p in model.parameters())
+        ebbtide.load_sharded(model, path, shard=shard, dtype=torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
@@ -326,8 +329,8 @@ def test_files_are_read_ahead_from_before_the_model_is_wrapped_until_it_is_read(
     monkeypatch.setattr(load_module, "ReadAhead", Ahead)
     total = sum(v.numel() * v.element_size() for v in values.values())
     ebbtide.load_sharded(meta(rotary="resets"), path, shard=shard, progress=lambda done, total: heard.append("read"))
-    assert heard[:3] == [f"begin {total} of 1", "shard", "read"]
-    assert heard[3:] == [*["read"] * (len(heard) - 4), "end"]
+    assert heard[:3] == [f"begin {total} of 1", "shard", "end"]
+    assert set(heard[3:]) == {"read"}
     heard.clear()
     ebbtide.load_sharded(meta(), values, shard=shard)
     ebbtide.load_sharded(meta(rotary="resets"), source="initialise", init=lambda module: None, shard=shard)
@@ -354,9 +357,10 @@ def test_slices_are_read_in_the_order_of_the_files(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
-def test_large_shards_ask_for_huge_pages(tmp_path: Path) -> None:
+def test_large_shards_ask_for_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no huge pages")
+    monkeypatch.setattr(pages_module, "host_reclaims_pages", lambda: False)
     save_file({"weight": torch.randn(2048, 1024)}, tmp_path / "model.safetensors")
     loaded = ebbtide.load_sharded(nn.Linear(1024, 2048, bias=False, device="meta"), tmp_path)
     first = loaded.weight.data_ptr()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from ebbtide.base.errors import DataError
 from ebbtide.load import reader as reader_module
 from ebbtide.load.header import CheckpointEntry, read_header
 from ebbtide.load.layout import Box, Piece
-from ebbtide.load.reader import CHUNK_BYTES, CheckpointFile, SliceReader, place_of, spans_of
+from ebbtide.load.reader import CHUNK_BYTES, CheckpointFile, SliceReader, cached_share, place_of, spans_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
 
@@ -190,6 +192,41 @@ def test_exact_spans_are_runs_that_tile_the_box(data: st.DataObject) -> None:
     expected = torch.zeros_like(whole)
     box.of(expected).copy_(box.of(whole))
     assert torch.equal(memory[8:].view(shape), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root takes another user's rights")
+def test_how_much_is_cached_of_a_file_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(16 << 20))
+    fd = os.open(tmp_path / "x", os.O_RDONLY)
+    os.fsync(fd)
+    try:
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        os.seteuid(65534)
+        cached = cached_share(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        dropped = [cached_share(fd) for _ in range(3)]
+    except OSError as error:
+        pytest.skip(f"this file system has no reads without waiting ({error})")
+    finally:
+        os.seteuid(0)
+        os.close(fd)
+    assert cached == 1
+    assert max(dropped) < 0.5  # also of the second rank that looks
+
+
+@pytest.mark.parametrize(("error", "share"), [(errno.EAGAIN, 0.0), (errno.EOPNOTSUPP, 1.0)])
+def test_a_file_that_seems_cached_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, share: float
+) -> None:
+    (tmp_path / "x").write_bytes(bytes(100_000))
+
+    def refusing(fd: int, buffers: object, offset: int, flags: int) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with open(tmp_path / "x", "rb") as file:
+        assert cached_share(file.fileno()) == 1
+        monkeypatch.setattr(os, "preadv", refusing)
+        assert cached_share(file.fileno()) == share
 
 
 def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.store.pages import HUGE_PAGE_BYTES, use_huge_pages
+from ebbtide.store import pages as pages_module
+from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, use_huge_pages
 from tests.helpers.pages import asked_for_huge_pages
 
 MAPPED_BYTES = 5 * HUGE_PAGE_BYTES
 
 
 @pytest.fixture
-def address() -> int:
+def address(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(pages_module, "host_reclaims_pages", lambda: False)
     memory = mmap.mmap(-1, MAPPED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     loan = (ctypes.c_ubyte * MAPPED_BYTES).from_buffer(memory)
     address = ctypes.addressof(loan)
@@ -45,3 +47,22 @@ def test_other_systems_are_not_asked(address: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not use_huge_pages(address, MAPPED_BYTES)
     assert Path("/proc/self/smaps").exists() is False or not asked_for_huge_pages(address, address + MAPPED_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("order", "reclaims"),
+    [("9", True), ("0", True), ("10", False), ("-1", False), ("4294967295", False), (None, False), ("?", False)],
+)
+def test_hosts_that_reclaim_free_huge_pages_are_recognized(tmp_path: Path, order: str | None, reclaims: bool) -> None:
+    if order is not None:
+        (tmp_path / "order").write_text(f"{order}\n")
+    assert host_reclaims_pages(tmp_path / "order") is reclaims
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_has_small_pages_where_the_host_reclaims_huge_ones(
+    address: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "host_reclaims_pages", lambda: True)
+    assert not use_huge_pages(address, MAPPED_BYTES)
+    assert not asked_for_huge_pages(address, address + MAPPED_BYTES)
