@@ -44,10 +44,9 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     outside = folder / OUTSIDE_FILE
     steady = steady_steps(events, warm_up)
     activations = _activations(events, steady)
-    # A heap that was not trimmed reuses freed memory: it may grow by less than the tensors in it.
-    least = max(activations["activation_bytes"]["kept"] or 0, 1)
     on_cpu = begin.get("device") == "cpu"
-    inside = _inside(events, steady, "rss_bytes" if on_cpu else "device_bytes", least if on_cpu else -math.inf)
+    least = _least(events, steady) if on_cpu else -math.inf
+    inside = _inside(events, steady, "rss_bytes" if on_cpu else "device_bytes", least)
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
@@ -149,7 +148,7 @@ def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) 
 def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     """Return the bytes of the largest pass, over all models; all five from the same pass, to be consistent."""
     passes = _passes(events)
-    counted = [p for p in passes if p["t"] > steady.begins] or passes
+    counted = _counted(passes, steady)
     # max() keeps the first of equals; the last pass ran under the final plan.
     largest: Event = max(reversed(counted), key=lambda p: p["unique"] or 0, default={})
     bytes_ = {name: largest.get(name) for name in _ACTIVATIONS}
@@ -165,6 +164,16 @@ def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "memory_saved_bytes": saved,
         "memory_saved_percent": 100 * saved / baseline if saved is not None and baseline else None,
     }
+
+
+def _counted(passes: list[Event], steady: Steady) -> list[Event]:
+    return [p for p in passes if p["t"] > steady.begins] or passes
+
+
+def _least(events: Sequence[Event], steady: Steady) -> float:
+    """Return the least growth of a forward on a CPU: a heap that reuses freed memory grows by less than it holds."""
+    kept = [p["kept"] for p in _counted(_passes(events), steady) if p["kept"] is not None]
+    return max(median(kept), 1) if kept else 1
 
 
 def _passes(events: Sequence[Event]) -> list[Event]:

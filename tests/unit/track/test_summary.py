@@ -243,8 +243,20 @@ def test_a_heap_that_grew_by_less_than_it_holds_tells_no_activations(tmp_path, g
     outside = [memory(19.9, 70), memory(21.0, 70 + grown)]
     summary = run(tmp_path / "cpu", [begin(), *steps, *samples], outside)
     assert [summary[view]["activation_bytes"] for view in ("inside", "outside")] == [grown if known else None] * 2
-    on_device = run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples])
-    assert on_device["inside"]["activation_bytes"] == grown
+    on_device = run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples], outside)
+    assert [on_device[view]["activation_bytes"] for view in ("inside", "outside")] == [grown] * 2
+
+
+def test_a_longer_batch_among_others_leaves_activations_known(tmp_path):
+    events, outside = [begin(), *phases(1, 10.0)], []
+    for step, kept in ((2, 30), (3, 90), (4, 40)):
+        t = 10.0 * step
+        events += [memory(t, 70), pass_end(t + 0.5, unique=kept, kept=kept), *phases(step, t)[:2]]
+        events += [memory(t + 1.001, 75 + kept), *phases(step, t)[2:]]
+        outside += [memory(t - 0.1, 70), memory(t + 1.0, 75 + kept)]
+    summary = run(tmp_path, sorted(events, key=lambda e: e["t"]), outside)
+    assert summary["activation_bytes"]["kept"] == 90
+    assert [summary[view]["activation_bytes"] for view in ("inside", "outside")] == [45, 45]
 
 
 def test_outside_of_a_single_step_is_unknown(tmp_path):
