@@ -140,9 +140,9 @@ def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
     passes = {e.get("engine"): e for e in within}.values()
     if not passes:
         return None, 0.0
-    stats = run.all("stats")
-    outside = 0.0
-    for event in (e for e in stats if e.get("step") == stats[-1].get("step")):  # one of each model
+    stats, outside = run.all("stats"), 0.0
+    own = [e for e in stats if e.get("step") == forward.step]  # one of each model
+    for event in own or [e for e in stats if e.get("step") == stats[-1].get("step")]:
         if share := event.get("coverage_percent"):
             inside = (event.get("unique_bytes") or 0) + (event.get("small_bytes") or 0)
             outside += inside * (100 - share) / share

@@ -117,11 +117,21 @@ def test_models_with_a_forward_each_before_one_backward_are_added_up(tmp_path: P
         event(19.0, "pass_end", engine=1, unique_bytes=30 * MIB, kept_bytes=30 * MIB),
         event(19.0, "phase", name="forward", edge="end", step=2),
     ]
-    stats = [event(34.2, "stats", step=3, coverage_percent=100.0, unique_bytes=30 * MIB, small_bytes=0)]
+    stats = [event(24.2, "stats", step=2, coverage_percent=100.0, unique_bytes=30 * MIB, small_bytes=0)]
     found = split(dataclasses.replace(run, events=sorted([*run.events, *first, *stats], key=lambda e: e["t"])))
     assert found is not None and found.parts["kept activations"] == KEPT + 30 * MIB
     assert found.parts["logits and loss"] == OUTSIDE + RISE
     assert sum(found.parts.values()) == found.peak.bytes_
+
+
+@pytest.mark.parametrize(("recorded", "logits"), [(True, OUTSIDE), (False, 0)])
+def test_the_logits_are_those_of_the_peaks_step_if_it_has_a_record(tmp_path: Path, recorded: bool, logits: int) -> None:
+    run = device_run(tmp_path)
+    events = [e for e in run.events if e["event"] != "stats" or e["step"] != 2 or recorded]
+    for last in (e for e in events if e["event"] == "stats" and e["step"] == 3):
+        last["coverage_percent"] = 100.0
+    found = split(dataclasses.replace(run, events=events))
+    assert found is not None and found.parts["logits and loss"] == logits + RISE
 
 
 def test_a_small_part_of_the_peak_is_no_advice(tmp_path: Path) -> None:
