@@ -63,8 +63,10 @@ def happened(run: Run) -> list[str]:
         )
     if (copied := copies.sentence(run)) is not None:
         sentences.append(copied)
-    checkpointed = {e.get("engine"): e["checkpointed"] for e in run.all("pass_end") if e.get("checkpointed")}
-    if checkpointed:
+    if passes := [event for event in run.all("pass_end") if event.get("checkpointed")]:
+        # An earlier step may be of an engine that was closed.
+        begin = max((event["t"] for event in run.all("step") if event["t"] < passes[-1]["t"]), default=-math.inf)
+        checkpointed = {event.get("engine"): event["checkpointed"] for event in passes if event["t"] > begin}
         sentences.append(f"{sum(checkpointed.values())} blocks checkpointed.")
     return sentences
 

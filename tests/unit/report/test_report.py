@@ -13,7 +13,7 @@ from ebbtide.report import as_values, chrome_trace, html, load_run, text, timeli
 from ebbtide.report.blocks import block_bytes, blocks_svg
 from ebbtide.report.copies import copies, overlap
 from ebbtide.report.run import common_step
-from ebbtide.report.story import peak_sentence, plans
+from ebbtide.report.story import happened, peak_sentence, plans
 from ebbtide.report.style import ticks
 from ebbtide.report.table import headline, losses_table, measured
 from ebbtide.report.verdict import step_costs
@@ -233,6 +233,13 @@ def test_the_text_tells_plan_and_what_happened(runs):
         assert part in said
     assert re.search(r"layers\.4 +backward +3 +0\.7500 s +0\.2500 s", said)
     assert "plan" not in text(runs[0])
+
+
+def test_checkpointed_blocks_are_those_of_the_engines_of_the_last_step(runs):
+    times = [step["t"] for step in runs[2].all("step")]
+    ran = [(times[0] - 1, 1), (times[1] - 1, 2), (times[2] - 2, 2), (times[2] - 1, 3)]
+    passes = [event(t, "pass_end", engine=engine, checkpointed=4) for t, engine in ran]
+    assert "8 blocks checkpointed." in happened(with_events(runs[2], *passes))
 
 
 def test_a_plan_that_is_told_again_with_more_is_shown_once(runs):
