@@ -71,7 +71,8 @@ def more_ranks(facts: Facts) -> Advice | None:
 
 def busy(facts: Facts) -> Advice | None:
     """EBB007: other work runs on the CPUs."""
-    load, cpus = facts.host.load, sum(len(cpus) for cpus in facts.host.nodes.values())
+    host = facts.host
+    load, cpus = host.load, sum(len(cpus) for cpus in host.nodes.values()) or len(host.cpus)
     if load is None or not cpus or load < _BUSY_SHARE * cpus:
         return None
     return (

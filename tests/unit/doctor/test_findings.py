@@ -163,6 +163,11 @@ def test_a_finding_appears_and_says_what_to_do(code: str) -> None:
     assert not found[code].what.endswith(".")
 
 
+def test_a_busy_machine_without_memory_nodes_is_found_by_its_own_cpus() -> None:
+    assert codes(changed(SMALL, host__nodes={}, host__load=1.9)) == ["EBB007"]
+    assert codes(changed(SMALL, host__nodes={}, host__cpus=frozenset(), host__load=1.9)) == []
+
+
 @pytest.mark.parametrize("code", CASES)
 def test_a_finding_does_not_appear(code: str) -> None:
     machine, _, changes, _ = CASES[code]
