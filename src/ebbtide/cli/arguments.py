@@ -73,10 +73,20 @@ def set_names(kind: type[Any], argv: Sequence[str]) -> set[str]:
         kind: As ``read_arguments`` takes it.
         argv: The arguments after the verb.
     """
-    names = _Names(kind, "", ())
-    flags = [token[2:].partition("=")[0] for token in argv if token.startswith("--")]
-    overrides = [found[1] for token in argv if (found := _OVERRIDE.fullmatch(token))]
-    return {name for written in [*flags, *overrides] if (name := names.known(written)) is not None}
+    names, found, rest = _Names(kind, "", ()), set[str](), list(argv)
+    while rest:
+        token = rest.pop(0)
+        if override := names.override(token):
+            written = override[1]
+        elif token.startswith("--"):
+            written, equals, _ = token[2:].partition("=")
+            if not equals:
+                _following(rest, names.known(written) or written, names)
+        else:
+            continue
+        if (name := names.known(written)) is not None:
+            found.add(name)
+    return found
 
 
 class _Names:
@@ -107,6 +117,11 @@ class _Names:
         name = written.replace("-", "_")
         name = self.aliases.get(name, name)
         return name if name in self.fields or name in self.others_keys else None
+
+    def override(self, token: str) -> re.Match[str] | None:
+        """Return the key and value of an argument in hydra's form; ``None`` if it is not one."""
+        found = _OVERRIDE.fullmatch(token)
+        return found if found and ("." in found[1] or found[1] in self.others_keys) else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
         """Return the field of a written name, or the name if another program's keys begin like it.
@@ -231,8 +246,7 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        override = _OVERRIDE.fullmatch(token)
-        if override and ("." in override[1] or override[1] in names.others_keys):
+        if override := names.override(token):
             _override(override[1], override[2], found, names)
             continue
         if not token.startswith("--"):

@@ -192,7 +192,7 @@ def run(argv: Sequence[str]) -> int:
             expected=f"one of {', '.join(RECIPES)}, or a command after --",
             hint=f"`ebbtide compare {DEFAULT_RECIPE} --max_steps {DEFAULT_STEPS}`, or `ebbtide compare {EXAMPLE}`",
         )
-    has_file = bool(arguments) and not arguments[0].startswith("--") and "=" not in arguments[0]
+    has_file = bool(arguments) and not arguments[0].startswith("--") and not names(recipe, arguments[:1])
     if not has_file and _LENGTHS.isdisjoint(names(recipe, arguments)):
         arguments += ["--max_steps", str(DEFAULT_STEPS)]  # never a whole epoch by accident
     return compare(arguments, recipe=recipe, modes=modes, rounds=rounds, out=out).exit_code

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.cli.arguments import read_arguments
+from ebbtide.cli.arguments import read_arguments, set_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,23 @@ def test_overrides_of_hydra_are_flags_by_their_keys() -> None:
     )
     assert read_settings == Settings(model="m", path="a b", dataset=("x", "y"), rate=1e-3)
     assert read("actor.model.path=null", "--model", "m", "critic.path=none") == Settings(model="m")
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (("--model", "rate=1"), {"model"}),
+        (("--model", "optim.lr=1"), {"model"}),
+        (("--dataset", "a", "optim.lr=1", "--verify", "--path=b"), {"dataset", "verify", "path"}),
+        (
+            ("--verify", "--max-steps", "2", "optim.lr=1", "critic.path=c"),
+            {"verify", "max_steps", "rate", "critic.path"},
+        ),
+        (("rate=1", "deepspeed=none", "--nothing", "optim.lr=1"), {"deepspeed"}),
+    ],
+)
+def test_a_flags_value_sets_no_other_name(argv: tuple[str, ...], found: set[str]) -> None:
+    assert set_names(Settings, argv) == found
 
 
 @pytest.mark.parametrize(

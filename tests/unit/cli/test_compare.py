@@ -319,6 +319,11 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         (["grpo", "trainer.total_training_steps=2"], "grpo", True),
         (["--rounds", "1", "file.yaml"], "sft", True),
         (["sft", "--dataset", "data.yaml"], "sft", False),
+        (["sft", "runs/lr=1e-4/config.yaml"], "sft", True),
+        (["sft", "data.max_length=9"], "sft", False),
+        (["sft", "--run_name", "max_steps=9"], "sft", False),
+        (["sft", "--run_name", "trainer.total_epochs=2"], "sft", False),
+        (["sft", "--bf16", "--run_name", "a", "trainer.total_epochs=2"], "sft", True),
     ],
 )
 def test_the_default_length_is_for_runs_without_one(monkeypatch, argv, recipe, bounded):
