@@ -59,8 +59,9 @@ def test_phases_follow_the_loop(shape: str, tmp_path: Path) -> None:
     assert run.all("parts")[0]["gradient_bytes"] > 0
 
 
-def test_losses_under_a_scaler_are_those_of_the_script(tmp_path: Path) -> None:
-    run = run_switched(LOOP, "scaled", folder=tmp_path / "run", mode="ebbtide")
+@pytest.mark.parametrize("shape", ["scaled", "sharded_scaler"])
+def test_losses_under_a_scaler_are_those_of_the_script(shape: str, tmp_path: Path) -> None:
+    run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="ebbtide")
     assert run.code == 0, run.output
     printed = [float(line.split()[1]) for line in run.output.splitlines() if line.startswith("loss ")]
     assert run.losses == [loss for loss in printed if loss != float("inf")] and len(run.losses) == 5

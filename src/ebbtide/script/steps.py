@@ -4,8 +4,8 @@
 A step ends when an optimizer with parameters of a switched model has taken a step; of several, the first to step
 counts. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
 with the loss computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no
-loss is recorded. Of a loss that a ``GradScaler`` has scaled, the unscaled one is recorded, and none of a step that it
-skips.
+loss is recorded. Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and
+none of a step that it skips.
 """
 
 from __future__ import annotations
@@ -119,14 +119,17 @@ class ScriptSteps:
 
     def _watch_scaler(self) -> None:
         kind: Any = torch.amp.GradScaler
-        scaling, stepping = kind.scale, kind.step
+        stepping = kind.step
 
-        @functools.wraps(scaling)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = scaling(scaler, outputs)
-            if isinstance(outputs, torch.Tensor):
-                self._unscaled[scaled] = outputs.detach()
-            return scaled
+        def watched(scaling: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(scaling)
+            def scale(scaler: Any, outputs: Any) -> Any:
+                scaled = scaling(scaler, outputs)
+                if isinstance(outputs, torch.Tensor):
+                    self._unscaled[scaled] = outputs.detach()
+                return scaled
+
+            return scale
 
         @functools.wraps(stepping)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +139,10 @@ class ScriptSteps:
                 self._losses = []  # the step was skipped
             return result
 
-        kind.scale, kind.step = scale, step
+        for one in (kind, *kind.__subclasses__()):
+            if "scale" in vars(one):  # FSDP1's ShardedGradScaler has its own
+                one.scale = watched(one.scale)
+        kind.step = step
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Mark the optimizer's start, unless it computes the loss itself (a closure: Lightning, LBFGS)."""

@@ -35,12 +35,12 @@ def plain():
         optimizer.zero_grad()
 
 
-def scaled():
+def scaled(kind=torch.amp.GradScaler):
     """Under a scaler, which skips the second step; the optimizer's state holds more than tensors."""
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state["scaled"] = True
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = kind("cpu")
     for number, x in enumerate(batches()):
         loss = model(x).square().mean() * (float("inf") if number == 1 else 1.0)
         print("loss", loss.item())
@@ -48,6 +48,16 @@ def scaled():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def sharded_scaler():
+    """The same under FSDP1's scaler, in a group of one rank."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    scaled(ShardedGradScaler)
+    dist.destroy_process_group()
 
 
 def accumulated():
