@@ -124,6 +124,26 @@ def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Pa
         train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
 
 
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tiny_model: Path, tmp_path: Path) -> None:
+    joined = (
+        "{% if messages[1].tool_calls is defined and "
+        "'f(' + messages[1].tool_calls[0]['function']['arguments'] + ')' != 'f({\"on\": true})' %}"
+        "{{ raise_exception('as it was not') }}{% endif %}"
+    )
+    model = with_template(tiny_model, tmp_path / "model", joined)
+    question, data = {"role": "user", "content": "Light!"}, tmp_path / "rows.jsonl"
+    for arguments in ('{"on": true}', {"on": True}, 5):
+        call = {"type": "function", "function": {"name": "light", "arguments": arguments}}
+        answers = [{"role": "assistant", "content": "Yes."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        data.write_text("".join(json.dumps({"messages": [question, answer]}) + "\n" for answer in answers))
+        values = {"dataset": (str(data),), "packing": False, "max_length": 128, "max_steps": 1}
+        if arguments == 5:
+            with pytest.raises(DataError, match="chat template refuses row 2: .*concatenate"):
+                train(model, tmp_path / "refused", **values)
+        else:
+            assert losses(train(model, tmp_path / str(type(arguments)), **values))[0] > 0
+
+
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_path: Path, evaluated: bool) -> None:
     short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"

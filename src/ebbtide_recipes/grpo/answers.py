@@ -6,9 +6,9 @@ heading; the contents of the last ``<answer>`` tag (DeepSeek-R1); those of the l
 mark, an expected answer is its whole text, and a completion's is the last number, or fraction, of its text.
 
 An answer is compared as a number if it has one number, fraction or mixed number, and besides it only words, units,
-currencies and punctuation; what stands before a last ``=`` is left out, unless it lists a value. Any other one (a pair,
-a time, words, a number that a word changes such as ``5 million``, an expression such as ``2\\pi``, ``5x`` or
-``\\sqrt{3}``) is compared as text.
+currencies and punctuation; what stands before a last ``=`` is left out, unless it has another value of a variable
+(``x = 5, y = 6``). Any other one (a pair, a time, words, a number that a word changes such as ``5 million``, an
+expression such as ``2\\pi``, ``5x`` or ``\\sqrt{3}``) is compared as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _BOXED = "\\boxed{"
 _FRACTION = re.compile(r"(?:(\d)\s{0,4})?\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _MIXED = re.compile(r"(?<![\d/.,^])(\d{1,99})\s{1,4}(\d{1,99})/(\d{1,99})(?![\d/])")  # Python bounds what int() reads
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
-_LISTED = re.compile(r"\D*\d.*?(?:,(?!\d{3}(?!\d))|[;，；、]|\b(?:and|or)\b)")  # x=5, y
+_LISTED = re.compile(
+    r"(?<![\w*/+^-])(?<![*/+^-] )[a-z](?:_\w*)?\s*[=<>][^=<>]*?\d[^=<>]*?(?:,(?!\d{3}(?!\d))|[;，；、]|\b(?:and|or)\b)"
+)  # x=5, y
 _LAYOUT = re.compile(
     r"\\left|\\right|\\[!,;: ()\[\]]|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}|\\?\$|\\(?=%)|\*\*|`"
 )
@@ -95,7 +97,7 @@ def _number(answer: str) -> float | None:
     """Return the number that an answer is; ``None``: it is none, or more than one."""
     text = _SQUARES.sub(r"\1", _without_layout(answer))
     before, _, after = text.rpartition("=")
-    text = text if _LISTED.match(_BRACKETED.sub("", before)) else after
+    text = text if _LISTED.search(_BRACKETED.sub("", before)) else after
     values = list(_VALUE.finditer(text))
     if len(values) != 1:
         return None

@@ -1,9 +1,10 @@
 """Prompts: the built-in sums, and rows of files and hubs in the form that the trainer takes.
 
 [Note: prompt rows]
-Each row gets a ``prompt``: text, or a chat that ends with the user. It comes from ``prompt``, ``problem`` (before
-``messages``, which have its solution in NuminaMath and OpenR1), ``messages`` or ``question``. All other columns stay
-and are passed to the reward functions. Without a column ``answer``, the truths in verl's ``reward_model`` become one.
+Each row gets a ``prompt``: text, or a chat that ends with the user. It comes from ``prompt``, ``messages``,
+``question`` or ``problem``; from ``problem`` rather than from ``messages`` that end with its solution, as in NuminaMath
+and OpenR1. ``problem`` and all other columns stay and are passed to the reward functions. Without a column ``answer``,
+the truths in verl's ``reward_model`` become one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ebbtide_recipes.grpo.rewards import HANDED, truth_in
 
 Row = dict[str, Any]
 
-ACCEPTED = "`prompt` (text or messages), `problem`, `messages` or `question`"
-_SOURCES = ("prompt", "problem", "messages", "question")
+ACCEPTED = "`prompt` (text or messages), `messages`, `question` or `problem`"
+_SOURCES = ("prompt", "messages", "question", "problem")
 COUNT = 4096
 """Rows of the built-in data set."""
 
@@ -69,6 +70,8 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
             expected=ACCEPTED,
             hint=close or 'such as {"question": "What is 9 + 9?", "answer": "#### 18"}',
         )
+    if source == "messages" and isinstance(rows[0].get("problem"), str) and _is_solved(rows[0]["messages"]):
+        source = "problem"
     made: list[Row] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of data set {name!r}"
@@ -94,7 +97,14 @@ def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None
         raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="fix or remove the row")
     if isinstance(value, list):
         value = _chat(cast("list[Any]", value), where, chat=chat, system=system)
-    return {"prompt": value, **{str(key): item for key, item in row.items() if key not in (source, "completion")}}
+    gone = {source, "completion"} - {"problem"}
+    return {"prompt": value, **{str(key): item for key, item in row.items() if key not in gone}}
+
+
+def _is_solved(messages: object) -> bool:
+    """Whether messages end with the assistant."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _chat(messages: list[Any], where: str, *, chat: bool, system: str | None) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.rewards import Reward, text_of
+from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -248,8 +249,18 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     def load_more(self, folder: Path) -> None:
         """Read the rollout of the checkpoint; one of other sizes is dropped, and a new one starts."""
-        progress = rollouts.read(folder, self.args.process_index, self.accelerator.device)
-        if progress is None or progress.sizes != self._sizes():
+        progress, now = rollouts.read(folder, self.args.process_index, self.accelerator.device), self._sizes()
+        then = {} if progress is None else progress.sizes
+        if progress is not None and not then:  # an older checkpoint, whose ranks alone are known
+            sealed, _ = read_seal(folder)
+            then = {} if sealed is None else {**now, "world_size": sealed.world_size}
+        if progress is None or then != now:
+            others = [f"{name} {then[name]}, now {now.get(name)}" for name in then if then[name] != now.get(name)]
+            LOGGER.warning(
+                "the rollout in %s is not used (%s): a new one starts",
+                folder,
+                ", ".join(others) or "none of this rank is known",
+            )
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
             return
         self._step, self._buffered_inputs = progress.micro_batches, progress.batches

@@ -60,7 +60,7 @@ _AS_ACTOR = "leave it out: the reference is sharded like the trained model"
 UNSUPPORTED: Mapping[str, str] = {
     "data.val_batch_size": "--per_device_eval_batch_size",
     "data.truncation": "no prompt is ever cut: --filter_overlong_prompts drops the long ones, or refuses them",
-    "data.prompt_key": "the column is `prompt`, `problem`, `messages` or `question`",
+    "data.prompt_key": "the column is `prompt`, `messages`, `question` or `problem`",
     "data.reward_fn_key": _REWARD,
     "data.return_raw_chat": "leave it out: reward functions get the prompts as the rows have them",
     "data.filter_overlong_prompts_workers": "prompts are measured in one process: leave it out",

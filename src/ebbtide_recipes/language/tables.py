@@ -26,7 +26,7 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
     from datasets import Dataset
 
     # A table would give every message, and every call of a tool, all others' fields, empty: JSON keeps them apart.
-    kept_apart = any(map(_has_tools, rows))
+    kept_apart = any(map(_has_more, rows))
     try:
         return Dataset.from_list(rows, on_mixed_types="use_json" if kept_apart else None)
     except (pyarrow.ArrowException, TypeError, UnicodeEncodeError, OverflowError) as error:
@@ -37,10 +37,13 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
         ) from error
 
 
-def _has_tools(row: Row) -> bool:
-    """Whether a message of a row has other fields than who speaks and what."""
-    lists = [value for value in row.values() if isinstance(value, list)]
-    return any(isinstance(m, dict) and m.keys() - {"role", "content"} for messages in lists for m in messages)
+def _has_more(row: Row) -> bool:
+    """Whether a message of a row has other fields than who speaks and what, or a part has other fields than text."""
+    messages = [m for value in row.values() if isinstance(value, list) for m in value if isinstance(m, dict)]
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    return any(m.keys() - {"role", "content"} for m in messages) or any(
+        isinstance(part, dict) and part.keys() - {"type", "text"} for part in parts
+    )
 
 
 def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:

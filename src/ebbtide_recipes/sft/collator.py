@@ -27,6 +27,7 @@ from trl import apply_chat_template
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft import decode
 from ebbtide_recipes.sft.media import WHERE
+from ebbtide_recipes.sft.roles import with_texts
 from ebbtide_recipes.skeleton.rows import Row
 
 if TYPE_CHECKING:
@@ -175,9 +176,13 @@ class MediaCollator:
 
     def _rendered(self, row: Row) -> Row:
         """Return the texts of a row, as the chat template writes them."""
+        bare = _bare(row)
         try:
-            return apply_chat_template(_bare(row), self.processor)
-        except TemplateError as error:
+            try:
+                return apply_chat_template(bare, self.processor)
+            except TypeError:  # as of a template that joins text and a call's arguments
+                return apply_chat_template({**bare, **with_texts(bare)}, self.processor)
+        except (TemplateError, TypeError) as error:
             raise refused_by_template(row[WHERE], error) from error
 
     def _places(self) -> set[int]:
@@ -304,7 +309,7 @@ def _listed(rows: Sequence[Row]) -> str:
     return rows[0][WHERE] if len(rows) == 1 else f"one of {', '.join(row[WHERE] for row in rows)}"
 
 
-def refused_by_template(where: str, error: TemplateError) -> DataError:
+def refused_by_template(where: str, error: Exception) -> DataError:
     """Return the error of a chat that the model's template does not render."""
     return DataError(
         f"the model's chat template refuses {where}: {error}",

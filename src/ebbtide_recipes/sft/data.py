@@ -151,7 +151,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
         check_learned(made, where)
         if tools:
             made = with_tools(made, row.get("tools"), where)
-        part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made, where))
+        part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made))
     if unknown := unknown_in(part):
         LOGGER.warning(
             "data set %r has messages of the roles %s: a chat template that does not know them leaves them out; "

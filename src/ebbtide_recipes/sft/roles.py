@@ -4,7 +4,8 @@
 Most templates silently drop a message whose role they do not know, and with it what should be learned. Other programs'
 names are mapped: ShareGPT's, and ms-swift's ``tool_call`` and ``tool_response``; other roles, which a few templates
 know, stay and are named in a warning. A call of a tool becomes part of an assistant's message, as OpenAI writes it, and
-calls in a row become one message.
+calls in a row become one message. A message's own ``tool_calls`` stay, except for arguments that are JSON in a text:
+most templates write an object as JSON, and such a text as a text in JSON; a few take a text alone.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def with_known_roles(messages: list[Row], where: str) -> list[Row]:
             else:
                 made[-1] = {**last, "tool_calls": [*(last.get("tool_calls") or ()), *calls]}
             continue
-        if message.get("tool_calls"):
-            message = {**message, "tool_calls": _calls(message["tool_calls"], where)}
+        if isinstance(message.get("tool_calls"), list):
+            message = {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         lower = role.lower()
         known = ALIASES.get(lower, lower if lower in KNOWN else role)
         made.append(message if known == role else {**message, "role": known})
@@ -91,6 +92,37 @@ def check_learned(row: Row, where: str) -> None:
                     expected="messages that are all learned: this field has no effect here",
                     hint="--completion_only_loss true learns only a chat's last answer; or take the field out",
                 )
+
+
+def with_texts(row: Row) -> Row:
+    """Return a row whose calls have their arguments as JSON in a text, for a template that takes a text alone."""
+    return {
+        column: [
+            {**m, "tool_calls": [_with_text(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in v
+        ]
+        for column, v in row.items()
+        if column in ("messages", "prompt", "completion") and isinstance(v, list)
+    }
+
+
+def _with_text(call: Any) -> Any:
+    """Return a call with its arguments as JSON in a text."""
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    if not isinstance(arguments := function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call with its arguments as an object, where they are JSON of one in a text."""
+    if isinstance(call, dict) and "function" in call:
+        return {**call, "function": _with_object(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _calls(content: Any, where: str) -> list[Row]:

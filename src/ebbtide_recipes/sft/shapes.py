@@ -214,33 +214,25 @@ def with_tools(row: Row, tools: object, where: str) -> Row:
     return {**row, "tools": json.dumps(found)}
 
 
-def in_text(row: Row, where: str) -> Row:
-    """Return a row without files whose messages are text: their parts, in OpenAI's form, are joined.
+def in_text(row: Row) -> Row:
+    """Return a row without files whose messages are text: parts in OpenAI's form are joined, if all of them are text.
 
-    Raises:
-        DataError: A part is no text.
+    Other parts are left to the chat template, such as ``thinking``.
     """
     return {
-        column: [{**m, "content": _joined(m["content"], where)} if isinstance(m.get("content"), list) else m for m in v]
+        column: [{**m, "content": _joined(m["content"])} if isinstance(m.get("content"), list) else m for m in v]
         if isinstance(v, list)
         else v
         for column, v in row.items()
     }
 
 
-def _joined(parts: Sequence[object], where: str) -> str:
-    """Return the text of a message's parts."""
-    texts: list[str] = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            raise DataError(
-                f"{where} has {part!r:.80} as a part of a message",
-                expected='parts of text, such as {"type": "text", "text": "Hello"}: the data set has no files',
-                hint="take the part out, or name its file in `images`, `videos` or `audios`",
-            )
-        texts.append(text)
-    return "".join(texts)
+def _joined(parts: Sequence[object]) -> str | Sequence[object]:
+    """Return the text of a message's parts; the parts, if one of them is no text."""
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in parts
+    ]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else parts
 
 
 def _chat_of(row: Row) -> tuple[str, list[Row] | None]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
 
 from ebbtide.base.errors import DataError
+from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft.collator import MediaCollator, refused_by_template
 from ebbtide_recipes.sft.media import KINDS, WHERE
+from ebbtide_recipes.sft.roles import with_texts
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -87,17 +90,20 @@ def build(
 
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+    own = arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None)
+    made_of = partial(SftTrainer, model, own, collator, processing_class=processor)
+    parts = (dataset, evaluation)
     try:
-        trainer = SftTrainer(
-            model=model,
-            args=arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None),
-            data_collator=collator,
-            train_dataset=dataset,
-            eval_dataset=evaluation,
-            processing_class=processor,
-        )
-    except TemplateError as error:
-        raise refused_by_template(_refused((dataset, evaluation), processor), error) from error
+        try:
+            trainer = made_of(train_dataset=dataset, eval_dataset=evaluation)
+        except TypeError:  # as of a template that joins text and a call's arguments
+            parts = (_with_texts(dataset, config), evaluation and _with_texts(evaluation, config))
+            trainer = made_of(train_dataset=parts[0], eval_dataset=parts[1])
+    except (TemplateError, TypeError) as error:
+        where = _refused(parts, processor)
+        if where is None and isinstance(error, TypeError):
+            raise
+        raise refused_by_template(where or "a row", error) from error
     if config.truncation == "error" and collator is None:
         for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
             if part is not None:
@@ -157,18 +163,25 @@ def _learned(config: SftConfig, part: Any, rows: Dataset, named: str) -> Dataset
     return part
 
 
-def _refused(parts: Iterable[Dataset | None], processor: Any) -> str:
-    """Return the number of the first chat that a template does not render, in words."""
+def _with_texts(part: Dataset, config: SftConfig) -> Dataset:
+    """Return rows whose calls of tools have their arguments as JSON in a text."""
+    return as_dataset([{**row, **with_texts(row)} for row in part.to_list()], config.dataset)
+
+
+def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:
+    """Return the number of the first chat that a template does not render, in words; ``None``: it renders all."""
     from jinja2 import TemplateError
 
     for part in parts:
         for number, row in enumerate(part or (), start=1):
             chat = row.get("messages") or [*row.get("prompt", ()), *row.get("completion", ())]
+            if not chat or not isinstance(chat[0], dict):
+                return None
             try:
                 processor.apply_chat_template(chat, tools=json.loads(row.get("tools") or "[]") or None, tokenize=False)
-            except TemplateError:
+            except (TemplateError, TypeError):
                 return f"row {number}"
-    return "a row"
+    return None
 
 
 def _check_lengths(rows: Dataset, names: Sequence[str], most: int) -> None:

@@ -111,9 +111,10 @@ def matches(folder: Path, source: Source, making: Making, clips: Sequence[Clip] 
     if not is_made(folder):
         return False
     wanted = _request(source, making, clips)
-    made = _without_name({"dtype": wanted["dtype"], **_manifest(folder)["request"]})  # older manifests name no type
+    made = _without_name(_manifest(folder)["request"])
     if clips is None:
         made.pop("clips", None)
+        made.setdefault("dtype", wanted["dtype"])  # older manifests name none
     return made == _without_name(wanted)
 
 

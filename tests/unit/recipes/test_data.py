@@ -183,9 +183,24 @@ def test_arguments_that_are_json_in_a_text_are_learned_as_objects(tmp_path: Path
     assert made[0]["messages"][1]["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "light", "arguments": {"on": True}}}
     ]
-    call["function"]["arguments"] = "on"
-    with pytest.raises(DataError, match="row 1 .* has the call of a tool"):
-        load(write(tmp_path / "rows.jsonl", [{"messages": messages}]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "light", "arguments": "on"}},
+        {"type": "function", "function": {"name": "light", "arguments": "[1]"}},
+        {"type": "custom", "custom": {"name": "light", "input": "on"}},
+        {"name": "light", "parameters": {"on": True}},
+        {"index": 0, "function": {"arguments": {"on": True}, "name": "light", "strict": True}, "id": "", "type": "f"},
+    ],
+)
+def test_a_call_in_another_form_stays_as_the_file_has_it(tmp_path: Path, call: dict) -> None:
+    text = {"index": 1, "function": {"arguments": '{"b": 1, "a": 2}', "name": "light"}, "type": "function"}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call, text]}]
+    (row,) = load(write(tmp_path / "rows.jsonl", [{"messages": messages}]))
+    text["function"]["arguments"] = {"b": 1, "a": 2}
+    assert json.dumps(row["messages"][1]["tool_calls"]) == json.dumps([call, text])
 
 
 def test_the_fields_that_a_table_adds_to_calls_and_tools_are_not_learned(tmp_path: Path) -> None:
@@ -196,14 +211,15 @@ def test_the_fields_that_a_table_adds_to_calls_and_tools_are_not_learned(tmp_pat
     assert [json.loads(row["tools"]) for row in made] == [tools, tools]
 
 
-def test_parts_of_text_are_one_text_and_others_are_refused(tmp_path: Path) -> None:
+def test_parts_of_text_are_one_text_and_others_are_left_to_the_template(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "?"}]
     rows = [{"messages": [{**USER, "content": parts}, ASSISTANT]}, {"messages": [USER, ASSISTANT]}]
     assert load(write(tmp_path / "rows.jsonl", rows))[0]["messages"] == [{**USER, "content": "q?"}, ASSISTANT]
-    for part in ({"type": "text"}, {"type": "refusal", "refusal": "no"}, 5):
-        rows = [{"messages": [USER, {**ASSISTANT, "content": [part]}]}]
-        with pytest.raises(DataError, match="row 1 of .* as a part of a message.*\nhint: "):
-            load(write(tmp_path / "rows.jsonl", rows))
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}], "closed": True}
+    for part in (thinking, {"type": "refusal", "refusal": "no"}):
+        answer = {**ASSISTANT, "content": [part, parts[0]]}
+        (row,) = load(write(tmp_path / "rows.jsonl", [{"messages": [{**USER, "content": parts}, answer]}]))
+        assert row["messages"] == [{**USER, "content": "q?"}, answer]
 
 
 def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> None:

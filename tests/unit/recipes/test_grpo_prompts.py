@@ -38,8 +38,11 @@ def test_the_built_in_sums_are_right_and_belong_to_the_seed() -> None:
         ({"question": "q", "answer": "#### 1"}, {"prompt": [USER], "answer": "#### 1"}),
         (
             {"problem": "q", "messages": [USER, ASSISTANT], "solution": "a"},
-            {"prompt": [USER], "messages": [USER, ASSISTANT], "solution": "a"},
+            {"prompt": [USER], "problem": "q", "messages": [USER, ASSISTANT], "solution": "a"},
         ),
+        ({"problem": "q", "messages": [SYSTEM, USER]}, {"prompt": [SYSTEM, USER], "problem": "q"}),
+        ({"problem": 17, "question": "q"}, {"prompt": [USER], "problem": 17}),
+        ({"problem": "q", "answer": "a"}, {"prompt": [USER], "problem": "q", "answer": "a"}),
         ({"messages": [SYSTEM, USER], "solution": "a"}, {"prompt": [SYSTEM, USER], "solution": "a"}),
         ({"prompt": "q", "completion": "gone"}, {"prompt": "q"}),
         (

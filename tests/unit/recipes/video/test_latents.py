@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import resource
 import shutil
 from collections.abc import Iterator
@@ -105,6 +106,11 @@ def test_latents_of_other_clips_or_captions_are_made_again(tmp_path: Path) -> No
     assert not latents.matches(tmp_path, source, MAKING, clips[::-1])
     assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, frames=5), None)
     assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, dtype=torch.bfloat16), None)
+    manifest = json.loads((tmp_path / latents.MANIFEST).read_text())
+    del manifest["request"]["dtype"]
+    (tmp_path / latents.MANIFEST).write_text(json.dumps(manifest))
+    assert not latents.matches(tmp_path, source, MAKING, clips)
+    assert latents.matches(tmp_path, source, MAKING, None)
 
 
 def test_a_file_that_changed_is_another_clip(tmp_path: Path) -> None:
