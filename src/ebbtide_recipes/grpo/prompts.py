@@ -97,8 +97,8 @@ def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None
         raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="fix or remove the row")
     if isinstance(value, list):
         value = _chat(cast("list[Any]", value), where, chat=chat, system=system)
-    dropped = {source, "completion"} - {"problem"}
-    return {"prompt": value, **{str(key): item for key, item in row.items() if key not in dropped}}
+    left_out = {source, "completion"} - {"problem"}
+    return {"prompt": value, **{str(key): item for key, item in row.items() if key not in left_out}}
 
 
 def _is_solved(messages: object) -> bool:
