@@ -72,6 +72,34 @@ def test_after_a_forward_nothing_is_there_but_its_output_and_what_is_kept(name: 
         loss.backward()
 
 
+class Hard(torch.nn.Module):
+    """Saves what no rule recomputes, so that it is checkpointed; it is given one tensor, which is offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        for _ in range(4):
+            x = torch.special.i0e(x)
+        return x
+
+
+def test_a_checkpointed_block_holds_nothing_on_the_device() -> None:
+    device = torch.accelerator.current_accelerator()
+    model = torch.nn.Sequential(*(Hard() for _ in range(6))).to(device)
+    x = torch.randn(512, 256, device=device)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window=1) as handle:
+        for _ in range(4):
+            model(x).sum().backward()
+        assert handle.stats().checkpointed_blocks == 6
+        before = allocated()
+        loss = model(x).sum()
+        assert allocated() - before == ROUNDED  # the loss alone
+        loss.backward()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_of_minimal_is_at_most_that_of_checkpoints(name: str) -> None:
     checkpointed = big(name)

@@ -56,8 +56,10 @@ class ForwardContext:
                 watched = engine.guard.watch(tensor, tensor._version, compared=run.compared)
                 self._watched.append((tensor, watched))
         self._moved = moved
-        self._devices = {x.device: x for x in inputs if x.device.type not in ("cpu", "meta")}
-        self._random, self._casts = _RandomStates.now(self._devices), _casts(self._devices)
+        devices = {x.device for x in inputs if x.device.type not in ("cpu", "meta")}
+        self._devices = {device: torch.empty(0, device=device) for device in devices}  # not the inputs: they may leave
+        self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
+        self._random, self._casts = _RandomStates.now(self._devices), _casts(self._kinds)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     @contextmanager
@@ -78,7 +80,7 @@ class ForwardContext:
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
-                if self._casts != _casts(self._devices):
+                if self._casts != _casts(self._kinds):
                     for device_type, (enabled, dtype, cached) in self._casts.items():
                         modes.enter_context(torch.autocast(device_type, dtype, enabled, cached))
                 if self._device_mode is not None:
@@ -185,11 +187,14 @@ def _plain(value: Any) -> Any:
     return value.tobytes() if hasattr(value, "tobytes") else value
 
 
-def _casts(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.dtype, bool]]:
+def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:
     """Return by type of device whether autocast is on, its type, and whether it keeps what it casts."""
     cached = torch.is_autocast_cache_enabled()
-    kinds = {"cpu", *(device.type for device in devices if torch.amp.is_autocast_available(device.type))}
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached) for kind in kinds}
+    return {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    }
 
 
 def _device_mode() -> DeviceContext | None:

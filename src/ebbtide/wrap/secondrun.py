@@ -22,6 +22,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -44,6 +45,7 @@ class _Input(NamedTuple):
 
     ticket: Any
     requires_grad: bool
+    is_leaf: bool
 
 
 class _Dropped:
@@ -75,8 +77,8 @@ class _Dropped:
         self.again_version = 0 if tensor.is_inference() else tensor._version
 
 
-class _LastSaved(BaseException):
-    """Ends a second forward that has saved everything: no ``except Exception`` of a block may catch it."""
+class _LastSaved(Exception):
+    """Ends a second forward that has saved everything. An ``Exception``: module hooks with ``always_call`` run then."""
 
 
 class SecondRun:
@@ -102,11 +104,15 @@ class SecondRun:
     ) -> None:
         leaves, self._spec = tree_flatten((args, kwargs))
         with torch.no_grad():
-            self._leaves = [_Input(run.pack(x), x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+            self._leaves = [
+                _Input(run.pack(x), x.requires_grad, x.is_leaf) if isinstance(x, torch.Tensor) else x for x in leaves
+            ]
         self.run, self._forward, self._context = run, forward, context
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
         self._lock = RLock()  # autograd reads in a thread for each device
+        # torch.utils.checkpoint.set_checkpoint_early_stop(False): blocks whose tail must run again.
+        self._early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
         self._sampled = run.compared is Compared.SAMPLE
         self._empty = torch.empty(0, device="cpu")  # whatever the default device
 
@@ -187,11 +193,12 @@ class SecondRun:
     def _run_again(self, task: int) -> None:
         if task != -1 and _group() is None:
             self.run.engine.let_go_after(task, weakref.ref(self))
-        args, kwargs = tree_unflatten([self._argument(x) for x in self._leaves], self._spec)
         self._position = 0
         try:
-            with torch.enable_grad(), self._context(), saved_tensors_hooks(self._save_again, _as_it_is):
-                self._forward(*args, **kwargs)
+            with torch.enable_grad():
+                args, kwargs = tree_unflatten([self._argument(x) for x in self._leaves], self._spec)
+                with self._context(), saved_tensors_hooks(self._save_again, _as_it_is):
+                    self._forward(*args, **kwargs)
         except _LastSaved:
             return
         except RuntimeError as error:
@@ -206,21 +213,25 @@ class SecondRun:
         if not isinstance(leaf, _Input):
             return leaf
         with torch.no_grad():
-            tensor = self.run.engine.unpack(leaf.ticket).detach()
-        return tensor.requires_grad_() if leaf.requires_grad else tensor
+            tensor = self.run.engine.unpack(leaf.ticket)
+        if not leaf.requires_grad:
+            return tensor  # as autograd saves it, with its class and attributes
+        tensor = tensor.detach().requires_grad_()
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        return tensor.view_as(tensor) if plain and not leaf.is_leaf else tensor
 
     def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
         position, known = self._position, len(self._dropped)
-        if position >= known:  # somebody caught the exception
+        if position >= known and self._early_stop:  # somebody caught the exception
             raise _LastSaved
         value = tensor.detach() if tensor.requires_grad else tensor
-        reference = self._dropped[position]
+        reference = self._dropped[position] if position < known else None
         dropped = None if reference is None else reference()
         if dropped is not None:
             dropped.found(value)
         self._position = position + 1
-        if position + 1 == known:
+        if position + 1 == known and self._early_stop:
             raise _LastSaved
         return value
 

@@ -326,6 +326,83 @@ def test_an_output_that_is_changed_in_place_afterwards_is_the_error_of_plain_tra
         change(model)
 
 
+class Ends(nn.Module):
+    """Saves the last tensor of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.i0e(x)
+
+
+class Deep(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = Ends()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.tail(x)
+
+
+def test_hooks_that_are_always_called_run_where_a_second_forward_ends_early() -> None:
+    depth = [0]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        depth[0] += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        depth[0] -= 1
+
+    with checkpointed(Deep) as model:
+        model.blocks[0].tail.register_forward_pre_hook(enter)
+        model.blocks[0].tail.register_forward_hook(leave, always_call=True)
+        for _ in range(3):
+            loss(model).backward()
+        assert depth == [0]
+
+
+class Reads(Block):
+    """Branches on what its argument is."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.special.i0e(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        made = x.grad_fn is not None and not x.is_leaf
+        factor = x.scale if hasattr(x, "scale") else 2.0
+        return torch.special.i0e((y * 3 if made else y) * factor)
+
+
+def test_inputs_are_what_they_were() -> None:
+    def act(model: Model) -> None:
+        x = model.x.clone()
+        x.scale = 5.0  # type: ignore[attr-defined]
+        model(x).square().mean().backward()
+
+    alike(Reads, act)
+
+
+def test_a_second_forward_may_have_to_run_to_its_end() -> None:
+    ends: list[None] = []
+
+    class Tail(Block):
+        def inner(self, x: Tensor) -> Tensor:
+            y = torch.special.i0e(x)
+            note()
+            return y * 2
+
+    def note() -> None:
+        ends.append(None)
+
+    with checkpointed(Block) as model, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "inner", Tail.inner)
+        for early, expected in ((True, 2), (False, 4)):
+            ends.clear()
+            with torch.utils.checkpoint.set_checkpoint_early_stop(early):
+                out = loss(model)
+            out.backward()
+            assert len(ends) == expected
+
+
 class Fewer(Block):
     """Saves less the second time."""
 
