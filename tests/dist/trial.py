@@ -10,6 +10,7 @@ weights are random, those of norms too, so that no activation equals one by chan
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,6 +169,10 @@ def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings
 
 
 def _add(findings: Findings, handle: ebbtide.Handle) -> None:
+    for _ in range(100):  # gloo's thread holds a collective's input, and its graph, for a moment after it
+        if not handle._engine.live_tickets:
+            break
+        time.sleep(0.01)
     assert_nothing_left(handle._engine)
     stats = handle.stats()
     findings.recomputes += stats.total_recomputes
