@@ -27,7 +27,7 @@ from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
-from ebbtide.profiling.hardware import machine_here
+from ebbtide.profiling.hardware import measured_machine
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
@@ -263,7 +263,7 @@ def make_plan(
     if not isinstance(chosen, Policy):
         raise ConfigError("policy is a plan", expected="a policy to plan for", hint="such as policy='auto'")
     check_choosers(blocks)
-    where = machine_here() if machine is None else machine_named(machine)
+    where = measured_machine() if machine is None else machine_named(machine)
     profile = forecast(
         model, batch, where, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
         blocks=blocks, options=options_of("auto", min_bytes, window, None, False), rules=_rules(),

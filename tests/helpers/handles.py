@@ -16,6 +16,7 @@ import ebbtide
 from ebbtide.engine.timing import StepTimer
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
+from ebbtide.wrap.rerun import Reruns
 from tests.helpers.engines import assert_nothing_left, drain, hooks_are_closed
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.models import build
@@ -31,14 +32,12 @@ class Trainee:
         step: One forward and backward; returns the gradients.
         expected: The gradients without ebbtide.
         packs: Saved tensors of a step under the handle.
-        checkpointed: Its checkpointed blocks.
     """
 
     handle: ebbtide.Handle
     step: Callable[[], list[Tensor]]
     expected: list[Tensor]
     packs: int
-    checkpointed: int = 0
 
     def assert_recovers(self) -> None:
         """Assert invariant 7: nothing is open, nothing is left, the next step is right and whole."""
@@ -48,9 +47,7 @@ class Trainee:
         assert_nothing_left(engine)
         assert all(map(same_bits, self.step(), self.expected))
         assert hooks_are_closed() and not engine.restorer.backwards
-        stats = self.handle.stats()
-        # On a busy machine a plan may be missed and made again: another block may be checkpointed then.
-        assert stats.packs == self.packs or stats.checkpointed_blocks != self.checkpointed
+        assert self.handle.stats().packs == self.packs
         assert self.handle.explain()
         engine._copy_out.retire()
         assert engine._copy_out.in_flight_bytes == 0
@@ -84,6 +81,10 @@ def training(
             nobody = mock.patch(f"ebbtide.profiling.{chooser}", lambda *args, **kwargs: frozenset[str]())
             stack.enter_context(nobody)
         stack.enter_context(mock.patch.object(StepTimer, "runs_plain", lambda self, name: False))
+        if (
+            policy == "auto"
+        ):  # a plan that is missed on a busy machine might checkpoint other blocks than the one before
+            stack.enter_context(mock.patch.object(Reruns, "able", lambda *args: False))
         if tier == "disk":
             place: Any = DiskTier(stack.enter_context(tempfile.TemporaryDirectory()), budget_bytes=room_bytes)
         else:
@@ -95,11 +96,7 @@ def training(
         if room_bytes is None:
             for _ in range(2):
                 assert all(map(same_bits, step(), expected))
-            stats = handle.stats()
-            trainee = Trainee(
-                handle=handle, step=step, expected=expected,
-                packs=stats.packs, checkpointed=stats.checkpointed_blocks,
-            )  # fmt: skip
+            trainee = Trainee(handle=handle, step=step, expected=expected, packs=handle.stats().packs)
         yield trainee
 
 

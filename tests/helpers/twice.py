@@ -35,6 +35,13 @@ class Stack(nn.Module):
         return x
 
 
+def hard(x: Tensor) -> Tensor:
+    """Save several tensors that no rule covers: Minimal runs the block again."""
+    for _ in range(4):
+        x = torch.special.i0e(x)
+    return x
+
+
 def sgd(model: nn.Module, lr: float = 0.1) -> nn.Module:
     """Give a model an optimizer of what is trained in it, as ``model.optimizer``."""
     model.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)  # type: ignore[assignment]

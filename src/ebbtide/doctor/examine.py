@@ -16,7 +16,7 @@ from ebbtide.base.extras import oldest
 from ebbtide.doctor.device import look_at_device
 from ebbtide.doctor.facts import Facts, look_at_bus, look_at_disk, look_at_environment, look_at_host
 from ebbtide.doctor.findings import Finding, findings
-from ebbtide.profiling.hardware import machine_with, speed_here
+from ebbtide.profiling.hardware import machine_with, measured_speed
 from ebbtide.store.share import ranks_of
 
 
@@ -95,7 +95,7 @@ def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
     if facts.target == "disk" and facts.disk.refused is not None:
         return replace(facts, unmeasured=facts.disk.refused)
     try:
-        speed = speed_here(facts.target, disk_path)
+        speed = measured_speed(facts.target, disk_path)
         machine = machine_with(speed)
     except EbbtideError as error:
         return replace(facts, unmeasured=error.found, advice=error.hint or None)

@@ -242,9 +242,8 @@ class SliceReader:
         data = staging[at : at + span]
         if data.data_ptr() % entry.dtype.itemsize:  # a file may put tensors at odd places
             data = data.clone()
-        if (
-            entry.dtype.itemsize < piece.into.dtype.itemsize and span < piece.into.nbytes
-        ):  # converted there: less to copy
+        widens = entry.dtype.itemsize < piece.into.dtype.itemsize
+        if widens and span < piece.into.nbytes:  # fewer bytes to copy if the device converts
             data = data.to(piece.into.device)
         piece.into.copy_(data.view(entry.dtype).as_strided(piece.box.size, strides))
         return piece.box.numel * entry.dtype.itemsize, span

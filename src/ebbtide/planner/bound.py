@@ -12,8 +12,8 @@ stalls:
 are on the device when it begins, and count as kept. No schedule of whole storages in a real order is faster.
 
 A storage may be split, so only its prices per byte matter: storages whose copies are as wide and whose recomputes cost
-the same, within ``GRAIN``, are one to the program, at the lowest of their prices. So the bound stays one, at most
-``GRAIN`` below the exact program's, and experts of hundreds of sizes take no longer than one.
+the same, within ``PRICE_GRAIN``, are one to the program, at the lowest of their prices. So the bound stays one, at most
+``PRICE_GRAIN`` below the exact program's, and experts of hundreds of sizes take no longer than one.
 
 ``R`` is computed from its dual: given prices for a kept byte and for a copied byte, every storage takes the cheapest of
 its three actions, and the best prices give the value of the program. The prices also order the recomputes
@@ -31,8 +31,7 @@ from ebbtide.planner.profile import Profile, Unit
 HALVINGS = 50
 """Bisection steps, to float precision, for the bytes at which copy-ins take as long as the work that hides them."""
 
-
-GRAIN = 0.01
+PRICE_GRAIN = 0.01
 """Relative difference of recomputes' prices per byte that the program does not see."""
 
 
@@ -176,12 +175,12 @@ class Bound:
 
 
 def _sorts(units: Iterable[Unit]) -> list[_Sort]:
-    """Return units whose prices per byte are equal within ``GRAIN`` as one, at the lowest of these prices."""
+    """Return units whose prices per byte are equal within ``PRICE_GRAIN`` as one, at the lowest of these prices."""
     found: dict[tuple[float, float], _Sort] = {}
     for unit in units:
         part = unit.moved_bytes / unit.nbytes if unit.movable else math.inf
         seconds = math.inf if unit.recompute_seconds is None else unit.recompute_seconds / unit.nbytes
-        grade = math.floor(math.log(seconds) / GRAIN) if 0 < seconds < math.inf else seconds
+        grade = math.floor(math.log(seconds) / PRICE_GRAIN) if 0 < seconds < math.inf else seconds
         known = found.get((part, grade), _Sort(0, part, seconds))
         found[part, grade] = _Sort(known.nbytes + unit.nbytes, part, min(known.seconds, seconds))
     return list(found.values())

@@ -37,17 +37,17 @@ _LARGE_HEADS = 32, 128
 Work = Callable[[], object]
 
 
-def machine_here() -> Machine:
+def measured_machine() -> Machine:
     """Measure this machine: one of its devices, and the link to the store.
 
     Raises:
         TargetError: The device computes nothing or has no memory left; DiskError: no disk is usable, or it is full.
         CapError: Host memory is full.
     """
-    return machine_with(speed_here("auto", None))
+    return machine_with(measured_speed("auto", None))
 
 
-def speed_here(target: str, disk_path: str | None) -> Speed:
+def measured_speed(target: str, disk_path: str | None) -> Speed:
     """Measure the link to the store: out, in, and both at once.
 
     Args:

@@ -35,7 +35,7 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
     for package in packages:
         check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
     from ebbtide.planner.machines import machine_named
-    from ebbtide.profiling.hardware import machine_here
+    from ebbtide.profiling.hardware import measured_machine
     from ebbtide.profiling.simulated import Job, forecast
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised, state_ratio
@@ -49,7 +49,7 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
     subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     if config.gpu is None:
         report("measuring this machine, which takes seconds; --gpu names another")
-    machine = machine_here() if config.gpu is None else machine_named(config.gpu)
+    machine = measured_machine() if config.gpu is None else machine_named(config.gpu)
     _check_machine(config, machine)
     outline = subject.outline(_dtype(config, machine))
     inputs, end = model.watch_inputs(outline.module)

@@ -176,7 +176,7 @@ def test_what_holds_the_peak_is_said_from_the_runs_own_record(done):
     (line,) = [line for line in done[1].splitlines() if line.startswith("ebbtide: ")]
     assert "losses bitwise equal (against plain); what is left of the peak: " in line
     held = re.search(r"activations ([0-9.]+) MiB", line)
-    assert "weights 8.0 MiB" in line and held is not None and 25 < float(held[1]) < 36, line  # 32 MiB, by its pages
+    assert "weights 8.0 MiB" in line and held is not None and 28 < float(held[1]) < 34, line  # 32 MiB, by its pages
 
 
 def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):

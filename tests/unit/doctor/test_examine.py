@@ -26,7 +26,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("ebbtide.doctor.examine")
     monkeypatch.setattr(
         module,
-        "speed_here",
+        "measured_speed",
         lambda target, path: Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9, both_ways=0.5),
     )
     monkeypatch.setattr(module, "machine_with", lambda speed: SMALL.machine)
@@ -46,7 +46,7 @@ def test_this_machine(room: Any, tmp_path: Path) -> None:
 def test_a_path_that_cannot_serve_is_a_finding_and_not_measured(
     room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(room, "speed_here")
+    monkeypatch.delattr(room, "measured_speed")
     found = the_function(disk_path=str(tmp_path / "none"))
     assert not found.healthy and [x.code for x in found.findings if x.severity == "problem"] == ["EBB011"]
     assert found.facts.machine is None
@@ -65,7 +65,7 @@ def test_what_fails_while_it_is_measured_is_told(room: Any, monkeypatch: pytest.
     def fail(target: str, path: str | None) -> Speed:
         raise error
 
-    monkeypatch.setattr(room, "speed_here", fail)
+    monkeypatch.setattr(room, "measured_speed", fail)
     found = room.measure(changed(SMALL, machine=None))
     assert (found.unmeasured, found.advice, found.machine) == (error.found, error.hint, None)
 
@@ -73,7 +73,7 @@ def test_what_fails_while_it_is_measured_is_told(room: Any, monkeypatch: pytest.
 def test_a_broken_disk_does_not_keep_the_link_from_being_measured(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
     speed = Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9, both_ways=0.5)
-    monkeypatch.setattr(room, "speed_here", lambda target, path: asked.append((target, path)) or speed)
+    monkeypatch.setattr(room, "measured_speed", lambda target, path: asked.append((target, path)) or speed)
     facts = changed(SERVER, machine=None, disk__requested=True, disk__path="/x")
     room.measure(changed(facts, disk__refused="it is missing"))
     room.measure(facts)

@@ -76,7 +76,7 @@ def test_experts_of_hundreds_of_sizes_are_few_to_the_program(monkeypatch: pytest
     rates = Rates(out_bytes_per_second=5e3, in_bytes_per_second=5e3)
     profile = alike(1, units, rates, forward=sum(u.nbytes for u in units) / 4e4)
     coarse = Bound(profile)
-    monkeypatch.setattr("ebbtide.planner.bound.GRAIN", 1e-9)
+    monkeypatch.setattr("ebbtide.planner.bound.PRICE_GRAIN", 1e-9)
     exact = Bound(profile)
     assert len(coarse._sorts) < 50 < 250 < len(exact._sorts)
     for share in (0.0, 0.2, 0.5, 0.8):

@@ -110,9 +110,9 @@ def test_little_memory_is_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine_can_be_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(here, "speed_here", lambda target, disk_path: SPEED)
+    monkeypatch.setattr(here, "measured_speed", lambda target, disk_path: SPEED)
     before = torch.get_rng_state()
-    machine = here.machine_here()
+    machine = here.measured_machine()
     assert torch.equal(before, torch.get_rng_state())
     assert (machine.out_bytes_per_second, machine.in_bytes_per_second) == (2e9, 1e9)
     machine.save(tmp_path / "machine.json")
@@ -123,9 +123,9 @@ def test_this_machine_can_be_written_and_read(monkeypatch: pytest.MonkeyPatch, t
 def test_where_bytes_wait_on_this_machine(tmp_path: Path) -> None:
     if filesystem_of(tmp_path) == "tmpfs":
         pytest.skip("the temporary directory lies in RAM")
-    speed = here.speed_here("disk", str(tmp_path))
+    speed = here.measured_speed("disk", str(tmp_path))
     assert speed.out_bytes_per_second > 0 and speed.in_bytes_per_second > 0
     with pytest.raises(DiskError, match="does not exist"):
-        here.speed_here("auto", str(tmp_path / "none"))
+        here.measured_speed("auto", str(tmp_path / "none"))
     with pytest.raises(TargetError, match="target='host' needs an accelerator"):
-        here.speed_here("host", None)
+        here.measured_speed("host", None)

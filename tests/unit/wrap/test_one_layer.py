@@ -20,7 +20,7 @@ import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from ebbtide.wrap.secondrun import SecondRun
 from tests.helpers.oracle import same_bits
-from tests.helpers.twice import Stack
+from tests.helpers.twice import Stack, hard
 
 Act = Callable[["Model"], Any]
 
@@ -33,14 +33,9 @@ class Block(nn.Module):
         self.up = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.hard(self.up(x)))
+        return self.inner(hard(self.up(x)))
 
     def inner(self, x: Tensor) -> Tensor:
-        return x
-
-    def hard(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = torch.special.i0e(x)
         return x
 
 
@@ -114,22 +109,28 @@ class Parts(Block):
     """Its two halves have no saved tensor in common."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.hard(self.up(part)) for part in x.chunk(2)])
+        return torch.cat([hard(self.up(part)) for part in x.chunk(2)])
 
 
-def test_a_group_of_backwards_runs_a_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
-    if group is None:
-        pytest.skip("this torch has no groups of backwards")
-    halves: list[Tensor] = []
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The latest tensors that were concatenated."""
+    found: list[Tensor] = []
     real = torch.cat
 
     def noting(parts: Any) -> Tensor:
-        halves[:] = parts
+        found[:] = parts
         return real(parts)
 
+    monkeypatch.setattr(torch, "cat", noting)
+    return found
+
+
+def test_a_group_of_backwards_runs_a_block_once(halves: list[Tensor]) -> None:
+    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    if group is None:
+        pytest.skip("this torch has no groups of backwards")
     with checkpointed(Parts) as model, counting() as runs:
-        monkeypatch.setattr(torch, "cat", noting)
         model.blocks[0](model.x)
         one, other = halves
         with group():  # as a pipeline that splits its backward
@@ -424,23 +425,17 @@ def test_a_second_forward_that_saves_less_is_an_error() -> None:
     assert "hint:" in str(raised.value)
 
 
-def test_what_a_backward_leaves_unread_goes_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_backward_leaves_unread_goes_when_it_ends(monkeypatch: pytest.MonkeyPatch, halves: list[Tensor]) -> None:
     saved: list[weakref.ref[Tensor]] = []
-    save, real = SecondRun._save_again, torch.cat
-    halves: list[Tensor] = []
+    save = SecondRun._save_again
 
     def watched(self: SecondRun, tensor: Tensor) -> Tensor:
         value = tensor.untyped_storage()
         saved.append(weakref.ref(value))  # pyright: ignore[reportArgumentType]
         return save(self, tensor)
 
-    def noting(parts: Any) -> Tensor:
-        halves[:] = parts
-        return real(parts)
-
     with checkpointed(Parts) as model:
         monkeypatch.setattr(SecondRun, "_save_again", watched)
-        monkeypatch.setattr(torch, "cat", noting)
         out = model.blocks[0](model.x)
         (grad,) = torch.autograd.grad(halves[0].sum(), model.blocks[0].up.bias, retain_graph=True)
         gc.collect()

@@ -24,16 +24,20 @@ from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from ebbtide.wrap.rerun import _computed_otherwise
 from ebbtide.wrap.state import States
-from tests.helpers.twice import Stack, check, check_refused, difference, only_biases, sgd, step_of, train, two_losses
+from tests.helpers.twice import (
+    Stack,
+    check,
+    check_refused,
+    difference,
+    hard,
+    only_biases,
+    sgd,
+    step_of,
+    train,
+    two_losses,
+)
 
 GENERATOR = torch.Generator()
-
-
-def hard(x: Tensor) -> Tensor:
-    """Save several tensors that no rule covers: Minimal runs the block again."""
-    for _ in range(4):
-        x = torch.special.i0e(x)
-    return x
 
 
 class Block(nn.Module):
