@@ -609,8 +609,8 @@ MUTANTS = (
     Mutant(
         "second run: a block's input stays on the device",
         "ebbtide/wrap/checkpointed.py",
-        "        self._devices = {device: torch.empty(0, device=device) for device in devices}",
-        "        self._devices = {x.device: x for x in inputs if x.device in devices}",
+        "        on = {device: torch.empty(0, device=device) for device in devices}",
+        "        on = {x.device: x for x in inputs if x.device in devices}",
         ("--simdev", "tests/simdev/test_memory.py"),
     ),
     Mutant(
@@ -642,9 +642,23 @@ MUTANTS = (
         ONE_LAYER,
     ),
     Mutant(
-        "second run: torch's random numbers are those of now",
+        "second run: random numbers are those of now",
         "ebbtide/wrap/checkpointed.py",
-        "        torch.set_rng_state(self.host)\n",
+        "            _restore(self._random)\n",
+        "            pass\n",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: its random numbers are drawn for good",
+        "ebbtide/wrap/checkpointed.py",
+        "            _restore(randoms)\n",
+        "            pass\n",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: numpy's second normal number is not noticed",
+        "ebbtide/wrap/checkpointed.py",
+        " and one[2:] == other[2:]",
         "",
         ONE_LAYER,
     ),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from enum import Enum
-from typing import Literal
 
 import torch
 
@@ -36,8 +35,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _IS_WORD = frozenset(_WORDS.values())
 
-_FORMATS: dict[int, Literal["B", "h", "i", "q"]] = {1: "B", 2: "h", 4: "i", 8: "q"}
-"""Bytes of a word → its name in ``memoryview``."""
+_WORD = 8
+"""Bytes that are read together of the host's memory."""
 
 
 class Compared(Enum):
@@ -147,19 +146,19 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
 
 
 def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
-    """Return bytes of a tensor of the host whose elements lie without gaps: every n-th word, or all of them.
+    """Return bytes of a tensor of the host whose elements lie without gaps: every n-th word of 8 bytes, or all of them.
 
-    Read here and not by operators, of which each would cost more than the reading.
+    Read here and not by operators, of which each would cost more than the reading. What costs is each place, which is
+    in no cache any more: so neighbours are read together.
     """
-    word, nbytes = tensor.itemsize, tensor.numel() * tensor.itemsize
-    if word == 16 or (word == 1 and nbytes >= 8 * SAMPLED):
-        word = 8  # complex numbers of two doubles; bytes, of which 256 would be little of a large tensor
-    elements = nbytes // word
+    elements, size = tensor.numel(), tensor.itemsize
+    nbytes = elements * size
     memory = memoryview(_array(nbytes).from_address(tensor.data_ptr())).cast("B")
-    if elements <= SAMPLED or all_of_it:
+    words, places = nbytes // _WORD, SAMPLED // 2 if size in (2, 4) else SAMPLED
+    if elements <= SAMPLED or words <= places or all_of_it:
         return memory.tobytes()
     # Odd: no walk along one column of a matrix whose width is a power of two.
-    return memory[: elements * word].cast(_FORMATS[word])[:: elements // SAMPLED | 1].tobytes()
+    return memory[: words * _WORD].cast("q")[:: words // places | 1].tobytes()
 
 
 @functools.lru_cache(maxsize=1024)

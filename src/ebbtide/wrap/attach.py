@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
@@ -27,6 +26,7 @@ from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, under_fsdp1, weights_of
+from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.coverage import Blocks, Watch
@@ -178,7 +178,7 @@ class Attachment:
     ) -> Any:
         if not torch.is_grad_enabled():
             if self._depth and self.enabled and not in_backward():
-                self._leave_to_reentrant(scope, args, kwargs)
+                self._leave_to_reentrant(scope, Called(forward, args, kwargs).tensors)
             return forward(*args, **kwargs)
         if not self.enabled or scope.open or in_backward() or self._transformed() or self._graphed(scope.module):
             return forward(*args, **kwargs)
@@ -192,28 +192,21 @@ class Attachment:
                 self._ran.clear()
                 self._begin_pass()
             self._ran.add(block.name)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        called = Called(forward, args, kwargs)
         kept = checkpoint_around(pack)
         if kept is not None:
-            self._leave_to_checkpoint(kept, block, inputs)
-            return forward(*args, **kwargs)
+            self._leave_to_checkpoint(kept, block, called.tensors)
+            return called.run()
         refuse_around(block.name, pack)
-        if self._plain.wanted(block, inputs):
+        if self._plain.wanted(block, called.tensors):
             scope.open = True
             try:
-                return self._plain.call(block, inputs, forward, args, kwargs)
+                return self._plain.call(block, called)
             finally:
                 scope.open = False
-        return self._offloaded_call(scope, inputs, forward, args, kwargs)
+        return self._offloaded_call(scope, called)
 
-    def _offloaded_call(
-        self,
-        scope: Scope,
-        inputs: list[torch.Tensor],
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _offloaded_call(self, scope: Scope, called: Called) -> Any:
         """Run a block's forward under the hooks, or checkpointed."""
         engine, block = self.engine, scope.block
         seen = self._seen.get(block.kind) or Tally()
@@ -221,37 +214,35 @@ class Attachment:
         tried = engine.timer is not None and engine.timer.tries(block.name)
         state = self._reruns.before(block, scope.module)
         checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
-            block, scope.module, seen, args, kwargs, tried=tried
+            block, scope.module, seen, called, tried=tried
         )
         self._check_room()
-        hooks = offloading(engine, block, inputs, checkpointed=checkpointed)
+        hooks = offloading(engine, block, called.tensors, checkpointed=checkpointed)
         try:
             # A compiled call that falls back to eager code must not open hooks a second time.
             scope.open = True
             with hooks as run:
-                with self._reruns.watched(run, scope.module, state, args, kwargs):
+                with self._reruns.watched(run, scope.module, state, called):
                     if checkpointed:
-                        context, saved = ForwardContext(scope.module, run, inputs, state), run.tally.input_bytes
-                        output = run_checkpointed(forward, args, kwargs, context, run, seen.unique_for(saved))
+                        context = ForwardContext(scope.module, run, called.tensors, state)
+                        output = run_checkpointed(called, context, run, seen.unique_for(run.tally.input_bytes))
                     else:
-                        output = self._followed_call(scope, run, forward, args, kwargs)
-                        self._plain.saw(run, inputs)
+                        output = self._followed_call(scope, run, called)
+                        self._plain.saw(run, called.tensors)
                 if measured and not checkpointed:
-                    run.checkpointable = self._reruns.able(block, scope.module, args, kwargs)
-            self._plain.mark(run, inputs, output)
+                    run.checkpointable = self._reruns.able(block, scope.module, called)
+            self._plain.mark(run, called.tensors, output)
             return output
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have left them open
             self._leave_compiled_parts(scope)
 
-    def _followed_call(
-        self, scope: Scope, run: BlockRun, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _followed_call(self, scope: Scope, run: BlockRun, called: Called) -> Any:
         """Run a block's forward under the hooks of its modules."""
         scope.set_run(run)
         try:
-            output = forward(*args, **kwargs)
+            output = called.run()
             scope.others.check(scope.block.name, run)
             if scope.others.checkpointed:
                 name_checkpoints(self._logged, scope.block.name)
@@ -276,10 +267,9 @@ class Attachment:
         if theirs is not None:
             refuse_taken(block.name, theirs)
 
-    def _leave_to_reentrant(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _leave_to_reentrant(self, scope: Scope, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a reentrant checkpoint around the previous block keeps."""
         before, self._before = self._before, scope.block
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
             self._leave_to_checkpoint(kept, before, [])  # its inputs are gone

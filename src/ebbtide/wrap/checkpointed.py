@@ -24,13 +24,19 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
+from ebbtide.wrap.called import Called
 from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 
-_SDPA = ("flash", "mem_efficient", "math", "cudnn")
+_KERNELS = [
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for name in ("flash", "mem_efficient", "math", "cudnn")
+]
+"""Of each kernel of attention: what reads whether it may be used, and what sets it."""
 
 
 class ForwardContext:
@@ -51,16 +57,22 @@ class ForwardContext:
         engine, moved = run.engine, run.engine.weights.move
         self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
         self._watched: list[tuple[torch.Tensor, Watched]] = []
+        # A sample of what the second forward computes from them is compared, see [Note: checked checkpoints].
+        compared = Compared.NOT if run.compared is Compared.SAMPLE else run.compared
         for tensor in [] if moved else self._state.tensors:
             if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference():
-                watched = engine.guard.watch(tensor, tensor._version, compared=run.compared)
+                watched = engine.guard.watch(tensor, tensor._version, compared=compared)
                 self._watched.append((tensor, watched))
         self._moved = moved
         devices = {x.device for x in inputs if x.device.type not in ("cpu", "meta")}
-        self._devices = {device: torch.empty(0, device=device) for device in devices}  # not the inputs: they may leave
+        on = {device: torch.empty(0, device=device) for device in devices}  # not the inputs: they may leave
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
-        self._random, self._casts = _RandomStates.now(self._devices), _casts(self._kinds)
+        self._random, self._casts = _states(_generators(on)), _casts(self._kinds)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
+
+    def forward_ends(self) -> None:
+        """The forward is over: keep only the states of the random generators that it has drawn from."""
+        self._random = [(one, was) for one, was in self._random if not one.same(was, one.state())]
 
     @contextmanager
     def back(self) -> Generator[None]:
@@ -71,12 +83,12 @@ class ForwardContext:
         """
         instead = self._check_tensors()
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
-        randoms, kernels, numerics = _RandomStates.now(self._devices), _attention_kernels(), NumericsChange()
+        randoms, kernels, numerics = _states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
             _set_flags(self._flags)
-            self._random.restore(now=randoms)
+            _restore(self._random)
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
@@ -89,7 +101,7 @@ class ForwardContext:
         finally:
             now.put_back(tensors=not self._moved)
             _set_flags(flags)
-            randoms.restore()
+            _restore(randoms)
             _set_attention_kernels(kernels)
             numerics.undo()
 
@@ -107,28 +119,21 @@ class ForwardContext:
         return instead
 
 
-def run_checkpointed(
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: ForwardContext,
-    run: BlockRun,
-    saved_bytes: int,
-) -> Any:
+def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 
     Args:
-        forward: The block's forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        called: Its call.
         context: The context of this forward.
         run: The block's run.
         saved_bytes: Bytes that such a block saves without a checkpoint.
     """
-    second = SecondRun(run, forward, args, kwargs, context.back)
+    second = SecondRun(run, called, context.back)
     try:
         with saved_tensors_hooks(second.pack, second.unpack):
-            return forward(*args, **kwargs)
+            output = called.run()
+        context.forward_ends()
+        return output
     finally:
         run.add_checkpointed(saved_bytes)
 
@@ -139,52 +144,58 @@ def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
             tensor.requires_grad_(requires_grad)
 
 
-class _RandomStates(NamedTuple):
-    """The states of the default random generators."""
+class _Generator(NamedTuple):
+    """A default random generator: torch's, Python's or numpy's, or all of the accelerators."""
 
-    python: Any
-    numpy: Any
-    host: torch.Tensor
-    devices: tuple[list[int], list[torch.Tensor], str] | None
-
-    @classmethod
-    def now(cls, devices: dict[torch.device, torch.Tensor]) -> _RandomStates:
-        """Return the current states.
-
-        Args:
-            devices: Accelerators, all of one type, each with a tensor of it.
-        """
-        numpy, kind = sys.modules.get("numpy"), next((device.type for device in devices), "")
-        kept = devices and getattr(torch.get_device_module(kind), "_initialized", False)
-        return cls(
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(),
-            torch.get_rng_state(),
-            (*get_device_states(*devices.values()), kind) if kept else None,
-        )
-
-    def restore(self, now: _RandomStates | None = None) -> None:
-        """Restore these states.
-
-        Args:
-            now: The current ones, if known: numpy's are read quickly and written slowly.
-        """
-        random.setstate(self.python)
-        if self.numpy is not None and (now is None or not _are_equal(self.numpy, now.numpy)):
-            sys.modules["numpy"].random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.devices is not None:
-            numbers, states, device_type = self.devices
-            set_device_states(numbers, states, device_type=device_type)
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+    same: Callable[[Any, Any], bool]
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two states of numpy's generator, a tuple with an array, are equal."""
-    return other is not None and all(map(operator.eq, map(_plain, one), map(_plain, other)))
+_States = list[tuple[_Generator, Any]]
+"""Random generators, each with its state at some time."""
 
 
-def _plain(value: Any) -> Any:
-    return value.tobytes() if hasattr(value, "tobytes") else value
+def _generators(devices: dict[torch.device, torch.Tensor]) -> list[_Generator]:
+    """Return the default generators.
+
+    Args:
+        devices: Accelerators, all of one type, each with a tensor of it.
+    """
+    found = [
+        _Generator(torch.get_rng_state, torch.set_rng_state, torch.equal),
+        _Generator(random.getstate, random.setstate, operator.eq),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found.append(_Generator(numpy.random.get_state, numpy.random.set_state, _same_of_numpy))
+    kind = next((device.type for device in devices), "")
+    if kind and getattr(torch.get_device_module(kind), "_initialized", False):
+        read = functools.partial(get_device_states, *devices.values())
+        found.append(_Generator(read, functools.partial(_set_of_devices, kind), _same_of_devices))
+    return found
+
+
+def _same_of_numpy(one: Any, other: Any) -> bool:
+    """Whether two states are known to be the same: those of the generator that numpy begins with."""
+    plain = isinstance(one, tuple) and isinstance(other, tuple)
+    return plain and one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:]
+
+
+def _set_of_devices(kind: str, state: tuple[list[int], list[torch.Tensor]]) -> None:
+    set_device_states(*state, device_type=kind)
+
+
+def _same_of_devices(one: tuple[list[int], list[torch.Tensor]], other: tuple[list[int], list[torch.Tensor]]) -> bool:
+    return all(map(torch.equal, one[1], other[1]))
+
+
+def _states(generators: Iterable[_Generator]) -> _States:
+    return [(generator, generator.state()) for generator in generators]
+
+
+def _restore(states: _States) -> None:
+    for generator, state in states:
+        generator.restore(state)
 
 
 def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:
@@ -205,17 +216,15 @@ def _device_mode() -> DeviceContext | None:
     return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
-def _attention_kernels() -> tuple[tuple[bool, ...], list[int]]:
+def _attention_kernels() -> tuple[list[bool], list[int]]:
     """Return which kernels attention may use, and in which order it tries them."""
-    cuda: Any = torch.backends.cuda
-    return tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in _SDPA), torch._C._get_sdp_priority_order()
+    return [allowed() for allowed, _ in _KERNELS], torch._C._get_sdp_priority_order()
 
 
-def _set_attention_kernels(kernels: tuple[tuple[bool, ...], list[int]]) -> None:
-    cuda: Any = torch.backends.cuda
+def _set_attention_kernels(kernels: tuple[list[bool], list[int]]) -> None:
     allowed, order = kernels
     if torch._C._get_sdp_priority_order() != order:
         torch._C._set_sdp_priority_order(order)
-    for kernel, on in zip(_SDPA, allowed, strict=True):
-        if getattr(cuda, f"{kernel}_sdp_enabled")() != on:
-            getattr(cuda, f"enable_{kernel}_sdp")(on)
+    for (get, allow), on in zip(_KERNELS, allowed, strict=True):
+        if get() != on:
+            allow(on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.timing import GROWTH
 from ebbtide.engine.untraced import leave_untraced
+from ebbtide.wrap.called import Called
 from ebbtide.wrap.coverage import tensors_in
 
 
@@ -65,31 +66,21 @@ class PlainBlocks:
             return False
         return _elements(inputs) <= GROWTH * seen.elements
 
-    def call(
-        self,
-        block: Block,
-        inputs: Sequence[torch.Tensor],
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, block: Block, called: Called) -> Any:
         """Run a block without hooks.
 
         Args:
             block: The block.
-            inputs: Its input tensors.
-            forward: Its forward.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            called: Its call.
         """
         engine = self._engine
         timer, pass_ = engine.timer, engine._pass
-        where = next((t.device for t in inputs if engine.tier.owns(t)), None)
+        where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
         run = PlainRun(block, pass_, where)
         if timer is not None:
             timer.block_begins(run)
         try:
-            output = forward(*args, **kwargs)
+            output = called.run()
         finally:
             kept = _kept(self._seen[block.name].tally)
             pass_.tally.add_all(kept)
@@ -101,7 +92,7 @@ class PlainBlocks:
                     "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action="keep",
                     engine=engine.number, **kept.fields(),
                 )  # fmt: skip
-        self.mark(run, inputs, output)
+        self.mark(run, called.tensors, output)
         return output
 
     def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:

@@ -16,12 +16,10 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ebbtide.base.actions import Action, NamesBlocks, Plan
 from ebbtide.engine import Block
@@ -31,6 +29,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
+from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
 from ebbtide.wrap.names import generators_of
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
@@ -69,42 +68,32 @@ class Reruns:
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
 
-    def decide(
-        self,
-        block: Block,
-        module: nn.Module,
-        seen: Tally,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        tried: bool = False,
-    ) -> bool:
-        """Whether a block called with these arguments is checkpointed.
+    def decide(self, block: Block, module: nn.Module, seen: Tally, called: Called, *, tried: bool = False) -> bool:
+        """Whether this call of a block is checkpointed.
 
         Args:
             block: As the engine knows it.
             module: Its module.
             seen: Bytes that blocks of the kind saved when they last ran without a checkpoint.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            called: Its call.
             tried: Checkpoint it if this process alone may decide, to measure the time.
         """
         if self._names is not None:
-            return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
+            return self._names.checkpoints(block.name) and self.able(block, module, called)
         if not self._collectives.known(block, module):
             return False
         action = self._plan.block_action(
             block.kind, block.index, input_bytes=seen.input_bytes, must_keep_bytes=seen.must_keep
         )
         again = action is Action.CHECKPOINT
-        allowed = again and self._allowed(block.kind, args, kwargs)
+        allowed = again and self._allowed(block.kind, called)
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and self._possible(block):
             doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
             wish = AGAIN if allowed else LATER if doubtful else NEVER if again else ONCE
             if self._votes.decide(block.kind, module, wish, groups):
                 # A doubt ends nothing that all have decided: no other rank need have it.
-                allowed = allowed or self._repeatable(block.kind, args, kwargs)
+                allowed = allowed or self._repeatable(block.kind, called)
                 if not allowed:
                     self._stop(block.kind, module, groups)
                 return allowed
@@ -112,24 +101,23 @@ class Reruns:
             return True
         elif again:  # it was decided with others, and nothing was seen of this kind since
             self._stop(block.kind, module, groups)
-        return tried and self.able(block, module, args, kwargs)
+        return tried and self.able(block, module, called)
 
     def _stop(self, kind: str, module: nn.Module, groups: Sequence[tuple[int, ...]]) -> None:
         """Let the ranks that decided to checkpoint a kind know that this one can not, and why."""
         self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors"))
 
-    def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def able(self, block: Block, module: nn.Module, called: Called) -> bool:
         """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed.
 
         Args:
             block: The engine's description of it.
             module: Its module.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            called: Its call.
         """
         watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
         alone = not has_collectives(module) and not self._collectives.groups(block, module)
-        return watched and alone and self._allowed(block.kind, args, kwargs)
+        return watched and alone and self._allowed(block.kind, called)
 
     def before(self, block: Block, module: nn.Module) -> State | None:
         """Return the contents of a block's modules before its forward; None if that need not be watched.
@@ -153,9 +141,7 @@ class Reruns:
         return state
 
     @contextmanager
-    def watched(
-        self, run: BlockRun, module: nn.Module, state: State | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Generator[None]:
+    def watched(self, run: BlockRun, module: nn.Module, state: State | None, called: Called) -> Generator[None]:
         """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
         A forward that raises shows nothing: the next one is watched as if it were the first.
@@ -164,8 +150,7 @@ class Reruns:
             run: Its run.
             module: Its module.
             state: From ``before``.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            called: Its call.
         """
         if state is None:
             yield
@@ -177,8 +162,7 @@ class Reruns:
         own = [t for t in state.tensors if not is_lazy(t) and not t.is_inference()]
         versions = [t._version for t in own]
         before = [Watched(t, None, Compared.FULL) for t in own] if first else []
-        leaves, spec = tree_flatten((args, kwargs))
-        inputs = Snapshot(leaves)
+        inputs = Snapshot(called.leaves)
         looks = kind not in self._refused and (first or self._looks[kind] < LOOKS or kind in self._in_doubt)
         outside = Outside(module, state.large_arrays) if looks else None
         with self._collectives.look(block, module) if first else nullcontext():
@@ -191,8 +175,8 @@ class Reruns:
             self._see_outside(kind, outside)
         if run.jagged:
             self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
-        leaves, now = tree_flatten((args, kwargs))
-        if now != spec or not inputs.same(leaves):
+        leaves, spec = called.flatten()
+        if spec != called.spec or not inputs.same(leaves):
             self._refuse(kind, "change their inputs, which a second forward would read changed")
 
     def _inspect(self, kind: str, module: nn.Module) -> None:
@@ -221,17 +205,17 @@ class Reruns:
         )
         return any(action is Action.CHECKPOINT for action in actions)
 
-    def _allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a block of this kind may be checkpointed with these arguments."""
-        return self._repeatable(kind, args, kwargs) and kind not in self._in_doubt
+    def _allowed(self, kind: str, called: Called) -> bool:
+        """Whether a block of this kind may be checkpointed in this call."""
+        return self._repeatable(kind, called) and kind not in self._in_doubt
 
-    def _repeatable(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether nothing is known that a second forward with these arguments would do otherwise."""
-        changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
+    def _repeatable(self, kind: str, called: Called) -> bool:
+        """Whether nothing is known that a second forward of this call would do otherwise."""
+        changeable = next((x for x in called.leaves if not isinstance(x, _PLAIN)), None)
         if changeable is not None:
             name = type(changeable).__name__
             self._refuse(kind, f"are given a {name}, which a second forward would read changed", "use_cache=False")
-        if any(isinstance(x, torch.Tensor) and x.is_inference() for x in tree_leaves((args, kwargs))):
+        if any(x.is_inference() for x in called.tensors):
             return False  # autograd does not save them
         return kind not in self._refused
 

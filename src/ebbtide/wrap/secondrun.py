@@ -10,7 +10,8 @@ first of these tensors, and ends with an exception at the last one. As in torch,
 [Note: checked checkpoints]
 The first forward records each tensor's version and a fingerprint. The version is compared when the tensor is read: an
 in-place change that ordinary autograd rejects is rejected. Its bytes are compared when the second forward saves it: a
-second forward with other values is an error before any gradient is computed from it.
+second forward with other values is an error before any gradient is computed from it. That includes a weight written
+through ``.data`` since; a weight that nothing saved is computed from may change, as in ordinary autograd.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
+from ebbtide.wrap.called import Called
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -88,26 +90,17 @@ class SecondRun:
 
     Args:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
-        forward: The block's forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        called: The call.
         context: Opens the context of the first forward; raises what ``ForwardContext.back`` does.
     """
 
-    def __init__(
-        self,
-        run: BlockRun,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: Callable[[], Any],
-    ) -> None:
-        leaves, self._spec = tree_flatten((args, kwargs))
+    def __init__(self, run: BlockRun, called: Called, context: Callable[[], Any]) -> None:
         with torch.no_grad():
             self._leaves = [
-                _Input(run.pack(x), x.requires_grad, x.is_leaf) if isinstance(x, torch.Tensor) else x for x in leaves
+                _Input(run.pack(x), x.requires_grad, x.is_leaf) if isinstance(x, torch.Tensor) else x
+                for x in called.leaves
             ]
-        self.run, self._forward, self._context = run, forward, context
+        self.run, self._forward, self._spec, self._context = run, called.forward, called.spec, context
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
         self._lock = RLock()  # autograd reads in a thread for each device
@@ -282,6 +275,6 @@ def _saved_less(block: str, found: int, expected: int) -> RestoreError:
 
 
 _HINT = (
-    "does it draw from a random generator, or change an object, that ebbtide cannot reach? pass "
-    "policy='offload', which checkpoints nothing"
+    "does it draw from a random generator, or change an object, that ebbtide cannot reach, or was a weight written "
+    "through .data before the backward? pass policy='offload', which checkpoints nothing"
 )

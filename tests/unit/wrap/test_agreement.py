@@ -14,6 +14,7 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import ConfigError
 from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes
+from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
 
 
@@ -79,6 +80,6 @@ def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
         decisions: list[bool] = []
         for doubt in (at_the_vote, not at_the_vote):
             reruns._in_doubt = {block.kind} if doubt else set()
-            decisions.append(reruns.decide(block, model[0], seen, (), {}))
+            decisions.append(reruns.decide(block, model[0], seen, Called(model[0], (), {})))
         assert decisions == [not at_the_vote, True]
     assert asked == wishes

@@ -6,11 +6,13 @@ What is computed must be what plain training computes.
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -200,6 +202,36 @@ def test_what_is_drawn_after_the_backward_is_what_plain_training_draws() -> None
 
     alike(Drops, act)
     assert same_bits(*drawn)
+
+
+class DrawsNormals(Block):
+    """Each of these generators computes two normal numbers at a time, and gives the second one without advancing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.gauss(1, 0.1) * float(np.random.normal(1, 0.1)))
+
+
+def test_normal_numbers_that_python_and_numpy_held_back() -> None:
+    after: list[tuple[float, ...]] = []
+
+    def act(model: Model) -> None:
+        random.seed(0)
+        np.random.seed(0)
+        for _ in range(2):
+            loss(model).backward()
+        after.append((random.gauss(0, 1), random.random(), np.random.normal(), np.random.random()))
+
+    alike(DrawsNormals, act)
+    assert after[0] == after[1]
+
+
+def test_a_weight_that_is_written_through_data_since() -> None:
+    with checkpointed(Block) as model:
+        out = loss(model)
+        for weight in model.parameters():
+            weight.data.mul_(1.1)
+        with pytest.raises(RestoreError, match=r"(?s)second forward computed another .* written through \.data"):
+            out.backward()
 
 
 class Catches(Block):

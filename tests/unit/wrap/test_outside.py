@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ebbtide
+from ebbtide.wrap.called import Called
 from ebbtide.wrap.outside import Outside
 from tests.helpers.oracle import same_bits
 from tests.unit.wrap.test_second_run import hard
@@ -338,7 +339,7 @@ def test_a_kind_in_doubt_waits_and_one_that_changes_something_twice_is_refused(
 
         def look(changed: bool) -> bool:
             reruns._see_outside("Block", SimpleNamespace(changed=changed))
-            return reruns._allowed("Block", (), {})
+            return reruns._allowed("Block", Called(Block(), (), {}))
 
         assert [look(changed) for changed in (False, True, False)] == [True, False, True]
         assert not caplog.records
