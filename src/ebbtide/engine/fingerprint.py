@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -30,6 +32,12 @@ STRETCHES = 16
 """Parts of a tensor that are summed apart, where all bytes are covered."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+_key = torch._C.DispatchKey
+_PLAIN_KEYS = functools.reduce(
+    operator.or_, map(torch._C.DispatchKeySet, (_key.CPU, _key.ADInplaceOrView, _key.AutogradCPU, _key.AutocastCPU))
+).raw_repr()
+"""What torch dispatches operators on a plain tensor of the host by; every other kind of tensor has another set."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -105,10 +113,7 @@ def host_sample(tensor: torch.Tensor) -> bytes | None:
     Returns:
         None for all other tensors: those take a ``Fingerprint``.
     """
-    plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
-    if not plain or tensor.is_quantized or tensor.numel() == 0 or torch._C._get_dispatch_mode(_FAKE) is not None:
-        return None
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+    if not _is_plain(tensor) or tensor.numel() == 0:
         return None
     return _read(tensor) if tensor.is_contiguous() or Layout.of(tensor).dense else None
 
@@ -119,10 +124,15 @@ def has_sample(
     """Whether a tensor of the host has a sample that ``host_sample`` returned of one with this layout and type."""
     if tensor.dtype is not dtype or tensor.shape != size:
         return False  # its elements would not fit into memory of that layout
-    if tensor.stride() == stride and host_sample(tensor) == sample:
+    if tensor.stride() == stride and _is_plain(tensor) and _read(tensor) == sample:
         return True
     laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
     return _read(laid_out.copy_(tensor.detach())) == sample
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory on the host is its values: no wrapper, view that negates, or other layout."""
+    return type(tensor) is torch.Tensor and torch._C._dispatch_keys(tensor).raw_repr() == _PLAIN_KEYS
 
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
@@ -151,19 +161,23 @@ def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
     Read here and not by operators, of which each would cost more than the reading. What costs is each place, which is
     in no cache any more: so neighbours are read together.
     """
-    elements, size = tensor.numel(), tensor.itemsize
-    nbytes = elements * size
-    memory = memoryview(_array(nbytes).from_address(tensor.data_ptr())).cast("B")
-    words, places = nbytes // _WORD, SAMPLED // 2 if size in (2, 4) else SAMPLED
-    if elements <= SAMPLED or words <= places or all_of_it:
-        return memory.tobytes()
-    # Odd: no walk along one column of a matrix whose width is a power of two.
-    return memory[: words * _WORD].cast("q")[:: words // places | 1].tobytes()
+    kind, step = _taken(tensor.numel(), tensor.itemsize, all_of_it)
+    return memoryview(kind.from_address(tensor.data_ptr()))[::step].tobytes()
 
 
 @functools.lru_cache(maxsize=1024)
-def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * nbytes
+def _taken(elements: int, size: int, all_of_it: bool) -> tuple[type[ctypes.Array[Any]], int]:
+    """Return what a memory is read as, bytes or words, and which n-th of them is taken.
+
+    Args:
+        elements: Elements of the tensor.
+        size: Bytes of one.
+        all_of_it: Take all.
+    """
+    words, places = elements * size // _WORD, SAMPLED // 2 if size in (2, 4) else SAMPLED
+    if all_of_it or elements <= SAMPLED or words <= places:
+        return ctypes.c_char * (elements * size), 1
+    return ctypes.c_int64 * words, words // places | 1  # odd: no walk along one column of a matrix
 
 
 def _on_device(plain: torch.Tensor, *, flat: bool) -> torch.Tensor:

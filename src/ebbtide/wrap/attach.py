@@ -224,6 +224,7 @@ class Attachment:
             with hooks as run:
                 with self._reruns.watched(run, scope.module, state, called):
                     if checkpointed:
+                        scope.pause()
                         context = ForwardContext(scope.module, run, called.tensors, state)
                         output = run_checkpointed(called, context, run, seen.unique_for(run.tally.input_bytes))
                     else:
@@ -240,6 +241,7 @@ class Attachment:
 
     def _followed_call(self, scope: Scope, run: BlockRun, called: Called) -> Any:
         """Run a block's forward under the hooks of its modules."""
+        scope.resume()
         scope.set_run(run)
         try:
             output = called.run()

@@ -36,6 +36,8 @@ class Scope:
         self.compiled: set[str] = set()  # modules whose hooks were compiled into the code around them
         self._traced = while_tracing(self.compiled.add)
         self._hooks: dict[str, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
+        self._left: set[str] = set()  # modules that get no hooks any more
+        self._paused = False
         self._run: BlockRun | None = None
         self._thread = 0
 
@@ -50,7 +52,10 @@ class Scope:
 
     def follow(self) -> None:
         """Report the block's running module and the outputs of its leaf modules to the engine."""
+        self._paused = False
         for name, module in eager_parts(self.module):
+            if name in self._left:
+                continue
             leaf = not any(True for _ in module.children())
             before = module.register_forward_pre_hook(functools.partial(self.entered, name))
             after = module.register_forward_hook(functools.partial(self.left, name, leaf), always_call=True)
@@ -61,10 +66,26 @@ class Scope:
         """Remove the hooks of the block and its modules."""
         while self.inside:
             self.inside.pop()()
-        self.leave_parts(set(self._hooks))
+        self._remove(set(self._hooks))
+        self._paused = False
+
+    def pause(self) -> None:
+        """Remove the hooks of the block's modules until ``resume``: where they have nothing to report, they cost."""
+        if self._hooks:
+            self._remove(set(self._hooks))
+            self._paused = True
+
+    def resume(self) -> None:
+        """Install again what ``pause`` has removed."""
+        if self._paused:
+            self.follow()
 
     def leave_parts(self, names: set[str]) -> None:
-        """Remove the hooks of modules of the block."""
+        """Remove the hooks of modules of the block for good."""
+        self._left |= names
+        self._remove(names)
+
+    def _remove(self, names: set[str]) -> None:
         for name in names & self._hooks.keys():
             module, *handles = self._hooks.pop(name)
             for handle in handles:
