@@ -148,7 +148,6 @@ class SavablePlan(Plan, Protocol):
             ConfigError: The plan is not made yet, or is determined by its policy alone.
             DataError: The file cannot be written.
         """
-        ...
 
 
 @runtime_checkable

@@ -74,17 +74,21 @@ def check_version(package: str) -> None:
     Raises:
         EbbtideError: It is installed, and too old.
     """
-    bound = oldest(package)
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if bound is not None and is_older(found, bound):
+    bound, found = oldest(package), installed(package)
+    if bound is not None and found is not None and is_older(found, bound):
         raise EbbtideError(
             f"{package} {found} is installed",
             expected=f"{bound} or newer",
             hint=f"pip install --upgrade '{package}>={bound}'; docs/reference/versions.md lists the tested versions",
         )
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def oldest(package: str) -> str | None:

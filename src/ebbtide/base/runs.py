@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,32 @@ BOTH_PHASE = "forward and backward"
 """The phase of a step whose forward and backward cannot be told apart."""
 
 Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpan:
+    """A time range of a phase, in seconds of the run's clock."""
+
+    name: str
+    step: Any
+    begin: float
+    end: float
+
+
+def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
+    """Return the finished phases, in the order in which they ended."""
+    spans: list[PhaseSpan] = []
+    begun: dict[str, Event] = {}
+    for event in events:
+        if event["event"] != "phase":
+            continue
+        name = event.get("name", "")
+        if event.get("edge") == "begin":
+            begun[name] = event
+        elif name in begun:
+            begin = begun.pop(name)
+            spans.append(PhaseSpan(name=name, step=begin.get("step"), begin=begin["t"], end=event["t"]))
+    return spans
 
 
 def read_events(path: Path) -> list[Event]:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 from ebbtide.base.errors import (
@@ -28,6 +27,7 @@ from ebbtide.base.errors import (
     TrainingError,
     nearest,
 )
+from ebbtide.base.extras import installed
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
@@ -119,7 +119,7 @@ def _call(arguments: list[str]) -> int:
         _overview(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else EXIT_BAD_INPUT
     if arguments[0] == "--version":
-        print(_version())
+        print(installed("ebbtide") or "unknown (not installed)")
         return 0
     return _function(arguments[0])(arguments[1:])
 
@@ -144,11 +144,3 @@ def _overview(stream: TextIO) -> None:
     lines += [f"  {name:<9}{verb.does}" for name, verb in VERBS.items()]
     lines += ["", "`ebbtide VERB --help` lists the flags of a verb.", "`ebbtide --version` prints the version."]
     print("\n".join(lines), file=stream)
-
-
-def _version() -> str:
-    """Return the installed version, or say that there is none."""
-    try:
-        return version("ebbtide")
-    except PackageNotFoundError:
-        return "unknown (not installed)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+
+from ebbtide.base.extras import installed
 
 PACKAGES = (
     "ebbtide",
@@ -31,18 +32,10 @@ def lines() -> list[str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
-        **{name: _installed(name) for name in PACKAGES},
+        **{name: installed(name) or "not installed" for name in PACKAGES},
         "device": _device(),
     }
     return [f"{name:<14}{value}" for name, value in found.items()]
-
-
-def _installed(name: str) -> str:
-    """Return a package's version, or "not installed"."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _device() -> str:

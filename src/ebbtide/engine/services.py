@@ -50,7 +50,6 @@ class Services(Protocol):
 
     def close_if_idle(self) -> None:
         """Close the store if the engine was closed and no graph needs it any more."""
-        ...
 
     def unpack(self, ticket: Any) -> torch.Tensor:
         """Return the tensor of a ticket: the unpack hook."""
@@ -58,7 +57,6 @@ class Services(Protocol):
 
     def let_go_after(self, task: int, reference: weakref.ref[Any]) -> None:
         """When a backward ends, set ``restored`` of an object to None."""
-        ...
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
@@ -70,11 +68,9 @@ class Services(Protocol):
 
     def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor, *, written: bool = False) -> None:
         """Begin to offload the bytes of an entry of a block."""
-        ...
 
     def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
         """Keep an entry's storage on the device."""
-        ...
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
         """Whether a recipe gives the tensor that a block saves now, bitwise, under these numerics."""
@@ -86,4 +82,3 @@ class Services(Protocol):
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember the checksum of the bytes of an entry."""
-        ...

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import SpanTimer
@@ -72,19 +72,6 @@ class _Stretches:
         return sum(meter.seconds(begin, end) for begin, end in self.pieces)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Unit:
-    site: Site
-    nbytes: int
-    narrow_bytes: int | None
-    block_input: bool
-    movable: bool
-    action: Action
-    flops: float | None
-    recipe: bool
-    host_seconds: float
-
-
 @dataclass(slots=True)
 class _Block:
     name: str
@@ -95,7 +82,7 @@ class _Block:
     input_bytes: int = 0
     forward: _Stretches = field(default_factory=_Stretches)
     backward: _Stretches = field(default_factory=_Stretches)
-    units: list[_Unit] = field(default_factory=list[_Unit])
+    units: list[TimedUnit] = field(default_factory=list[TimedUnit])  # without their prices
     aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what was spent on timing recomputes
     left: Timestamp | None = None  # the gradient of the first block's input is there
     beyond: list[Edges] = field(default_factory=list[Edges])  # of its backward, what is the tail's
@@ -332,11 +319,10 @@ class StepTimer:
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
-            _Unit(
+            TimedUnit(
                 site=unit.site, nbytes=unit.bytes_, narrow_bytes=narrow_bytes, block_input=unit.block_input,
-                movable=movable, action=action,
-                flops=None if prepare is None else unit.recompute_flops, recipe=prepare is not None,
-                host_seconds=host_seconds,
+                movable=movable, action=action, recompute_seconds=None,
+                recompute_flops=None if prepare is None else unit.recompute_flops, host_seconds=host_seconds,
             )
         )  # fmt: skip
 
@@ -361,20 +347,16 @@ class StepTimer:
             stall = waited.get(where, 0.0) - found.waited.get(where, 0.0)
             return max(stretches.seconds(meter) - stall - sum(meter.seconds(*edges) for edges in aside), 0.0)
 
+        def priced(unit: TimedUnit) -> TimedUnit:
+            seconds = None if unit.recompute_flops is None else prices.get((unit.site, unit.nbytes))
+            flops = None if seconds is None else unit.recompute_flops
+            return replace(unit, recompute_seconds=seconds, recompute_flops=flops)
+
         blocks = tuple(
             TimedBlock(
                 name=block.name,
                 kind=block.kind,
-                units=tuple(
-                    TimedUnit(
-                        site=u.site, nbytes=u.nbytes, narrow_bytes=u.narrow_bytes, block_input=u.block_input,
-                        movable=u.movable, action=u.action,
-                        recompute_seconds=prices.get((u.site, u.nbytes)) if u.recipe else None,
-                        recompute_flops=u.flops if u.recipe and (u.site, u.nbytes) in prices else None,
-                        host_seconds=u.host_seconds,
-                    )
-                    for u in block.units
-                ),
+                units=tuple(map(priced, block.units)),
                 forward_seconds=own(block.forward, f"forward {block.name}", block.aside),
                 backward_seconds=own(block.backward, f"backward {block.name}", block.beyond),
                 forward_peak_bytes=block.forward.peak_bytes,

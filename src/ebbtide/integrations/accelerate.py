@@ -141,13 +141,7 @@ def _on_meta(accelerator: Any) -> Generator[None, None, None]:
     plugin: Any = accelerator.state.fsdp_plugin
     changed: dict[str, Any] = {"cpu_ram_efficient_loading": False}
     if not accelerator.is_fsdp2:
-        empty = empty_module(accelerator.device)
-
-        def emptied(module: nn.Module) -> nn.Module:
-            empty(module)
-            return module  # accelerate ties the returned model's weights again
-
-        changed |= {"sync_module_states": False, "param_init_fn": emptied}
+        changed |= {"sync_module_states": False, "param_init_fn": empty_module(accelerator.device)}
     before = {name: getattr(plugin, name) for name in changed}
     try:
         for name, value in changed.items():

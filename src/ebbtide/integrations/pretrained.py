@@ -3,8 +3,7 @@
 [Note: weights that come later]
 ``from_pretrained`` downloads the files, reads the configuration, chooses dtype and attention, replaces layers for
 quantisation, and then reads weights. ``weights_later`` patches the last step while it is open, so that it returns the
-model on meta and remembers the files. transformers 4 and 5 call that step with different arguments; 5 also initialises
-missing weights, which is left to ``load_sharded``.
+model on meta and remembers the files. Missing weights are initialised by ``load_sharded``.
 """
 
 from __future__ import annotations
@@ -73,24 +72,20 @@ def weights_later() -> Generator[Later, None, None]:
     """
     read = inspect.getattr_static(PreTrainedModel, _READ, None)
     finalize = inspect.getattr_static(PreTrainedModel, _FINALIZE, None)
-    if not isinstance(read, classmethod | staticmethod):
+    if not isinstance(read, staticmethod) or finalize is None:
         raise ConfigError(
             "this version of transformers reads weights in an unknown way",
-            expected="4.57 or 5, as docs/reference/versions.md lists them",
+            expected="5.5 or newer, as docs/reference/versions.md lists them",
             hint="build the model on meta from its configuration, and pass it to ebbtide.load_sharded",
         )
     later = Later()
-    replaced = {_READ: _reading(later, read)}
-    if finalize is not None:
-        replaced[_FINALIZE] = staticmethod(_finalized)
     try:
-        for name, function in replaced.items():
-            setattr(PreTrainedModel, name, function)
+        setattr(PreTrainedModel, _READ, _reading(later, read))
+        setattr(PreTrainedModel, _FINALIZE, staticmethod(_finalized))
         yield later
     finally:
-        for name, function in ((_READ, read), (_FINALIZE, finalize)):
-            if function is not None:
-                setattr(PreTrainedModel, name, function)
+        setattr(PreTrainedModel, _READ, read)
+        setattr(PreTrainedModel, _FINALIZE, finalize)
 
 
 class _NothingYet:
@@ -103,25 +98,19 @@ class _NothingYet:
 def _reading(later: Later, read: Any) -> Any:
     """Return the replacement of the step that reads weights."""
     names = list(inspect.signature(read.__func__).parameters)
-    class_bound = isinstance(read, classmethod)
 
     def noted(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         arguments = dict(zip(names, args, strict=False)) | kwargs
         model = arguments["model"]
-        # Version 5 passes one object in place of version 4's separate arguments.
-        _check(model, lambda name: arguments.get(name, getattr(arguments.get("load_config"), name, None)))
+        _check(model, lambda name: getattr(arguments["load_config"], name, None))
         files: Sequence[str | os.PathLike[str]] | None = arguments["checkpoint_files"]
         state_dict: Mapping[str, torch.Tensor] | None = arguments["state_dict"]
         if state_dict is None and not files:
             raise ConfigError("there are no weights", expected="a checkpoint", hint="pass the folder of the checkpoint")
         later.note(model, state_dict if state_dict is not None else [Path(file) for file in files or ()])
-        if (kept := arguments.get("keep_in_fp32_regex")) is not None:  # version 5 has a method for them
-            for name, parameter in model.named_parameters():
-                if kept.search(name):
-                    parameter.data = parameter.data.to(torch.float32)
-        return (model, [], [], [], None, []) if class_bound else (_NothingYet(), None)
+        return _NothingYet(), None
 
-    return classmethod(noted) if class_bound else staticmethod(noted)
+    return staticmethod(noted)
 
 
 def _finalized(model: Any, load_config: Any, loading_info: Any) -> Any:

@@ -90,14 +90,11 @@ def _renamed(
     model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
 ) -> tuple[dict[str, Source], list[str]]:
     """Return what ``converted`` does, for a library that only renames."""
-    names, prefix = {key: key for key in entries}, f"{model.base_model_prefix}."
-    if hasattr(model, "_get_key_renaming_mapping"):
-        names = model._get_key_renaming_mapping(list(entries), type(model)._checkpoint_conversion_mapping)
+    prefix = f"{model.base_model_prefix}."
     sources: dict[str, Source] = {}
     unexpected: list[str] = []
     for key, entry in entries.items():
-        renamed: str = names.get(key, key)
-        near = (renamed, prefix + renamed, renamed.removeprefix(prefix))
+        near = (key, prefix + key, key.removeprefix(prefix))
         name = next((n for n in near if n in wanted), None)
         if name is None:
             unexpected.append(key)

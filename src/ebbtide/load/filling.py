@@ -21,7 +21,6 @@ class SliceSource(Protocol):
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = ...) -> None:
         """Read pieces into their views; ``done`` receives the bytes of each finished one."""
-        ...
 
 
 class Values:

@@ -280,7 +280,7 @@ def _fsdp2_units(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
+def empty_module(device: torch.device | str) -> Callable[[nn.Module], nn.Module]:
     """Return a ``param_init_fn`` for FSDP1: gives a module on meta memory without values; what is tied stays tied.
 
     Args:
@@ -288,7 +288,7 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept: its identity is the key
 
-    def empty(module: nn.Module) -> None:
+    def empty(module: nn.Module) -> nn.Module:
         for slots in (module._parameters, module._buffers):
             for name, old in slots.items():
                 if old is None or not old.is_meta:
@@ -299,6 +299,7 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
                         new = nn.Parameter(new, requires_grad=old.requires_grad)
                     made[id(old)] = (old, new)
                 slots[name] = made[id(old)][1]  # pyright: ignore[reportArgumentType]
+        return module  # accelerate inspects it, and ties its weights again
 
     return empty
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Protocol
 
 from ebbtide.base.actions import Action
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
@@ -35,24 +34,8 @@ APART = 4
 EQUAL = 0.01
 """Relative difference of bytes up to which blocks, or steps, saved as much."""
 
-
-class Sized(Protocol):
-    """A block whose saved bytes are known."""
-
-    @property
-    def name(self) -> str:
-        """Path of the module."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """Its class."""
-        ...
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that it saves."""
-        ...
+Sized = TimedBlock | BlockProfile
+"""A block whose saved bytes are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

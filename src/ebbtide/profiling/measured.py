@@ -79,6 +79,8 @@ class MeasuredPlan:
         bus: Receives the plan when it is made.
     """
 
+    recomputes = True
+
     def __init__(self, policy: Auto, tier: Tier, window_bytes: int | None, bus: Bus) -> None:
         self._policy, self._tier, self._window_bytes, self._bus = policy, tier, window_bytes, bus
         self._by_rule = plan_for(policy)
@@ -141,11 +143,6 @@ class MeasuredPlan:
     def name(self) -> str:
         """Short name for logs and reports."""
         return self._by_rule.name
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether recipes are needed."""
-        return True
 
     @property
     def current(self) -> Plan | None:

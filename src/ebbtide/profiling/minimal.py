@@ -52,6 +52,8 @@ class MinimalPlan:
         bus: Receives the plan when kinds of blocks are checkpointed.
     """
 
+    recomputes = True
+
     def __init__(self, policy: Minimal, tier: Tier, bus: Bus) -> None:
         self._by_rule, self._tier, self._bus = plan_for(policy), tier, bus
         self._steps = 0
@@ -70,11 +72,6 @@ class MinimalPlan:
     def name(self) -> str:
         """Short name for logs and reports."""
         return self._by_rule.name
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether recipes are needed."""
-        return True
 
     @property
     def current(self) -> Plan:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ebbtide.base.runs import PhaseSpan
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, PLOT, RIGHT, WIDTH, Frame, axes, curve, legend, peaks, window
-from ebbtide.report.run import PhaseSpan, Run
+from ebbtide.report.run import Run
 from ebbtide.report.table import size as size_text
 
 _FIELDS = {"rss_bytes": "host memory, resident", "device_bytes": "device memory, allocated"}

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbtide.base.runs import PhaseSpan
 from ebbtide.report import style
-from ebbtide.report.run import Peak, PhaseSpan, Run
+from ebbtide.report.run import Peak, Run
 from ebbtide.report.table import Table, size
 
 WEIGHTS, OPTIMIZER, GRADIENTS, AVERAGE = "weights", "optimizer state", "gradients", "moving average"
@@ -125,7 +126,7 @@ def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
     """
     if peak.phase not in ("forward", "backward"):
         return None
-    before = [s for s in run.phases() if s.step == peak.step and s.begin <= peak.t]
+    before = [s for s in run.phases if s.step == peak.step and s.begin <= peak.t]
     forwards = [span for span in before if span.name == "forward"]
     if not forwards:
         return None

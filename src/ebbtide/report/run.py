@@ -12,17 +12,16 @@ from statistics import median
 from typing import Any, cast
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.runs import BOTH_PHASE, EVENTS_FILE, OUTSIDE_FILE, SUMMARY_FILE, Event, read_events
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseSpan:
-    """A time range of a phase, in seconds of the run's clock."""
-
-    name: str
-    step: Any
-    begin: float
-    end: float
+from ebbtide.base.runs import (
+    BOTH_PHASE,
+    EVENTS_FILE,
+    OUTSIDE_FILE,
+    SUMMARY_FILE,
+    Event,
+    PhaseSpan,
+    phase_spans,
+    read_events,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +96,10 @@ class Run:
             return None
         return PhaseSpan(name="loading", step=None, begin=loads[0]["t"], end=loads[-1]["t"])
 
-    def phases(self) -> list[PhaseSpan]:
-        """Return the finished phases."""
-        return self._phases
-
     @cached_property
-    def _phases(self) -> list[PhaseSpan]:
-        spans: list[PhaseSpan] = []
-        begun: dict[str, Event] = {}
-        for event in self.all("phase"):
-            name = event.get("name", "")
-            if event.get("edge") == "begin":
-                begun[name] = event
-            elif name in begun:
-                begin = begun.pop(name)
-                spans.append(PhaseSpan(name=name, step=begin.get("step"), begin=begin["t"], end=event["t"]))
-        return spans
+    def phases(self) -> list[PhaseSpan]:
+        """The finished phases."""
+        return phase_spans(self.events)
 
     def step_span(self, step: Any) -> PhaseSpan | None:
         """Return a step from its first phase's begin to the end of its last; ``None`` without a whole forward."""
@@ -122,7 +109,7 @@ class Run:
     def _steps(self) -> list[PhaseSpan]:
         """The steps that have a whole forward, in the order of their first phases."""
         by_step: dict[Any, list[PhaseSpan]] = {}
-        for span in sorted(self._phases, key=lambda span: span.begin):
+        for span in sorted(self.phases, key=lambda span: span.begin):
             by_step.setdefault(span.step, []).append(span)
         return [
             PhaseSpan(name="step", step=step, begin=spans[0].begin, end=max(span.end for span in spans))
@@ -132,7 +119,7 @@ class Run:
 
     def finished_steps(self) -> list[PhaseSpan]:
         """Return the steps that have a whole forward and a whole backward."""
-        done = {span.step for span in self._phases if span.name in ("backward", BOTH_PHASE)}
+        done = {span.step for span in self.phases if span.name in ("backward", BOTH_PHASE)}
         return [span for span in self._steps if span.step in done]
 
     def counted_steps(self) -> list[PhaseSpan]:
@@ -161,7 +148,7 @@ class Run:
         if not curve:
             return None
         t, size = max(curve, key=lambda point: point[1])
-        span = next((span for span in self.phases() if span.begin <= t <= span.end), None)
+        span = next((span for span in self.phases if span.begin <= t <= span.end), None)
         block = self._block_at(t, span) if span is not None else None
         return Peak(
             bytes_=size,
@@ -176,7 +163,7 @@ class Run:
         ends = [event["t"] for event in self.all("step")]
         warm_up = self.summary.get("warm_up_steps") or 0
         begin = ends[warm_up - 1] if 0 < warm_up < len(ends) else float("-inf")
-        return begin, max([*ends, *(span.end for span in self._phases)], default=float("inf"))
+        return begin, max([*ends, *(span.end for span in self.phases)], default=float("inf"))
 
     def _block_at(self, t: float, span: PhaseSpan) -> str | None:
         """Return the running block: forward events mark a block's end, backward events its begin."""

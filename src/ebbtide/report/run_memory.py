@@ -55,7 +55,7 @@ def phases(runs: Sequence[Run]) -> Table:
     """List the phases of the whole run: count, time, and peak memory of each."""
     rows: list[tuple[str, ...]] = []
     for run in runs:
-        curve, spans = run.curve(), run.phases()
+        curve, spans = run.curve(), run.phases
         times = [t for t, _ in curve]
         if not any(span.step is None for span in spans):
             continue  # phases of steps are shown by other parts of the report

@@ -58,7 +58,7 @@ def as_values(run: Run) -> dict[str, Any]:
         "peak": dataclasses.asdict(peak) if peak is not None else None,
         "peak_parts": held.parts if (held := split(run)) is not None else None,
         "step": step,
-        "phases": [dataclasses.asdict(span) for span in run.phases() if span.step == step],
+        "phases": [dataclasses.asdict(span) for span in run.phases if span.step == step],
         "blocks": [
             {"index": e.get("index"), "name": e.get("name"), "kind": e.get("kind"), **block_bytes(e)}
             for e in run.blocks(step)

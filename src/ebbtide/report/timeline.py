@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ebbtide.base.runs import Event
+from ebbtide.base.runs import Event, PhaseSpan
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, RIGHT, WIDTH, Frame, axes, curve, legend, legend_width, peaks, window
-from ebbtide.report.run import PhaseSpan, Run, common_step
+from ebbtide.report.run import Run, common_step
 from ebbtide.report.table import size as size_text
 
 _STRIP, _STALLS, _STRIP_GAP = 18.0, 5.0, 9.0
@@ -43,7 +43,7 @@ def timeline_svg(runs: Sequence[Run]) -> str:
     pieces = [*axes(frame, sizes), *_legend(windows, colors, step)]
     pieces += [curve(frame, points, color) for (_, _, points), color in zip(windows, colors, strict=True)]
     pieces += peaks(frame, [points for _, _, points in windows], colors)
-    named = [phase.name for run, span, _ in windows for phase in run.phases() if phase.step == span.step]
+    named = [phase.name for run, span, _ in windows for phase in run.phases if phase.step == span.step]
     phases = style.phase_classes(named)
     for row, ((run, span, _), color) in enumerate(zip(windows, colors, strict=True)):
         pieces += _strip(frame, run, span, color, frame.bottom + 34 + row * _PITCH, phases)
@@ -70,7 +70,7 @@ def _legend(
 
 def _strip(frame: Frame, run: Run, step: PhaseSpan, color: str, y: float, phases: Mapping[str, str]) -> list[str]:
     pieces = [style.text(LEFT - 10, y + 13, run.name, "end", color=color)]
-    for span in run.phases():
+    for span in run.phases:
         if span.step != step.step:
             continue
         x, width = frame.x(span.begin - step.begin), frame.x(span.end - step.begin) - frame.x(span.begin - step.begin)

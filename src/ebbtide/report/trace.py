@@ -33,7 +33,7 @@ def chrome_trace(run: Run) -> dict[str, Any]:
         {"ph": "M", "pid": pid, "tid": row, "name": "thread_name", "args": {"name": words}}
         for row, words in _ROWS.items()
     ]
-    traced += [slice_(_PHASES, span.name, span.begin, span.end, step=span.step) for span in run.phases()]
+    traced += [slice_(_PHASES, span.name, span.begin, span.end, step=span.step) for span in run.phases]
     for event in run.all("step"):
         if event.get("seconds") is not None:
             traced.append(slice_(_STEPS, f"step {event.get('step')}", event["t"] - event["seconds"], event["t"]))

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Protocol
 
-
-class _Sized(Protocol):
-    """Anything that has bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        ...
+from ebbtide.schedule.mover import Saved
 
 
 class LiveBytes:
     """The bytes of those of many objects that are alive, without a look at each: it is asked at every saved tensor."""
 
     def __init__(self) -> None:
-        self._bytes: dict[weakref.ref[_Sized], int] = {}
-        self._dead: deque[weakref.ref[_Sized]] = deque()
+        self._bytes: dict[weakref.ref[Saved], int] = {}
+        self._dead: deque[weakref.ref[Saved]] = deque()
         self._total = 0
 
-    def add(self, item: _Sized) -> None:
+    def add(self, item: Saved) -> None:
         """Count an object as long as it lives."""
         if self._dead:  # nobody may ever ask for the sum
             self._forget_dead()
         self._bytes[weakref.ref(item, self._dead.append)] = item.nbytes  # nothing interrupts a deque's ``append``
         self._total += item.nbytes
 
-    def remove(self, item: _Sized) -> None:
+    def remove(self, item: Saved) -> None:
         """Count an object no longer."""
         self._total -= self._bytes.pop(weakref.ref(item), 0)
 

@@ -31,7 +31,6 @@ class Forward(Protocol):
 
     def stayed(self, site: Site, nbytes: int) -> None:
         """Count a storage as kept that was counted as offloaded."""
-        ...
 
 
 class Outcome(enum.Enum):
@@ -91,4 +90,3 @@ class Mover(Protocol[_MovedT]):
 
     def discard(self, saved: _MovedT) -> None:
         """Discard what was copied in and not read."""
-        ...

@@ -92,7 +92,6 @@ class Device(Protocol):
 
     def wait(self, stream: StreamHandle, event: EventHandle) -> None:
         """Make ``stream`` wait for ``event``."""
-        ...
 
     def query(self, event: EventHandle) -> bool:
         """Whether the event has completed."""
@@ -100,7 +99,6 @@ class Device(Protocol):
 
     def synchronize(self, event: EventHandle) -> None:
         """Make the host wait for the event. Only outside a step, or if the alternative is an error."""
-        ...
 
     def elapsed_seconds(self, begin: EventHandle, end: EventHandle) -> float:
         """Return the time between two completed timed events. Only for a device that can time events."""
@@ -120,7 +118,6 @@ class Device(Protocol):
 
     def record_use(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Keep a dropped tensor's memory until ``stream`` has finished the work queued by then."""
-        ...
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return new ``uint8`` host memory: at most ``nbytes``, at least half of that.
@@ -139,12 +136,9 @@ class Device(Protocol):
 
     def free_host(self, buffer: torch.Tensor) -> None:
         """Note that no copy uses this host memory anymore."""
-        ...
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: StreamHandle) -> None:
         """Queue several copies, each a target and a source, on ``stream``; returns at once."""
-        ...
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute, and return when done."""
-        ...

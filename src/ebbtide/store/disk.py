@@ -119,6 +119,8 @@ class DiskTier(Streamless):
         ConfigError: A size is not above zero.
     """
 
+    name, can_cancel = "disk", True
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -139,16 +141,6 @@ class DiskTier(Streamless):
         # The threads reference the work, not the tier: they end with a tier that is dropped without being closed.
         weakref.finalize(self, self._work.close, join=False).atexit = False
         _LOG.debug("disk tier in %s, %s I/O", file.directory, "direct" if file.direct else "buffered")
-
-    @property
-    def name(self) -> str:
-        """``"disk"``."""
-        return "disk"
-
-    @property
-    def can_cancel(self) -> bool:
-        """True: writes wait in a queue."""
-        return True
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in RAM, the memory that this tier saves."""

@@ -31,6 +31,8 @@ class HostTier:
             for devices without any.
     """
 
+    name, can_cancel = "host", False
+
     def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero")
@@ -44,16 +46,6 @@ class HostTier:
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead slots whose copy-out is running
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        """``"host"``."""
-        return "host"
-
-    @property
-    def can_cancel(self) -> bool:
-        """False: work queued on a stream cannot be cancelled."""
-        return False
 
     @property
     def stalls(self) -> Stalls:

@@ -28,7 +28,6 @@ class Slot(Protocol):
 
     def wait_parked(self) -> None:
         """Make compute wait for the copy-out. Raises the error of a failed copy."""
-        ...
 
     def cancel(self) -> bool:
         """Cancel a copy-out that has not begun. True: it was cancelled and the slot is dead."""
@@ -40,11 +39,9 @@ class Slot(Protocol):
         Raises:
             torch.OutOfMemoryError: The device has no room for bytes that are not needed yet.
         """
-        ...
 
     def put_back(self) -> None:
         """Discard or cancel an unused copy-in, if there is one."""
-        ...
 
     def take(self) -> torch.Tensor:
         """Return the bytes.
@@ -57,7 +54,6 @@ class Slot(Protocol):
 
     def free(self) -> None:
         """Free the place. May be called repeatedly."""
-        ...
 
 
 class Streamless:
@@ -139,7 +135,6 @@ class Tier(Protocol):
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
         """Order the caller, which reads ``tensor``, after another stream, on which it was made."""
-        ...
 
     def park(self, source: torch.Tensor) -> Slot:
         """Begin to copy out ``source``.
@@ -173,7 +168,6 @@ class Tier(Protocol):
 
     def wait_parked(self, slots: Sequence[Any]) -> None:
         """Make compute wait for the copies-out of several slots of this tier. Raises the error of a failed copy."""
-        ...
 
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots of this tier together, as with ``Slot.prefetch``.
@@ -188,7 +182,6 @@ class Tier(Protocol):
 
     def expect(self, nbytes: int) -> None:
         """Announce the number of further bytes of this pass, as predicted by the first block."""
-        ...
 
     @property
     def used_bytes(self) -> int:
@@ -202,8 +195,6 @@ class Tier(Protocol):
 
     def trim(self) -> None:
         """Free spare buffers; called between a backward and the next forward."""
-        ...
 
     def close(self) -> None:
         """Stop threads and free everything. May be called repeatedly."""
-        ...

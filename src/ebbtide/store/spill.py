@@ -40,8 +40,12 @@ class SpillTier:
         budget_bytes: The budget of ``host``.
     """
 
+    name, can_cancel = "host", False
+
     def __init__(self, host: HostTier, open_disk: Callable[[], DiskTier], *, budget_bytes: int) -> None:
         self.host = host
+        self.owns, self.capturing, self.stream_of = host.owns, host.capturing, host.stream_of
+        self.follow, self.expect = host.follow, host.expect
         self._open_disk = open_disk
         self._stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
         self._disk: DiskTier | None = None
@@ -50,16 +54,6 @@ class SpillTier:
         self._lock = threading.Lock()
         self._staged: deque[weakref.ref[SpillSlot]] = deque()
         self._written: deque[weakref.ref[SpillSlot]] = deque()
-
-    @property
-    def name(self) -> str:
-        """``"host"``."""
-        return "host"
-
-    @property
-    def can_cancel(self) -> bool:
-        """False: work queued on a stream cannot be cancelled."""
-        return False
 
     @property
     def stalls(self) -> Stalls:
@@ -85,22 +79,6 @@ class SpillTier:
         """Bytes that could still be parked; ``None``, unknown, before anything was spilled."""
         host = self.host.free_bytes
         return None if self._disk is None or host is None else host + self._disk.free_bytes
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies on the device."""
-        return self.host.owns(tensor)
-
-    def capturing(self) -> bool:
-        """Whether the caller is capturing a device graph."""
-        return self.host.capturing()
-
-    def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
-        """Return the caller's compute stream on a tensor's device."""
-        return self.host.stream_of(tensor)
-
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
-        """Order the caller after another stream; see ``HostTier.follow``."""
-        self.host.follow(tensor, stream)
 
     def park(self, source: torch.Tensor) -> HostSlot | SpillSlot:
         """Begin to copy out ``source``; its memory must stay until the slot is parked.
@@ -140,10 +118,6 @@ class SpillTier:
         except CapError as error:
             return error.with_traceback(None)
         return slot
-
-    def expect(self, nbytes: int) -> None:
-        """Reserve host memory for this many further bytes, within the budget."""
-        self.host.expect(nbytes)
 
     def have_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ebbtide.base.runs import Event
+from ebbtide.base.runs import Event, phase_spans
 from ebbtide.track.steady import Steady
 
 Curve = Sequence[tuple[float, int]]
@@ -29,21 +29,21 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
         By the phase's name: ``seconds_median`` (of the sums over a step), ``peak_bytes`` (the highest sample in the
         phase) and ``rise_bytes`` (the most by which a sample was above the one at the phase's begin).
     """
-    spans = _spans(events)
+    spans = sorted(phase_spans(events), key=lambda span: span.begin)
     times = [t for t, _ in curve]
     figures: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(name for name, _, _, _ in spans):
-        own = [span for span in spans if span[0] == name]
-        counted = [span for span in own if steady.counts(span[1])] or own
-        timed = [span for span in counted if steady.timed(span[1])] or counted
+    for name in dict.fromkeys(span.name for span in spans):
+        own = [span for span in spans if span.name == name]
+        counted = [span for span in own if steady.counts(span.step)] or own
+        timed = [span for span in counted if steady.timed(span.step)] or counted
         seconds: dict[Any, float] = {}
         peaks: list[int] = []
         rises: list[int] = []
-        for _, step, begin, end in timed:
-            seconds[step] = seconds.get(step, 0.0) + end - begin
-        for _, _, begin, end in counted:
+        for span in timed:
+            seconds[span.step] = seconds.get(span.step, 0.0) + span.end - span.begin
+        for span in counted:
             # The sample of an edge is taken just after it, so the last one belongs to the phase.
-            within = [size for _, size in curve[bisect_left(times, begin) : bisect_right(times, end) + 1]]
+            within = [size for _, size in curve[bisect_left(times, span.begin) : bisect_right(times, span.end) + 1]]
             if within:
                 peaks.append(max(within))
                 rises.append(max(within) - within[0])
@@ -53,19 +53,3 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
             "rise_bytes": max(rises, default=None),
         }
     return figures
-
-
-def _spans(events: Sequence[Event]) -> list[tuple[str, Any, float, float]]:
-    """Return name, step, begin and end of every finished phase, sorted by begin."""
-    begun: dict[str, Event] = {}
-    found: list[tuple[str, Any, float, float]] = []
-    for event in events:
-        if event["event"] != "phase":
-            continue
-        name = str(event.get("name"))
-        if event.get("edge") == "begin":
-            begun[name] = event
-        elif name in begun:
-            begin = begun.pop(name)
-            found.append((name, begin.get("step"), begin["t"], event["t"]))
-    return sorted(found, key=lambda span: span[2])

@@ -10,7 +10,6 @@ of a killed process is readable up to its last event.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS, Bus
+from ebbtide.base.extras import installed
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.track.lockstep import Lockstep
 from ebbtide.track.sampler import MemoryReader, Sampler
@@ -236,7 +236,7 @@ def _run_begin() -> dict[str, Any]:
         "schema": SCHEMA,
         "unix_time": time.time(),
         "pid": os.getpid(),
-        "ebbtide": _version("ebbtide"),
+        "ebbtide": installed("ebbtide"),
         "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "device": "cpu" if accelerator is None else accelerator.type,
@@ -245,13 +245,6 @@ def _run_begin() -> dict[str, Any]:
         "mode": None,
         "config": {},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _ending(error: BaseException | None) -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, read_events
+from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, phase_spans, read_events
 from ebbtide.track.phases import phase_figures
 from ebbtide.track.steady import Steady, steady_steps
 
@@ -268,19 +268,19 @@ def _view(
     floor. Both instants exist in every mode, with the engine or without it, so modes can be compared. Below ``least``
     it is unknown, unless the heap was trimmed.
     """
-    counted = [forward for forward in _forwards(events) if steady.counts(forward[2])]
+    counted = [span for span in phase_spans(events) if span.name == "forward" and steady.counts(span.step)]
     times = [t for t, _ in curve]
     floors: list[int] = []
     activations: list[int] = []
-    trimmed = [forward for forward in counted if forward[2] in steady.trimmed]
-    for begin, end, _ in trimmed or counted:
-        low, high = before(times, begin), at(times, end)
+    trimmed = [span for span in counted if span.step in steady.trimmed]
+    for span in trimmed or counted:
+        low, high = before(times, span.begin), at(times, span.end)
         if low is not None and low >= 0 and high is not None:
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
     growth = median(activations) if activations else None
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
-    first = counted[0][0] if counted else steady.begins if math.isfinite(steady.begins) else math.inf
+    first = counted[0].begin if counted else steady.begins if math.isfinite(steady.begins) else math.inf
     during = [size for t, size in curve if first <= t <= last]
     return {
         "peak_bytes": max(during, default=None),
@@ -288,21 +288,6 @@ def _view(
         "activation_bytes": growth if growth is not None and (trimmed or growth >= least) else None,
         "samples": len(curve),
     }
-
-
-def _forwards(events: Sequence[Event]) -> list[tuple[float, float, Any]]:
-    """Return begin, end and step of every finished forward phase."""
-    found: list[tuple[float, float, Any]] = []
-    begun: Event | None = None
-    for event in _all(events, "phase"):
-        if event.get("name") != "forward":
-            continue
-        if event.get("edge") == "begin":
-            begun = event
-        elif begun is not None:
-            found.append((begun["t"], event["t"], begun.get("step")))
-            begun = None
-    return found
 
 
 def _nearest(times: Sequence[float], instant: float) -> int | None:

@@ -10,36 +10,23 @@ from collections.abc import Mapping
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
 ALIASES: Mapping[str, str] = {
-    "data.train_files": "dataset",
-    "data.val_files": "eval_dataset",
     "data.max_prompt_length": "max_prompt_length",
     "data.max_response_length": "max_completion_length",
     "data.filter_overlong_prompts": "filter_overlong_prompts",
-    "data.seed": "seed",
     "data.shuffle": "dataset_shuffle",
     "data.dataloader_num_workers": "dataloader_num_workers",
     "actor_rollout_ref.model.use_remove_padding": "padding_free",
-    "actor_rollout_ref.model.lora_alpha": "lora_alpha",
-    "actor_rollout_ref.model.target_modules": "target_modules",
     f"{_ACTOR}.strategy": "strategy",
     f"{_ACTOR}.ppo_epochs": "num_iterations",
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "per_device_train_batch_size",
     f"{_ACTOR}.clip_ratio_c": "delta",
-    f"{_ACTOR}.grad_clip": "max_grad_norm",
-    f"{_ACTOR}.optim.lr": "learning_rate",
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": "warmup_ratio",
-    f"{_ACTOR}.optim.weight_decay": "weight_decay",
     f"{_ROLLOUT}.n": "num_generations",
     f"{_ROLLOUT}.val_kwargs.n": "num_generations_eval",
     f"{_ROLLOUT}.temperature": "temperature",
     f"{_ROLLOUT}.tensor_model_parallel_size": "vllm_tensor_parallel_size",
     f"{_ROLLOUT}.top_p": "top_p",
     f"{_ROLLOUT}.gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "trainer.total_epochs": "num_train_epochs",
     "trainer.max_actor_ckpt_to_keep": "save_total_limit",
-    "trainer.n_gpus_per_node": "nproc_per_node",
-    "trainer.nnodes": "nnodes",
-    "trainer.default_local_dir": "output_dir",
 }
 """verl's keys whose meaning is that of a flag here."""
 

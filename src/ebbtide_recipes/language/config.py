@@ -30,6 +30,19 @@ ALIASES: Mapping[str, str] = {
     "model.enable_activation_offload": "activation_cpu_offload",
     "model.enable_gradient_checkpointing": "gradient_checkpointing",
     "model.path": "model",
+    "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
+    "actor_rollout_ref.actor.optim.lr": "learning_rate",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "warmup_ratio",
+    "actor_rollout_ref.actor.optim.weight_decay": "weight_decay",
+    "actor_rollout_ref.model.lora_alpha": "lora_alpha",
+    "actor_rollout_ref.model.target_modules": "target_modules",
+    "data.seed": "seed",
+    "data.train_files": "dataset",
+    "data.val_files": "eval_dataset",
+    "trainer.default_local_dir": "output_dir",
+    "trainer.n_gpus_per_node": "nproc_per_node",
+    "trainer.nnodes": "nnodes",
+    "trainer.total_epochs": "num_train_epochs",
 }
 """What users of ms-swift and verl call some of these."""
 

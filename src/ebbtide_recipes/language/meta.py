@@ -186,16 +186,10 @@ def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
     from peft import PeftModel
     from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
-    empty = empty_module(accelerator.device)
-
-    def made(module: nn.Module) -> nn.Module:
-        empty(module)
-        return module  # accelerate inspects the returned model
-
     def shard(model: nn.Module) -> nn.Module:
         if isinstance(model, PeftModel):
             update_fsdp_plugin_peft(model, accelerator)
-        accelerator.state.fsdp_plugin.param_init_fn = made
+        accelerator.state.fsdp_plugin.param_init_fn = empty_module(accelerator.device)
         return accelerator.prepare_model(model)
 
     return shard

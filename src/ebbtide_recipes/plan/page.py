@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ebbtide.base.extras import installed
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner.table import table_plan
@@ -62,7 +62,7 @@ def as_values(result: Result) -> dict[str, Any]:
     chosen, outline, room = result.recommended, result.outline, result.room
     return {
         "schema": SCHEMA,
-        "ebbtide": _version(),
+        "ebbtide": installed("ebbtide"),
         "predicted": True,
         "model": {
             "name": result.config.name,
@@ -271,10 +271,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {word}"
     return str(number)
-
-
-def _version() -> str | None:
-    try:
-        return version("ebbtide")
-    except PackageNotFoundError:
-        return None

@@ -11,19 +11,10 @@ from ebbtide_recipes.language import verl as common
 _ACTOR = "actor_rollout_ref.actor"
 
 ALIASES: Mapping[str, str] = {
-    "data.train_files": "dataset",
-    "data.val_files": "eval_dataset",
     "data.max_length": "max_length",
     "data.truncation": "truncation",
     "data.micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "data.seed": "seed",
-    "actor_rollout_ref.model.lora_alpha": "lora_alpha",
-    "actor_rollout_ref.model.target_modules": "target_modules",
     f"{_ACTOR}.strategy": "fsdp_strategy",
-    f"{_ACTOR}.grad_clip": "max_grad_norm",
-    f"{_ACTOR}.optim.lr": "learning_rate",
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": "warmup_ratio",
-    f"{_ACTOR}.optim.weight_decay": "weight_decay",
     "model.partial_pretrain": "model",
     "model.strategy": "fsdp_strategy",
     "model.lora_alpha": "lora_alpha",
@@ -33,13 +24,9 @@ ALIASES: Mapping[str, str] = {
     "optim.lr_warmup_steps_ratio": "warmup_ratio",
     "optim.weight_decay": "weight_decay",
     "optim.clip_grad": "max_grad_norm",
-    "trainer.total_epochs": "num_train_epochs",
     "trainer.total_training_steps": "max_steps",
-    "trainer.n_gpus_per_node": "nproc_per_node",
-    "trainer.nnodes": "nnodes",
     "trainer.seed": "seed",
     "trainer.max_ckpt_to_keep": "save_total_limit",
-    "trainer.default_local_dir": "output_dir",
 }
 """verl's keys whose meaning is that of a flag here: of its trainer for fine-tuning, and of the model in its others."""
 

@@ -240,7 +240,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
         "max_steps": config.max_steps,
         "learning_rate": config.peak_learning_rate,
         "lr_scheduler_type": config.lr_scheduler_type,
-        **_warmup(config.warmup_ratio),
+        "warmup_steps": config.warmup_ratio,  # below 1: a share of the steps
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
         **_checkpointing(on=config.mode == "checkpointing"),
@@ -282,15 +282,6 @@ def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
         # One process trains on one device; the trainer would otherwise wrap the model in DataParallel.
         arguments._n_gpu = 1
     return arguments
-
-
-def _warmup(share: float) -> dict[str, float]:
-    """Return the share of the steps in which the learning rate rises, as this transformers takes it.
-
-    Since 5.0 ``warmup_steps`` below 1 is a share; before, it was whole, and ``warmup_ratio`` was the share.
-    """
-    counted = TrainingArguments.__annotations__["warmup_steps"] in (int, "int")
-    return {"warmup_ratio" if counted else "warmup_steps": share}
 
 
 def _hybrid(config: RecipeConfig) -> dict[str, Any]:

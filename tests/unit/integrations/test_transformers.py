@@ -117,7 +117,7 @@ def test_a_stock_trainer_under_track_memory_has_the_whole_report(tmp_path: Path)
     run = load_run(tmp_path / "run")
     assert [e["step"] for e in run.all("step")] == [1, 2, 3] == [e["step"] for e in run.all("log") if e["logs"]]
     assert run.summary["loss"] == [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
-    names = [span.name for span in sorted(run.phases(), key=lambda span: span.begin) if span.step == 2]
+    names = [span.name for span in sorted(run.phases, key=lambda span: span.begin) if span.step == 2]
     assert names == ["forward", "backward"] * 2 + ["optimizer"]
     weights = sum(p.nbytes for p in trainer.model.parameters())
     assert run.all("parts")[0]["weights"] == {"LlamaForCausalLM": weights}

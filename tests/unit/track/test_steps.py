@@ -91,7 +91,7 @@ def test_phases_of_a_step_follow_each_other_and_end_in_the_step(tmp_path: Path) 
     run = load_run(tmp_path)
     ends = {e["step"]: e["t"] for e in marks(tmp_path, "step")}
     for number in (2, 3, 4):
-        forward, backward, optimizer = sorted((s for s in run.phases() if s.step == number), key=lambda s: s.begin)
+        forward, backward, optimizer = sorted((s for s in run.phases if s.step == number), key=lambda s: s.begin)
         assert ends[number - 1] <= forward.begin < forward.end <= backward.begin < backward.end <= optimizer.begin
         assert optimizer.end <= ends[number]
         blocks = [e["t"] for e in marks(tmp_path, "block_backward") if forward.begin < e["t"] < ends[number]]
