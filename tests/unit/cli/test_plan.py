@@ -47,7 +47,7 @@ def test_what_is_printed_for_people_names_each_option(model: str, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu", "h20"], "machine is 'h20'; expected one of h200, h100"),
+        (["--gpu", "h201"], "machine is 'h201'; expected one of b200, h200, h100"),
         (["--dataset", "x"], "--max_length"),
         (["--gups", "8"], "did you mean 'gpus'"),
         (["--gpus", "many"], "--gpus is 'many'; expected an integer"),
