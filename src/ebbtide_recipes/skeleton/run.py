@@ -107,6 +107,7 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     config = sharding.resolved(config)
     for package in recipe.packages:
         check_installed(package, extra=recipe.extra, use=f"the {recipe.name} recipe")
+    recipe.check_data(config)  # before the seconds that torch's import takes
     launch.processes(config)
     launch.check_device(config)
     _check_store(config)
