@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError
 from ebbtide.base.extras import check_installed
 from ebbtide.base.units import format_size
+from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
 if TYPE_CHECKING:
     from ebbtide.planner.machines import Machine
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ebbtide_recipes.plan.result import Result
 
 
+@quiet_bitsandbytes()
 def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) -> Result:
     """Simulate the model's step once, and compare the options of training it.
 

@@ -365,7 +365,11 @@ def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path, name: str, text:
         ("a.jsonl", "\n\n", "is empty"),
         ("a.jsonl", '{"text": "t"}\n{"text": \n', "line 2 of .*a.jsonl is not JSON"),
         ("a.jsonl", "[1]\n", r"row 1 of .*a.jsonl is \[1\]; expected an object"),
-        ("a.jsonl", '{"promt": "x", "completion": "y"}\n', "has the columns completion, promt; .*\nhint: did you mean .*'prompt'"),
+        (
+            "a.jsonl",
+            '{"promt": "x", "completion": "y"}\n',
+            "has the columns completion, promt; .*\nhint: did you mean .*'prompt'",
+        ),
         ("a.json", '"words"', "holds a JSON str; expected a list of objects"),
         ("a.parquet", "no parquet", "a.parquet cannot be read"),
     ],
