@@ -43,9 +43,9 @@ def main(
     for name in config.without_effect():
         report(f"--{name} has no effect here: recipe is {config.recipe}, train_type {config.train_type}")
     packages = ("diffusers", "peft") if config.recipe == "video" else ("transformers", "peft")
-    begin(f"making {config.name} without weights")
     for package in packages:
         check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
+    begin(f"reading the config of {config.name}")
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised
     from ebbtide_recipes.plan.options import limits, options
@@ -57,6 +57,7 @@ def main(
             model.check_file(getattr(config, name), name)
     subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     machine = _machine(config, begin)
+    begin(f"making {config.name} without weights")
     outline = subject.outline(_dtype(config, machine))
     begin(f"simulating a step of {outline.amount} on {machine.name}")
     inputs, end = model.watch_inputs(outline.module)

@@ -41,6 +41,7 @@ def test_what_is_printed_for_people_names_each_option(model: str, capsys: pytest
     assert cli.main(["plan", "--model", model, "--gpu", "h200", "--max_length", "1024"]) == 0
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [
+        f"reading the config of {model}",
         f"making {model} without weights",
         "simulating a step of 1 x 1024 tokens on h200",
         "comparing the options",
@@ -59,8 +60,8 @@ def test_progress_is_no_part_of_what_is_printed_and_ends_with_an_error(
     assert cli.main(["plan", "--model", model, "--gpu", "h200", "--json", "true"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.splitlines()[1].startswith("simulating a step")
-    assert shown.err.splitlines()[2].startswith("error: a step of ")
+    assert shown.err.splitlines()[2].startswith("simulating a step")
+    assert shown.err.splitlines()[3].startswith("error: a step of ")
     assert not [thread.name for thread in threading.enumerate() if thread.name == "ebbtide-progress"]
 
 
