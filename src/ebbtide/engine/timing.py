@@ -299,10 +299,8 @@ class StepTimer:
         """A block saved a storage.
 
         Args:
-            run: The block.
             action: What was done with it; what was stored in a narrower type counts as offloaded.
             unit: What the plan was told about it.
-            storage: The storage.
             narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
             prepare: Returns what makes it again, or None if it may not be made again; None if no recipe is known.
