@@ -134,7 +134,7 @@ class StepTimer:
         memory: bool,
     ) -> None:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
-        self._wanted, self._largest_bytes = False, 0
+        self.wanted, self._largest_bytes = False, 0  # ``wanted``: measure from the next pass on
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
         self._open: tuple[_Stretches, Timestamp] | None = None
@@ -149,19 +149,10 @@ class StepTimer:
         self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
 
-    def want(self) -> None:
-        """Measure from the next pass on."""
-        self._wanted = True
-
-    @property
-    def wanted(self) -> bool:
-        """Whether passes are measured now."""
-        return self._wanted
-
     @property
     def times_blocks(self) -> bool:
         """Whether the beginning of each block's backward is noted now."""
-        return self.marks if self._wanted else self.spans is not None and self.spans.wanted
+        return self.marks if self.wanted else self.spans is not None and self.spans.wanted
 
     def runs_plain(self, name: str) -> bool:
         """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
@@ -172,11 +163,11 @@ class StepTimer:
         self.finish()
         if self.spans is not None:
             self.spans.finish()
-        return name in (self.plain if self._wanted else self.unhooked)
+        return name in (self.plain if self.wanted else self.unhooked)
 
     def tries(self, name: str) -> bool:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""
-        return self._wanted and name in self.checkpointed
+        return self.wanted and name in self.checkpointed
 
     # What the engine tells
 
@@ -186,17 +177,17 @@ class StepTimer:
         Args:
             saved_bytes: What its blocks saved.
         """
-        if self._wanted:
+        if self.wanted:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
         elif saved_bytes > GROWTH * self._largest_bytes:
-            self.want()
+            self.wanted = True
             self._tries = self._tries + 1 if saved_bytes <= GROWTH * self._larger_bytes else 1
             self._larger_bytes = max(self._larger_bytes, saved_bytes)
             # The time does not depend on whether the next passes are as large. The peak does, but all may be smaller.
             if not self._memory or self._tries == TRIES:
                 self._largest_bytes = self._larger_bytes
         elif self.outdated():
-            self.want()
+            self.wanted = True
         if self.spans is not None:
             self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 
@@ -204,7 +195,7 @@ class StepTimer:
         """A block's forward begins."""
         self._where = run.where or self._where
         self.finish()
-        if not self._wanted:
+        if not self.wanted:
             if self.spans is not None:
                 self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
             return
@@ -377,4 +368,4 @@ class StepTimer:
             head_resident_bytes=found.between.resident_bytes,
         )
         self._pass = self._open = self.recomputes = None
-        self._wanted = self._done(step)
+        self.wanted = self._done(step)

@@ -73,6 +73,7 @@ class TablePlan:
         reasons: One line per site kind.
     """
 
+    recomputes = True
     name: str
     actions: Mapping[tuple[str, Site], Action]
     predicted: Prediction
@@ -88,11 +89,6 @@ class TablePlan:
             if name in checkpointed and action is not Action.CHECKPOINT:
                 inputs[name] = action
         object.__setattr__(self, "_inputs", inputs)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether recipes are needed."""
-        return True
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
