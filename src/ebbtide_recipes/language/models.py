@@ -9,7 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, first_line, nearest
 from ebbtide_recipes.language import smollm2
 from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.skeleton.precision import dtype_name
@@ -286,7 +286,7 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {_first_line(error)}",
+            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {first_line(error)}",
             expected="the packages of the model and its attention",
             hint="--attn_impl sdpa needs none; otherwise install the packages of the message",
         ) from error
@@ -298,7 +298,7 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
 
 def _not_loaded(name: str, error: Exception) -> str:
     """Describe where a model was looked for."""
-    reason = _first_line(error)
+    reason = first_line(error)  # the rest of transformers' errors is unrelated advice
     if Path(name).expanduser().exists() or name in BUILTIN:
         return f"model {name!r} cannot be loaded: {reason}"
     return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {reason}"
@@ -308,11 +308,6 @@ def _hint(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
     return _near(name) or f"without a network use a local folder, or a model fetched before; {hubs.ON_MODELSCOPE}"
-
-
-def _first_line(error: Exception) -> str:
-    """Return an error's first line: the rest of transformers' errors is unrelated advice."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def check_length(config: LanguageConfig, model_config: Any) -> None:
