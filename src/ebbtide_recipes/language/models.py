@@ -164,16 +164,7 @@ def look_up(config: LanguageConfig) -> ModelSource:
         return ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
 
 
-def outline(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
-    """Return the model without its weights: modules and shapes on the meta device.
-
-    Raises:
-        EbbtideError: As ``outline_of``.
-    """
-    return outline_of(config, source.config)
-
-
-def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
+def outline(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
     """Return the model that a config describes, without weights: modules and shapes on the meta device.
 
     Args:
@@ -193,32 +184,22 @@ def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: st
         return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
 
-def load(config: LanguageConfig, source: ModelSource | None = None) -> tuple[PreTrainedModel, Any]:
-    """Load the model, and its tokenizer or processor.
+def load(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, Found | None]:
+    """Load the model; with ``memory_efficient_init`` make it on meta, and find where its weights are.
 
     Args:
         config: Names the model, its type and its attention implementation.
-        source: As ``look_up`` returned it; ``None``: it is looked up.
-
-    Raises:
-        DataError: The model cannot be found or read.
-        ConfigError: Sequences are longer than the model allows; the attention implementation is not there.
-    """
-    source = look_up(config) if source is None else source
-    return _from_pretrained(config, source), source.processor
-
-
-def load_empty(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, Found]:
-    """Make the model on meta, and find where its weights are.
-
-    Args:
-        config: As ``load`` takes it.
         source: As ``look_up`` returned it.
+
+    Returns:
+        The model, and the source of the weights of one on meta; ``None``: it has them.
 
     Raises:
         DataError: The model cannot be found or read.
         ConfigError: The attention implementation is not there.
     """
+    if not config.memory_efficient_init:
+        return _from_pretrained(config, source), None
     from ebbtide.integrations.pretrained import weights_later
 
     with weights_later() as later:

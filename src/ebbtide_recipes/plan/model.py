@@ -92,7 +92,7 @@ def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
         ConfigError: The attention implementation is not there; adapters that do not fit.
     """
     with _explained():
-        model: nn.Module = models.outline_of(config, found, dtype)
+        model: nn.Module = models.outline(config, found, dtype)
     sees = models.is_multimodal(found)
     frozen = models.media_parts(model, found) if sees and config.freeze_vit else []
     if config.trains_adapters:
@@ -212,9 +212,9 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
         # PEFT uses a deprecated name of transformers; users cannot change that.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         # Trying adapters adds them to the outline.
-        made = adapters.chosen(config, models.outline_of(config, found, dtype), without=frozen)
+        made = adapters.chosen(config, models.outline(config, found, dtype), without=frozen)
         with torch.device("meta"):
-            return peft.get_peft_model(models.outline_of(config, found, dtype), made)
+            return peft.get_peft_model(models.outline(config, found, dtype), made)
 
 
 def check_file(path: str, flag: str = "out") -> None:
