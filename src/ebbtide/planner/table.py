@@ -55,10 +55,6 @@ class Prediction:
     moved_bytes: int
     recomputed_bytes: int
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the fields as a dictionary."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -176,7 +172,7 @@ class TablePlan:
         document = {
             "schema": SCHEMA,
             "name": self.name,
-            "predicted": self.predicted.as_dict(),
+            "predicted": asdict(self.predicted),
             "reasons": list(self.reasons),
             "actions": rows,
         }

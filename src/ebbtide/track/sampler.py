@@ -67,7 +67,9 @@ class MemoryReader:
         The current device is per thread, so a sampling thread would otherwise always read device 0.
         """
         if self._accelerator is not None:
-            self._device_index = _current_device_index()
+            import torch
+
+            self._device_index = torch.accelerator.current_device_index()
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
@@ -114,12 +116,6 @@ def _peak_device_bytes(index: int | None) -> int:
     from ebbtide.store.device_memory import peak_bytes
 
     return peak_bytes(index)
-
-
-def _current_device_index() -> int:
-    import torch
-
-    return torch.accelerator.current_device_index()
 
 
 class Sampler:

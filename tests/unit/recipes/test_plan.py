@@ -303,7 +303,7 @@ def test_the_builtin_models_shape_is_known_without_its_weights(monkeypatch: pyte
 def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
     config = SftConfig(model=qwen, train_type="lora", lora_rank=4, target_modules=("q_proj", "v_proj"))
     read = model.read(config)
-    ours = model.outline(config, read, "bfloat16")
+    ours = model.Subject(config).outline("bfloat16")
     theirs = models.outline(config, read, "bfloat16")
     trained = adapters.put_on(theirs, adapters.chosen(config, models.outline(config, read, "bfloat16")), config)
 
@@ -443,7 +443,7 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
         for weight in (*module.parameters(), *module.buffers()):
             weight.fill_(0.01)
     with ebbtide.enable_activation_offloading(module, policy=out, disk_path=tmp_path) as handle:
-        module(**model.batch_of(config)).loss.backward()
+        module(**model.Subject(config).batch()).loss.backward()
     stats = handle.stats()
     assert stats.offloaded_bytes == predicted.offloaded_bytes
     assert stats.recomputed_bytes == predicted.recomputed_bytes
