@@ -44,6 +44,8 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
     import torch
     from transformers import BitsAndBytesConfig
 
+    from ebbtide.load.targets import default_device
+
     computed = getattr(torch, dtype)
     made = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -53,9 +55,7 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
         # FSDP shards only weights stored in the same type as the others.
         bnb_4bit_quant_storage=computed if config.fsdp_strategy != "none" else torch.uint8,
     )
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    return {"quantization_config": made, "device_map": {"": torch.device(device.type, index) if index else device}}
+    return {"quantization_config": made, "device_map": {"": default_device()}}
 
 
 def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[str] = ()) -> PeftConfig:
