@@ -42,7 +42,13 @@ class MemoryReader:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._statm.exists() else 0
         if children or not self._page_bytes:
             _psutil()
-        self._accelerator = _accelerator() if device and self._pid == os.getpid() else None
+        self._accelerator: Any = None
+        if device and self._pid == os.getpid():
+            import torch
+
+            from ebbtide.store.device_memory import device_memory
+
+            self._accelerator = device_memory() if torch.accelerator.is_available() else None
         self._device_index: int | None = None
         self._family: list[MemoryReader] = []
         self._family_read_at = float("-inf")
@@ -73,7 +79,11 @@ class MemoryReader:
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
-        device = None if self._accelerator is None else _peak_device_bytes(self._device_index)
+        device = None
+        if self._accelerator is not None:
+            from ebbtide.store.device_memory import peak_bytes
+
+            device = peak_bytes(self._device_index)
         return {"peak_rss_bytes": self._peak_rss_bytes(), "peak_device_bytes": device}
 
     def _own_bytes(self) -> int | None:
@@ -102,20 +112,6 @@ class MemoryReader:
             return None
         lines = [line for line in status.splitlines() if line.startswith("VmHWM:")]
         return int(lines[0].split()[1]) * 1024 if lines else None
-
-
-def _accelerator() -> Any | None:
-    import torch
-
-    from ebbtide.store.device_memory import device_memory
-
-    return device_memory() if torch.accelerator.is_available() else None
-
-
-def _peak_device_bytes(index: int | None) -> int:
-    from ebbtide.store.device_memory import peak_bytes
-
-    return peak_bytes(index)
 
 
 class Sampler:
