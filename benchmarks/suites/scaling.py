@@ -157,7 +157,7 @@ def counts(moved: dict[str, dict[str, float]]) -> list[str]:
 
 def tables(moved: dict[str, dict[str, float]]) -> str:
     """Return the tables of the page; ``moved`` as for ``counts``."""
-    lines = ["Host memory of one rank:", ""]
+    lines = ["Host memory of one rank; a node's is that times its ranks:", ""]
     lines += ["| model | tokens a rank | " + " | ".join(f"`{p}`" for p in POLICIES) + " |", "| --- |" + " ---: |" * 4]
     for model in MODELS:
         for tokens in LENGTHS:
@@ -167,7 +167,11 @@ def tables(moved: dict[str, dict[str, float]]) -> str:
     shown = [n for n in range(len(POLICIES)) if any(found[n] < 1 for found in shares.values())]
     rest = " and ".join(f"`{p}`" for n, p in enumerate(POLICIES) if n not in shown)
     head = ["machine", "model", "tokens a rank", *(f"`{POLICIES[n]}`" for n in shown)]
-    lines += ["", f"Share of the copy-outs that is hidden{f'; under {rest} all are' * bool(rest)}:", ""]
+    lines += [
+        "",
+        f"Share of the copy-outs that fits behind forward at peak rates{f'; under {rest} all do' * bool(rest)}:",
+        "",
+    ]
     lines += ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(shown) + 1)]
     for (machine, model, tokens), found in shares.items():
         cells = [machine.name, model.name, f"{tokens // 1024}k", *(f"{100 * found[n]:.0f} %" for n in shown)]
@@ -176,24 +180,23 @@ def tables(moved: dict[str, dict[str, float]]) -> str:
 
 
 def _jobs(rank_bytes: float) -> list[str]:
-    """Return the table of jobs whose ranks each move ``rank_bytes``."""
-    head = [
-        "machine",
-        "devices",
-        "nodes",
-        "host memory per node",
-        "per job",
-        "link per rank",
-        "share of the host's memory rate",
-    ]
-    lines = ["| " + " | ".join([*head, "bytes that a rank reads when enabling"]) + " |", "| --- |" + " ---: |" * 7]
+    """Return the tables of nodes, and of jobs on them, whose ranks each move ``rank_bytes``."""
+    what = f"{MODELS[0].name} on {LENGTHS[1] // 1024}k tokens a rank under `auto`"
+    lines = [f"A node that trains {what}, all its devices copying at once:", ""]
+    lines += ["| machine | host memory | link per rank | share of the host's memory rate |", "| --- |" + " ---: |" * 3]
+    for machine in MACHINES:
+        link = machine.link_bytes_per_second
+        cells = [
+            machine.name, f"{rank_bytes * machine.ranks / 2**30:.0f} GiB", f"{link / 1e9:.0f} GB/s",
+            f"{100 * link * machine.ranks / machine.host_bytes_per_second:.0f} %",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    head = "| machine | devices | nodes | host memory of the job | bytes that a rank reads when enabling |"
+    lines += ["", "Jobs of such nodes:", "", head, "| --- |" + " ---: |" * 4]
     for machine in MACHINES:
         for devices in SHOWN:
-            link = machine.link_bytes_per_second
             cells = [
-                machine.name, f"{devices}", f"{devices // machine.ranks}",
-                f"{rank_bytes * machine.ranks / 2**30:.0f} GiB", f"{rank_bytes * devices / 2**40:.1f} TiB",
-                f"{link / 1e9:.0f} GB/s", f"{100 * link * machine.ranks / machine.host_bytes_per_second:.0f} %",
+                machine.name, f"{devices}", f"{devices // machine.ranks}", f"{rank_bytes * devices / 2**40:.1f} TiB",
                 f"{devices * DIGEST_BYTES / 1024:.1f} KiB",
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
@@ -292,7 +295,11 @@ def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]
 def together(rows: list[dict[str, str | float]]) -> str:
     """Return the table of simulated jobs; a machine on which none takes longer is a sentence."""
     head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in SHOWN)]
-    lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(SHOWN)]
+    lines = [
+        "[Simulated](#the-simulation): how much longer a step takes than one that keeps everything, equally disturbed:",
+        "",
+    ]
+    lines += ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(SHOWN)]
     sentences: list[str] = []
     for machine, group in groupby(rows, lambda row: str(row["machine"])):
         its = list(group)

@@ -240,8 +240,8 @@ def make_plan(
         batch: Arguments of its forward: a dict of names, a list, or one tensor. Floating-point tensors may be on meta;
             integers (tokens, positions) need values if the model reads them.
         policy: ``Auto(...)`` (the default) or another policy, or its name. No block is checkpointed.
-        machine: ``"h200"``, ``"h100"``, ``"a100"``, ``"gh200"``, ``"4090"``, a JSON file, or a ``Machine``; default:
-            this one, measured now (seconds).
+        machine: ``"h200"``, ``"a10g"`` or another name that ``ebbtide plan --gpu`` takes, a JSON file, or a
+            ``Machine``; default: this one, measured now (seconds).
         shards: Ranks over which weights, gradients and optimizer state are divided.
         ranks: Ranks that share the host's memory rate; default: the shards that one node holds.
         optimizer_state: Bytes of state per byte of trained weights: 2 for Adam, 1 for momentum, 0 for none.

@@ -153,5 +153,5 @@ class Options:
             raise ConfigError(
                 f"disk_path is {self.disk_path!r}",
                 expected="a directory",
-                hint="leave it out for the system's temporary directory",
+                hint="leave it out for the first of the temporary directory, /var/tmp and ~/.cache/ebbtide on a disk",
             )

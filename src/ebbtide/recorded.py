@@ -82,8 +82,8 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
             )
             return
         logger.warning(
-            "nothing was offloaded: no forward came through the handle; hint: enable offloading on the model that is "
-            "trained, and of a model that is compiled after that compile the blocks instead"
+            "nothing was offloaded: no forward came through the handle; hint: enable it on the model you "
+            "train; if you compile later, compile its blocks, not the whole model"
         )
     elif not stats.unique_bytes and stats.small_bytes and not moved:
         logger.warning(

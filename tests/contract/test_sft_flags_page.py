@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from ebbtide.base.errors import DiskError
+from ebbtide.config import Auto
+from ebbtide.store import location
 from tests.contract.sft_flags_page import CONFIGS, FOLDER, page, rows_of
 
 FLAGS = [(verb, field.name) for verb, config in CONFIGS.items() for field in dataclasses.fields(config)]
@@ -32,3 +37,22 @@ def test_flags_that_differ_between_recipes_are_on_both_pages(verb: str) -> None:
 @pytest.mark.parametrize("verb", CONFIGS)
 def test_a_recipe_names_its_page(verb: str) -> None:
     assert CONFIGS[verb].page == f"docs/reference/{verb}-flags.md"
+
+
+@pytest.mark.parametrize("verb", CONFIGS)
+def test_a_default_that_the_help_names_is_that_of_the_code(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def refuse(path: Path) -> Path:
+        tried.append(str(path))
+        raise DiskError("not on a disk", expected="a disk", hint="-")
+
+    monkeypatch.setattr(location, "check_directory", refuse)
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(DiskError):
+        location.default_directory()
+    about = {row.split("`")[1]: row for row in rows_of(verb)}
+    assert f"default: {Auto().max_slowdown:g}," in about["--max_slowdown"]
+    named = about["--disk_path"].replace("the temporary directory", tempfile.gettempdir()).replace("~", "/nowhere")
+    assert f"first of {tried[0]}, {tried[1]} and {tried[2]} that is on a disk" in named and len(tried) == 3

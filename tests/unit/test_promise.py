@@ -142,7 +142,9 @@ def test_in_the_last_measured_step_one_block_runs_without_hooks(dear_hooks: list
         assert profile.backward_seconds == pytest.approx(BLOCKS, rel=0.05)
 
 
-def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(dear_hooks: list[str]) -> None:
+def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
+    dear_hooks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     timed = Timed(max_slowdown=0.05)
     with timed.handle:
         timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
@@ -152,6 +154,7 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(dear_hooks:
         stats = timed.handle.stats()
         assert stats.kept_bytes == stats.unique_bytes > 0
         assert "blocks run without hooks, as in ordinary training: nothing is gained" in timed.handle.explain()
+        assert caplog.text.count("no plan saves memory within max_slowdown=0.05; hint: ") == 1
         forward = calls_of_ours(lambda: timed.model(timed.x))
         assert forward["StandIn.__call__"] == 1 and max(forward.values()) < BLOCKS, (
             forward

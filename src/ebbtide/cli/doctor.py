@@ -40,13 +40,15 @@ def run(argv: Sequence[str]) -> int:
     targets = f"one of {', '.join(TARGETS)} (default: %(default)s)"
     parser.add_argument("--target", metavar="NAME", default="auto", help=targets)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `make_plan(machine=...)`")
-    parser.add_argument("--json", action="store_true", help="print all results as JSON, and nothing else")
+    words = "print all results as JSON, and nothing else"
+    parser.add_argument("--json", nargs="?", const="true", default="false", metavar="true", help=words)
     parser.add_argument("--versions", action="store_true", help="print only versions and device, for bug reports")
     try:
         own = parser.read(argv)
     except SystemExit:  # --help has been printed
         return 0
     target = choice("--target", own.target, TARGETS)
+    as_json = choice("--json", own.json, ("true", "false")) == "true"  # `ebbtide plan` takes both forms, too
     if own.versions:
         print("\n".join(versions.lines()))
         return 0
@@ -56,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
     found = examine(target, own.disk_path)
     written = own.out is not None and _write(found, own.out)
-    if own.json:
+    if as_json:
         print(json.dumps(as_values(found), indent=1, allow_nan=False))
     else:
         print("\n".join(lines(found)))

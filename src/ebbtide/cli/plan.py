@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from ebbtide.cli.arguments import read_arguments
+from ebbtide.cli.progress import WorkProgress
 
 RECIPE = "ebbtide_recipes.plan"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Predict whether training fits on a device, and with which plan.
+    """Predict whether training fits on a device, and with which plan. Progress is printed on standard error.
 
     Args:
         argv: The arguments after ``plan``.
@@ -27,8 +27,9 @@ def run(argv: Sequence[str]) -> int:
     config = read_arguments(importlib.import_module(f"{RECIPE}.config").PlanConfig, argv, prog="ebbtide plan")
     if config is None:
         return 0
-    recipe = importlib.import_module(f"{RECIPE}.main")
-    result = recipe.main(config, report=partial(print, file=sys.stderr))
+    with WorkProgress(sys.stderr) as progress:
+        recipe = importlib.import_module(f"{RECIPE}.main")
+        result = recipe.main(config, report=progress.report, begin=progress.begin)
     print(recipe.shown(result))
     files = ((config.out, recipe.save), (config.svg, recipe.draw))
     for path, write in files:

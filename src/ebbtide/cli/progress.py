@@ -1,13 +1,15 @@
-"""Progress and remaining time of a comparison: one changing line on a terminal, plain lines elsewhere."""
+"""Progress of a comparison or of work in this process: one changing line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO
 
 from ebbtide.base.runs import EVENTS_FILE
 
@@ -192,6 +194,79 @@ class RunProgress:
     def _print(self, words: str) -> None:
         self._shown_at = self._clock()
         self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+class WorkProgress:
+    """Print the phases of work in this process, and how long the current one has taken.
+
+    A thread looks once a second, because the work itself does not. Use it as a context.
+
+    Args:
+        stream: Where to print. On a terminal one line changes in place; elsewhere lines are printed when a phase begins
+            and at intervals.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._phase, self._began, self._shown_at = "", 0.0, 0.0
+        self._status: Any = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ebbtide-progress", daemon=True)
+
+    def __enter__(self) -> WorkProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._status is not None:
+            self._status.stop()
+
+    def begin(self, phase: str) -> None:
+        """Print that a phase begins."""
+        self._phase, self._began = phase, self._clock()
+        if self._status is not None:
+            self._status.update(self._text(phase))
+        elif self._stream.isatty():
+            from rich.console import Console
+
+            self._status = Console(file=self._stream).status(self._text(phase))
+            self._status.start()
+        else:
+            self.report(phase)
+
+    def report(self, line: str) -> None:
+        """Print a line that stays."""
+        self._shown_at = self._clock()
+        if self._status is not None:
+            self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            # Not by rich, which exits where a pipe is closed.
+            print(line, file=self._stream, flush=True)
+
+    def look(self) -> None:
+        """Print how long the current phase has taken."""
+        words = f"{self._phase}, {self._clock() - self._began:.0f} s"
+        if self._status is not None:
+            self._status.update(self._text(words))
+        elif self._phase and self._clock() - self._shown_at >= REPORT_SECONDS:
+            self.report(words)
+
+    def _text(self, words: str) -> Any:
+        from rich.text import Text
+
+        return Text(words)  # brackets in a path are no markup
+
+    def _watch(self) -> None:
+        while not self._ended.wait(1.0):
+            try:
+                self.look()
+            except OSError:  # nobody reads any more: the next line of the work itself notices
+                return
 
 
 def duration(seconds: float) -> str:

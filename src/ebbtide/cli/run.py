@@ -207,7 +207,8 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])
             lines.append(
-                f"ebbtide: {note['steps']} steps; {saved} of the {of} that blocks save in a forward were not kept"
+                f"ebbtide: {note['steps']} steps; {saved} of the {of} of activations per forward were offloaded or "
+                "recomputed"
             )
     return lines
 

@@ -143,7 +143,7 @@ class Engine:
         """
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
-                self.restorer.end_all()  # left by backwards that raised
+                self.restorer.end_raised()
             if self._pass.latest is not None:  # blocks ran without the model's own forward
                 self.end_pass()
             self._pass = Pass()

@@ -93,6 +93,15 @@ class Fingerprint:
         equal = (now == before).all()
         return equal if self._sums is None else equal & (_sums(tensor) == self._sums).all()
 
+    def nearly_same(self, tensor: torch.Tensor) -> bool:
+        """Whether the sample of a tensor of the host differs from the first one's by rounding at most."""
+        before = self._sample
+        if not isinstance(before, bytes) or not tensor.is_cpu:
+            return False
+        plain = tensor.detach().contiguous() if self._flat else tensor.detach()[_steps(tensor)].contiguous()
+        now = _read(plain, all_of_it=not self._flat or len(before) == plain.numel() * plain.itemsize)
+        return _bytes_nearly_equal(before, now, tensor.dtype)
+
 
 def can_be_taken(tensor: torch.Tensor) -> bool:
     """Whether a tensor has strided memory of its own that a fingerprint can be taken of."""
@@ -128,6 +137,27 @@ def has_sample(
         return True
     laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
     return _read(laid_out.copy_(tensor.detach())) == sample
+
+
+def nearly_has_sample(tensor: torch.Tensor, sample: bytes, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of the host differs by rounding at most from one with this sample and layout."""
+    laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
+    return _bytes_nearly_equal(sample, _read(laid_out.copy_(tensor.detach())), tensor.dtype)
+
+
+def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of floats differ by no more than sums that are added up in another order."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+        return False
+    largest = one.nan_to_num(0.0, 0.0, 0.0).abs().max() if one.numel() else 0.0
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(largest)
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+def _bytes_nearly_equal(one: bytes, other: bytes, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or len(one) != len(other):
+        return False
+    return nearly_equal(*(torch.frombuffer(bytearray(x), dtype=dtype) for x in (one, other)))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class Backward:
         self.flows: dict[int, CopyIn[Entry]] = {}  # by pass
         self.restored: list[weakref.ref[Any]] = []  # of entries, and what a function may read again
         self.run: RunRecord | None = None
+        self.thread = threading.get_ident()
 
     def flow(self, run: RunRecord) -> CopyIn[Entry] | None:
         """Return the copies in of a block's pass, if they have begun."""
@@ -239,9 +241,10 @@ class Restorer:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(task, all_read=True))
         return backward
 
-    def end_all(self) -> None:
-        """End every backward."""
-        for task in list(self.backwards):
+    def end_raised(self) -> None:
+        """End the backwards that raised; those of other threads of Python may still run."""
+        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        for task in [task for task, backward in self.backwards.items() if backward.thread not in others]:
             self.end(task)
 
     def end(self, task: int, *, all_read: bool = False) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
@@ -93,6 +94,11 @@ class Machine:
 _GIB = 1024**3
 
 MACHINES = {
+    "b200": Machine(
+        name="b200", devices=8, memory_bytes=178 * _GIB, flop_per_second=1745e12, flop32_per_second=80e12,
+        attention_flop_per_second=1360e12, memory_bytes_per_second=8.0e12, out_bytes_per_second=52.8e9,
+        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=717e9,
+    ),
     "h200": Machine(
         name="h200", devices=8, memory_bytes=139 * _GIB, flop_per_second=790e12, flop32_per_second=52e12,
         attention_flop_per_second=616e12, memory_bytes_per_second=4.8e12, out_bytes_per_second=52.8e9,
@@ -103,33 +109,79 @@ MACHINES = {
         attention_flop_per_second=616e12, memory_bytes_per_second=3.35e12, out_bytes_per_second=52.8e9,
         in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
     ),
-    "a100": Machine(
-        name="a100", devices=8, memory_bytes=79 * _GIB, flop_per_second=271e12, flop32_per_second=18e12,
-        attention_flop_per_second=200e12, memory_bytes_per_second=2.0e12, out_bytes_per_second=24e9,
-        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
+    "h20": Machine(
+        name="h20", devices=8, memory_bytes=95 * _GIB, flop_per_second=148e12, flop32_per_second=44e12,
+        attention_flop_per_second=115e12, memory_bytes_per_second=4.0e12, out_bytes_per_second=52.8e9,
+        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
     ),
     "gh200": Machine(
         name="gh200", devices=1, memory_bytes=94 * _GIB, flop_per_second=828e12, flop32_per_second=52e12,
         attention_flop_per_second=616e12, memory_bytes_per_second=4.0e12, out_bytes_per_second=300e9,
         in_bytes_per_second=380e9, host_memory_bytes=480 * _GIB, host_bytes_per_second=500e9,
     ),
+    "a100": Machine(
+        name="a100", devices=8, memory_bytes=79 * _GIB, flop_per_second=271e12, flop32_per_second=18e12,
+        attention_flop_per_second=200e12, memory_bytes_per_second=2.0e12, out_bytes_per_second=24e9,
+        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
+    ),
+    "a100-40g": Machine(
+        name="a100-40g", devices=8, memory_bytes=39 * _GIB, flop_per_second=271e12, flop32_per_second=18e12,
+        attention_flop_per_second=200e12, memory_bytes_per_second=1.555e12, out_bytes_per_second=24e9,
+        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
+    ),
+    "l40s": Machine(
+        name="l40s", devices=8, memory_bytes=44 * _GIB, flop_per_second=362e12, flop32_per_second=91.6e12,
+        attention_flop_per_second=280e12, memory_bytes_per_second=0.864e12, out_bytes_per_second=24e9,
+        in_bytes_per_second=24.5e9, host_memory_bytes=1536 * _GIB, host_bytes_per_second=409e9,
+    ),
+    "a10": Machine(
+        name="a10", devices=4, memory_bytes=22 * _GIB, flop_per_second=125e12, flop32_per_second=31.2e12,
+        attention_flop_per_second=97e12, memory_bytes_per_second=0.6e12, out_bytes_per_second=24e9,
+        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
+    ),
+    "a10g": Machine(
+        name="a10g", devices=8, memory_bytes=22 * _GIB, flop_per_second=70e12, flop32_per_second=35e12,
+        attention_flop_per_second=54e12, memory_bytes_per_second=0.6e12, out_bytes_per_second=24e9,
+        in_bytes_per_second=24.5e9, host_memory_bytes=768 * _GIB, host_bytes_per_second=409e9,
+    ),
+    "5090": Machine(
+        name="5090", devices=1, memory_bytes=31 * _GIB, flop_per_second=209.5e12, flop32_per_second=104.8e12,
+        attention_flop_per_second=178e12, memory_bytes_per_second=1.792e12, out_bytes_per_second=52.8e9,
+        in_bytes_per_second=55e9, host_memory_bytes=128 * _GIB, host_bytes_per_second=90e9,
+    ),
     "4090": Machine(
         name="4090", devices=1, memory_bytes=int(23.5 * _GIB), flop_per_second=165e12, flop32_per_second=60e12,
         attention_flop_per_second=140e12, memory_bytes_per_second=1.0e12, out_bytes_per_second=25e9,
         in_bytes_per_second=25e9, host_memory_bytes=128 * _GIB, host_bytes_per_second=90e9,
     ),
+    "mi300x": Machine(
+        name="mi300x", devices=8, memory_bytes=191 * _GIB, flop_per_second=668e12, flop32_per_second=163.4e12,
+        attention_flop_per_second=520e12, memory_bytes_per_second=5.3e12, out_bytes_per_second=52.8e9,
+        in_bytes_per_second=55e9, host_memory_bytes=1536 * _GIB, host_bytes_per_second=921e9,
+    ),
 }  # fmt: skip
-"""Products: stas00/ml-engineering (H100/H200 794.5, A100 271.2, GH200 828.6 TFLOP/s in bfloat16; the 4090's 165 is its
-data sheet's). Attention: the FlashAttention-3 paper (H100, causal, forward); the A100's and the 4090's are assumed.
-Links: nvbandwidth on H100 over PCIe 5, on A100 over PCIe 4, on GH200 over C2C; the 4090's is assumed.
-Memory: data sheets."""
+"""Products in bfloat16, measured: stas00/ml-engineering (B200 1745, H100 and H200 794.5, A100 271.2, GH200 828.6,
+MI300X 668.4 TFLOP/s). Of the others, the dense figure of the data sheet with float32 sums: NVIDIA's H20 148, L40S 362,
+A10 125, AWS's A10G 70, and the white papers of Ada (RTX 4090, 165) and RTX Blackwell (RTX 5090, 209.5).
+Products in float32 of the B200, H20, L40S, A10, A10G, RTX 5090 and MI300X: data sheets.
+Attention: the FlashAttention-3 paper (H100, causal, forward). That of others is assumed, as a part of the products.
+Links: nvbandwidth on H100 over PCIe 5 (taken for the B200, H20, RTX 5090 and MI300X, too), on A100 over PCIe 4 (L40S,
+A10, A10G), on GH200 over C2C; the RTX 4090's is assumed.
+Memory: data sheets, less what drivers take. Nodes: DGX B200, DGX A100, AWS g6e.48xlarge (L40S) and g5.48xlarge (A10G),
+OCI BM.GPU.A10.4, and the MI300X systems of MLPerf Inference 4.1."""
+
+_ALSO = {"a100-40gb": "a100-40g", "a100-80g": "a100", "a100-80gb": "a100"}
+"""Other names of the same devices."""
+
+_MAKERS = re.compile(r"^(?:(?:nvidia|geforce|rtx|amd|instinct)[ _-]*)+")
 
 
 def machine_named(named: str | PathLike[str] | Machine) -> Machine:
     """Return a machine of the table, or the one in a file.
 
     Args:
-        named: A name in ``MACHINES``, the path of a JSON file with the fields of ``Machine``, or a machine.
+        named: A name in ``MACHINES``, also with its maker's (``RTX 4090``); the path of a JSON file with the fields of
+            ``Machine``; or a machine.
 
     Raises:
         ConfigError: There is no such machine.
@@ -138,7 +190,8 @@ def machine_named(named: str | PathLike[str] | Machine) -> Machine:
     if isinstance(named, Machine):
         return named
     text = fspath(named)
-    known = MACHINES.get(text.lower().removeprefix("rtx").strip(" -_"))
+    name = re.sub("[ _]+", "-", _MAKERS.sub("", text.strip().lower()))
+    known = MACHINES.get(_ALSO.get(name, name))
     if known is not None:
         return known
     if not text.endswith(".json"):

@@ -25,7 +25,7 @@ SCHEMA = 2
 _SCHEMA_1 = {"remade_bytes": "recomputed_bytes"}
 """Names of prediction fields in schema 1, which is still read."""
 
-MICROSECONDS_PER_MB = 1e6 * 1e6
+MILLISECONDS_PER_MB = 1e3 * 1e6
 """In one second per byte."""
 
 
@@ -153,12 +153,14 @@ class TablePlan:
     def explain(self) -> str:
         """Describe the actions, the predicted cost and the reasons, a line per site kind."""
         p = self.predicted
+        saved = p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes
+        base = "" if p.peak_everything_kept_bytes > saved else " of activations"  # only a budget measures the rest
         head = (
-            f"of {format_size(p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes)} that blocks save, "
+            f"of {format_size(saved)} that blocks save, "
             f"{format_size(p.kept_bytes)} stay, {format_size(p.offloaded_bytes)} are offloaded, "
-            f"{format_size(p.recomputed_bytes)} are recomputed; predicted: peak {format_size(p.peak_bytes)} "
+            f"{format_size(p.recomputed_bytes)} are recomputed; predicted: peak {format_size(p.peak_bytes)}{base} "
             f"(everything kept: {format_size(p.peak_everything_kept_bytes)}), step {p.step_seconds:.4g} s, "
-            f"{p.overhead_percent:+.1f} % (no schedule: less than {p.bound_percent:+.1f} %)"
+            f"{p.overhead_percent:+.1f} % (no schedule beats {p.bound_percent:+.1f} %)"
         )
         return "\n".join([head, *self.reasons])
 
@@ -267,9 +269,9 @@ def _reasons(solution: Solution) -> tuple[str, ...]:
         if seconds is None:
             cost = "no recompute rule"
         else:
-            cost = f"recompute: {seconds * MICROSECONDS_PER_MB:.3g} us/MB"
+            cost = f"recompute: {seconds * MILLISECONDS_PER_MB:.3g} ms/MB"
         lines.append(
             f"{format_size(nbytes[site]):>10}  {done:<28}  {site} ({cost}; a copy that does not hide: "
-            f"{moving * MICROSECONDS_PER_MB:.3g} us/MB)"
+            f"{moving * MILLISECONDS_PER_MB:.3g} ms/MB)"
         )
     return tuple(lines)

@@ -94,6 +94,7 @@ class MeasuredPlan:
         self._exceeded = 0  # plans that took more than the budget
         self._unlike = 0  # measured steps that did not run the blocks of the one before
         self._memory = False  # whether it counts
+        self._warned = False  # that nothing is gained
         self._stepped = 0  # optimizer steps before the measured passes: none, and its state is not in their memory
         self._engine: Callable[[], Engine | None] = lambda: None
         self.table: TablePlan | None = None
@@ -296,6 +297,13 @@ class MeasuredPlan:
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", name=self.name, text=self.explain(), predicted=asdict(self.table.predicted))
+        if check.keeps and check.budget_bytes is None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: allow more, "
+                "or use enable_ckpt=True (policy Minimal) for the memory of checkpointing",
+                self._policy.max_slowdown,
+            )
 
     def _compared(self, check: Check) -> frozenset[str]:
         """Return blocks that run without hooks until a plan is judged, besides those that keep everything."""

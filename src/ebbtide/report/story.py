@@ -54,7 +54,7 @@ def happened(run: Run) -> list[str]:
     if (percent := summary.get("memory_saved_percent")) is not None:
         less = size(summary["memory_saved_bytes"])
         sentences.append(
-            f"{less} of them ({percent:.1f} %) are not kept until backward; tensors outside the blocks are."
+            f"{less} of them ({percent:.1f} %) are offloaded or recomputed; tensors outside the blocks stay."
         )
     if summary.get("stall_seconds") is not None:
         share = _stall_share(run)

@@ -38,10 +38,14 @@ def verdict(
     held = plain is not None and plain is not summary
     facts = [f"{_against(summary, plain)} (against {against})"] if plain and held else _alone(summary)
     line = f"{name}: {', '.join(facts)}"
+    kept_all = "nothing is gained" in str(section(summary, "plan").get("text"))  # as ``MeasuredPlan.explain`` has it
+    if kept_all:
+        line += "; Auto kept everything: no plan saves memory within max_slowdown"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
-        if found.advice is not None:
-            line += f" → {found.advice}"
+    advice = "allow more (max_slowdown), or use enable_ckpt=True (--policy minimal)" if kept_all else None
+    if (advice := advice or (None if found is None else found.advice)) is not None:
+        line += f" → {advice}"
     return line + "."
 
 
@@ -64,7 +68,7 @@ def _alone(summary: Summary) -> list[str]:
     facts: list[str] = []
     saved, of = summary.get("memory_saved_bytes"), summary.get("baseline_activation_bytes")
     if saved is not None and of:
-        facts.append(f"{size(saved)} of the {size(of)} that blocks save is not kept")
+        facts.append(f"{size(saved)} of the {size(of)} of activations per forward are offloaded or recomputed")
     if summary.get("step_seconds_median") is not None:
         facts.append(f"step {number(summary['step_seconds_median'], '{:.3f} s')}")
     return [*facts, f"peak {size(peak)}"]

@@ -226,7 +226,9 @@ class Attachment:
                     if checkpointed:
                         scope.pause()
                         context = ForwardContext(scope.module, run, called.tensors, state)
-                        output = run_checkpointed(called, context, run, seen.unique_for(run.tally.input_bytes))
+                        varies = functools.partial(self._reruns.varies, block, scope.module)
+                        saved_bytes = seen.unique_for(run.tally.input_bytes)
+                        output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
                         output = self._followed_call(scope, run, called)
                         self._plain.saw(run, called.tensors)

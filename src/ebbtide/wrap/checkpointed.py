@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ebbtide.engine.fingerprint import Compared
-from ebbtide.engine.guard import Watched, changed_error
+from ebbtide.engine.guard import FULL_BYTES, Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
@@ -57,10 +57,11 @@ class ForwardContext:
         engine, moved = run.engine, run.engine.weights.move
         self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
         self._watched: list[tuple[torch.Tensor, Watched]] = []
-        # A sample of what the second forward computes from them is compared, see [Note: checked checkpoints].
-        compared = Compared.NOT if run.compared is Compared.SAMPLE else run.compared
         for tensor in [] if moved else self._state.tensors:
             if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference():
+                # Of a large one no sample: what the second forward computes from it is sampled, and shows more.
+                sampled = run.compared is Compared.SAMPLE and tensor.numel() * tensor.itemsize > FULL_BYTES
+                compared = Compared.NOT if sampled else run.compared
                 watched = engine.guard.watch(tensor, tensor._version, compared=compared)
                 self._watched.append((tensor, watched))
         self._moved = moved
@@ -69,10 +70,6 @@ class ForwardContext:
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
         self._random, self._casts = _states(_generators(on)), _casts(self._kinds)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
-
-    def forward_ends(self) -> None:
-        """The forward is over: keep only the states of the random generators that it has drawn from."""
-        self._random = [(one, was) for one, was in self._random if not one.same(was, one.state())]
 
     @contextmanager
     def back(self) -> Generator[None]:
@@ -83,12 +80,13 @@ class ForwardContext:
         """
         instead = self._check_tensors()
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
+        caches = torch.is_autocast_cache_enabled()
         randoms, kernels, numerics = _states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
             _set_flags(self._flags)
-            _restore(self._random)
+            _restore(self._random, randoms)
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
@@ -96,12 +94,15 @@ class ForwardContext:
                     for device_type, (enabled, dtype, cached) in self._casts.items():
                         modes.enter_context(torch.autocast(device_type, dtype, enabled, cached))
                 if self._device_mode is not None:
-                    modes.enter_context(self._device_mode)
+                    modes.enter_context(DeviceContext(self._device_mode.device))  # one that is entered twice stays
+                # A region around the backward would keep casts of these weights for the forward after their update.
+                torch.set_autocast_cache_enabled(False)
                 yield
         finally:
+            torch.set_autocast_cache_enabled(caches)
             now.put_back(tensors=not self._moved)
             _set_flags(flags)
-            _restore(randoms)
+            _restore(randoms, _states(one for one, _ in randoms))
             _set_attention_kernels(kernels)
             numerics.undo()
 
@@ -119,7 +120,9 @@ class ForwardContext:
         return instead
 
 
-def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int) -> Any:
+def run_checkpointed(
+    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Callable[[], object]
+) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 
     Args:
@@ -127,13 +130,12 @@ def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, sav
         context: The context of this forward.
         run: The block's run.
         saved_bytes: Bytes that such a block saves without a checkpoint.
+        varies: See ``SecondRun``.
     """
-    second = SecondRun(run, called, context.back)
+    second = SecondRun(run, called, context.back, varies)
     try:
         with saved_tensors_hooks(second.pack, second.unpack):
-            output = called.run()
-        context.forward_ends()
-        return output
+            return called.run()
     finally:
         run.add_checkpointed(saved_bytes)
 
@@ -193,9 +195,11 @@ def _states(generators: Iterable[_Generator]) -> _States:
     return [(generator, generator.state()) for generator in generators]
 
 
-def _restore(states: _States) -> None:
-    for generator, state in states:
-        generator.restore(state)
+def _restore(states: _States, now: _States) -> None:
+    """Restore states where they are not the current ones: to compare costs less than to write."""
+    for (generator, state), (_, current) in zip(states, now, strict=True):
+        if not generator.same(state, current):
+            generator.restore(state)
 
 
 def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:

@@ -265,7 +265,7 @@ def _state_without(module: nn.Module) -> Any:
 def _warn_of_replicas() -> None:
     logger.warning(
         "nothing is offloaded in the copies that nn.DataParallel makes of the model in each step; "
-        "hint: start one process a device with torchrun and wrap the model in DistributedDataParallel"
+        "hint: start one process per device with torchrun and wrap the model in DistributedDataParallel"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ebbtide.wrap.forward import StandIn
-from ebbtide.wrap.state import draws
+from ebbtide.wrap.roles import draws
 
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _CALLED = (types.FunctionType, functools.partial, *_BOUND)

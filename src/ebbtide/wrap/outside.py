@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from types import CellType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from ebbtide.wrap.arrays import digest
 from ebbtide.wrap.names import classes_of, functions_of, names_in, values_named_in
-from ebbtide.wrap.state import Role, role
+from ebbtide.wrap.roles import Role, role
 
 LOOKS = 4
 """Forwards of a kind of block around which is looked."""
@@ -56,10 +57,11 @@ def _named(module: nn.Module) -> list[Any]:
     found = [value for value in values if role(type(value)) in kinds]
     found += [owner for owner in owners if role(type(owner)) in (*kinds, Role.OBJECT)]
     found = list({id(v): v for v in found if id(v) not in own and not isinstance(v, nn.Parameter)}.values())
+    cells = [cell for function in functions for cell in function.__closure__ or ()]
     files = {id(function.__globals__): _Globals(function.__globals__) for function in functions}
     for function in functions:
         files[id(function.__globals__)].names.update(names_in(function.__code__))
-    return [*found, *classes, *files.values()]
+    return [*found, *classes, *files.values(), *cells]
 
 
 class _Globals:
@@ -82,6 +84,11 @@ def _inside(value: Any) -> list[Any]:
     """Return what is inside of a value, one level deep."""
     if isinstance(value, _Globals):
         return value.values()
+    if isinstance(value, CellType):  # of an enclosing function: a number is another object when it is counted up
+        try:
+            return [value.cell_contents]
+        except ValueError:  # nothing yet
+            return []
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, torch.Tensor):

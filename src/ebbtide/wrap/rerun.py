@@ -119,6 +119,16 @@ class Reruns:
         alone = not has_collectives(module) and not self._collectives.groups(block, module)
         return watched and alone and self._allowed(block.kind, called)
 
+    def varies(self, block: Block, module: nn.Module) -> None:
+        """A block's kernels add up in another order each time: checkpoint its kind no more, if no other rank does.
+
+        Args:
+            block: The engine's description of it.
+            module: Its module.
+        """
+        if not has_collectives(module) and not self._collectives.groups(block, module):
+            self._refuse(block.kind, "compute sums in another order each time they run")
+
     def before(self, block: Block, module: nn.Module) -> State | None:
         """Return the contents of a block's modules before its forward; None if that need not be watched.
 
@@ -136,6 +146,8 @@ class Reruns:
             self._inspect(block.kind, module)
         if state.generators:  # a block may get one at any time
             self._refuse(block.kind, _ADVANCES)
+        if not state.leave_graphs():
+            self._refuse(block.kind, "hold a tensor with its graph in an object, and with it each step before")
         if state.too_much:
             self._refuse(block.kind, _TOO_MUCH)
         return state

@@ -10,7 +10,9 @@ first of these tensors, and ends with an exception at the last one. As in torch,
 [Note: checked checkpoints]
 The first forward records each tensor's version and a fingerprint. The version is compared when the tensor is read: an
 in-place change that ordinary autograd rejects is rejected. Its bytes are compared when the second forward saves it: a
-second forward with other values is an error before any gradient is computed from it. That includes a weight written
+second forward with other values is an error before any gradient is computed from it, unless a third one shows that its
+kernels add up in another order each time (``index_put_`` with several threads): then the kind is not checkpointed any
+more. That includes a weight written
 through ``.data`` since; a weight that nothing saved is computed from may change, as in ordinary autograd.
 """
 
@@ -18,23 +20,35 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample
+from ebbtide.engine.fingerprint import (
+    Compared,
+    Fingerprint,
+    has_sample,
+    host_sample,
+    nearly_equal,
+    nearly_has_sample,
+)
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
 from ebbtide.wrap.called import Called
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+_PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
+"""Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
 
 _SEEDS = 2
 """Most numbers that attention saves of its random state."""
@@ -78,6 +92,14 @@ class _Dropped:
         self.again = tensor
         self.again_version = 0 if tensor.is_inference() else tensor._version
 
+    def nearly_same(self, tensor: torch.Tensor) -> bool:
+        """Whether what the second forward saved differs from the first one's by rounding at most."""
+        if tensor.dtype is not self.dtype or tensor.shape != self.size:
+            return False
+        if isinstance(self.fingerprint, bytes):
+            return nearly_has_sample(tensor, self.fingerprint, self.stride)
+        return self.fingerprint is None or self.fingerprint.nearly_same(tensor)
+
 
 class _LastSaved(Exception):
     """Ends a second forward that has saved everything. An ``Exception``: module hooks with ``always_call`` run then."""
@@ -92,15 +114,16 @@ class SecondRun:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
         context: Opens the context of the first forward; raises what ``ForwardContext.back`` does.
+        varies: Called when kernels of the block were found to add up in another order each time.
     """
 
-    def __init__(self, run: BlockRun, called: Called, context: Callable[[], Any]) -> None:
+    def __init__(self, run: BlockRun, called: Called, context: Callable[[], Any], varies: Callable[[], object]) -> None:
+        once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
-            self._leaves = [
-                _Input(run.pack(x), x.requires_grad, x.is_leaf) if isinstance(x, torch.Tensor) else x
-                for x in called.leaves
-            ]
+            inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
+        self._leaves = [inputs.get(id(x), x) for x in called.leaves]
         self.run, self._forward, self._spec, self._context = run, called.forward, called.spec, context
+        self._varies, self._rounds = varies, None
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
         self._lock = RLock()  # autograd reads in a thread for each device
@@ -176,6 +199,8 @@ class SecondRun:
         if version != dropped.again_version:
             raise self._modified(dropped, version, dropped.again_version)
         if dropped.same is not True and (dropped.same is not False or _was_written(node, tensor)):
+            if dropped.same is False and self._only_rounds(dropped, tensor):
+                return tensor
             failed = functools.partial(_differs, self.run.block.name, dropped.size)
             self.run.engine.trust.require(dropped.same, failed)
         return tensor
@@ -186,11 +211,18 @@ class SecondRun:
     def _run_again(self, task: int) -> None:
         if task != -1 and _group() is None:
             self.run.engine.let_go_after(task, weakref.ref(self))
-        self._position = 0
+        self._position, self._rounds = 0, None
+        self._run_with(self._save_again)
+        if self._position < len(self._dropped):
+            raise _saved_less(self.run.block.name, self._position, len(self._dropped))
+
+    def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Run the forward, whose saved tensors ``save`` receives until it raises."""
         try:
-            with torch.enable_grad():
-                args, kwargs = tree_unflatten([self._argument(x) for x in self._leaves], self._spec)
-                with self._context(), saved_tensors_hooks(self._save_again, _as_it_is):
+            with torch.enable_grad(), _outside_vmap():
+                inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
+                args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
+                with self._context(), saved_tensors_hooks(save, _as_it_is):
                     self._forward(*args, **kwargs)
         except _LastSaved:
             return
@@ -198,13 +230,45 @@ class SecondRun:
             # TorchScript replaces an exception that passes through it by another.
             if "TorchScript interpreter" not in str(error) or self._position < len(self._dropped):
                 raise
-        if self._position < len(self._dropped):
-            raise _saved_less(self.run.block.name, self._position, len(self._dropped))
 
-    def _argument(self, leaf: Any) -> Any:
+    def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
+        """Whether a tensor differs from the first forward's because its kernels add up in another order each time.
+
+        Then a third forward differs from the second, and all by rounding. As in plain training, none is the right one.
+        """
+        if not dropped.nearly_same(tensor):
+            return False
+        if self._rounds is None:
+            found = [reference and reference() for reference in self._dropped]
+            kept = {n: tensor if d is dropped else d.again for n, d in enumerate(found) if d and d.same is False}
+            self._rounds = self._third_differs({n: value for n, value in kept.items() if value is not None})
+            if self._rounds:
+                self._varies()
+        return self._rounds
+
+    def _third_differs(self, kept: dict[int, torch.Tensor]) -> bool:
+        """Run the forward once more; return whether it differs from the second one, and by rounding only.
+
+        Args:
+            kept: Position of a saved tensor → what the second forward saved there.
+        """
+        position, equal, near = 0, True, True
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal position, equal, near
+            second = kept.get(position)
+            if second is not None and not torch.equal(second, tensor):
+                equal, near = False, near and nearly_equal(second, tensor.detach())
+            position += 1
+            if position > max(kept) and self._early_stop:
+                raise _LastSaved
+            return tensor.detach()
+
+        self._run_with(save)
+        return near and not equal
+
+    def _argument(self, leaf: _Input) -> torch.Tensor:
         """Return an argument as the block was given it, outside of the graph that it came from."""
-        if not isinstance(leaf, _Input):
-            return leaf
         with torch.no_grad():
             tensor = self.run.engine.unpack(leaf.ticket)
         if not leaf.requires_grad:
@@ -234,6 +298,20 @@ def runs_again(pack: Any) -> bool:
     return isinstance(getattr(pack, "__self__", None), SecondRun)
 
 
+@contextmanager
+def _outside_vmap() -> Generator[None]:
+    """Leave the ``vmap`` of a batched backward, in which nothing can be drawn: what is run again is of the forward."""
+    depth = torch._C._vmapmode_increment_nesting()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -253,9 +331,9 @@ def _has_only_values(tensor: torch.Tensor) -> bool:
 
 def _was_written(node: Any, tensor: torch.Tensor) -> bool:
     """Whether a saved tensor had its values when the node that unpacks it saved it."""
-    # It is saved before it is written, if it is written at all; with another noise other saved tensors differ, too.
-    noise = node is not None and node.name() == "RreluWithNoiseBackward0" and not tensor.requires_grad
-    return not noise
+    # The noise of rrelu is saved before it is written, if it is written at all; with another noise other saved tensors
+    # differ, too. The table of CTC is written up to each row's length.
+    return node is None or node.name() not in _PARTLY_WRITTEN or tensor.requires_grad
 
 
 def _differs(block: str, size: tuple[int, ...]) -> RestoreError:

@@ -13,25 +13,19 @@ the block's last forward. So a state is used again where all its containers stil
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import io
 import itertools
 import operator
-import random
 import sys
-import types
-import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_array, is_writeable, size_of
+from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_writeable, size_of
+from ebbtide.wrap.roles import Role, has_attributes, role, slots_of
 
 MOST = 4000
 """Most containers recorded for one block, besides those of each of its modules; a reference to its trainer may reach
@@ -49,12 +43,9 @@ PROVEN = 2
 _SIZED = (dict, OrderedDict, set, list)
 """Classes whose instances' length is certainly the number of what they hold."""
 
+_COPIED = (dict, OrderedDict, list, set, deque)
 _MAPPINGS = (dict, OrderedDict)
 _VALUES = operator.methodcaller("values")
-
-_LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
-_FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
-"""Packages whose objects belong to the machinery around a block."""
 
 
 class State:
@@ -74,6 +65,7 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         attributes = [vars(module) for module in modules]
+        self._of_modules = {id(x) for own in attributes for x in (own, own.get("_parameters"), own.get("_buffers"))}
         self._held: list[tuple[Any, Any]] = []  # each container and its contents
         self._objects: list[Any] = []
         self._attributes: list[Any] = []  # the dictionary of each object's attributes
@@ -112,11 +104,11 @@ class State:
                     pending += _followed(value)
                 case Role.DICT:
                     pending += _followed(self._hold(value).values())
-                    if kind is not dict and _has_attributes(kind):
+                    if kind is not dict and has_attributes(kind):
                         pending.append(self._attributes_of(value))
                 case Role.CONTAINER:
                     pending += _followed(self._hold(value))
-                    if _has_attributes(kind):
+                    if has_attributes(kind):
                         pending.append(self._attributes_of(value))
                 case Role.ARRAY:
                     if is_writeable(value) and size_of(value) <= MOST_ARRAY_BYTES:
@@ -124,9 +116,9 @@ class State:
                     elif is_writeable(value):
                         self.large_arrays.append(value)
                 case Role.OBJECT:
-                    if _has_attributes(kind):
+                    if has_attributes(kind):
                         pending.append(self._attributes_of(value))
-                    if slots := _slots_of(kind):
+                    if slots := slots_of(kind):
                         pending += _followed(self._hold(_Slots(value, slots)).values())
                 case Role.PLAIN | Role.FILE:  # a class may return a dictionary of another type
                     continue
@@ -143,6 +135,32 @@ class State:
         self._objects.append(value)
         self._attributes.append(held)
         return held
+
+    def leave_graphs(self) -> bool:
+        """Hold tensors that were computed, such as a metric of the last step, without their graphs, if possible.
+
+        A second forward reads their values. Their graphs would hold the blocks of the last step, whose states would
+        hold the graphs of the step before, and so on. So would a list that is replaced in each step: it is copied.
+
+        Returns:
+            False: an object holds one, which cannot be copied.
+        """
+        instead: dict[int, Any] = {id(t): t.detach().requires_grad_() for t in self.tensors if _is_computed(t)}
+        found = len(instead)
+        while found:  # what holds a container that is copied is copied too
+            stay = self._of_modules | instead.keys()
+            more = [container for container, then in self._held if id(container) not in stay and _holds(then, instead)]
+            objects = any(_holds(attributes, instead) for attributes in self._attributes)
+            if objects or any(type(container) not in _COPIED for container in more):
+                return False
+            instead |= {id(container): type(container)() for container in more}
+            found = len(more)
+        if not instead:
+            return True
+        self.tensors = [instead.get(id(t), t) for t in self.tensors]
+        self._held = [(instead.get(id(c), c), _exchanged(then, instead)) for c, then in self._held]
+        self._known = None
+        return True
 
     def same(self) -> bool:
         """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""
@@ -181,7 +199,7 @@ class State:
                     set.clear(container)
                     set.update(container, then)
             elif tensors or not any(map(_is_tensor, then)):
-                values = [instead.get(id(value), value) for value in then]
+                values = [_exchanged_value(value, instead) for value in then]
                 if [id(value) for value in container] != [id(value) for value in values]:
                     base: Any = deque if isinstance(container, deque) else list
                     base.clear(container)
@@ -311,8 +329,37 @@ def _followed(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if role(type(value)) is not Role.PLAIN]
 
 
-def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, Any]:
-    return {key: instead.get(id(value), value) for key, value in then.items()}
+def _exchanged(then: Any, instead: Mapping[int, Any]) -> Any:
+    """Return the contents of a container with other values in place of some, also of those in tuples."""
+    if isinstance(then, dict):
+        return {key: _exchanged_value(value, instead) for key, value in then.items()}
+    return type(then)(_exchanged_value(x, instead) for x in then) if type(then) in (list, set) else then
+
+
+def _exchanged_value(value: Any, instead: Mapping[int, Any]) -> Any:
+    if role(type(value)) is Role.TUPLE:
+        values = [_exchanged_value(x, instead) for x in value]
+        if any(map(operator.is_not, values, value)):
+            return getattr(type(value), "_make", type(value))(values)
+    return instead.get(id(value), value)
+
+
+def _is_computed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a graph. FSDP1's views of its weights, which raise where they are written, are not meant."""
+    if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        return False
+    try:
+        return not tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
+def _holds(contents: Any, these: Mapping[int, Any]) -> bool:
+    """Whether a container's contents, or a tuple among them, include one of these values."""
+    values = contents.values() if isinstance(contents, dict) else contents
+    return isinstance(values, Iterable) and any(
+        id(x) in these or (role(type(x)) is Role.TUPLE and _holds(x, these)) for x in values
+    )
 
 
 def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) -> None:
@@ -328,66 +375,3 @@ def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) ->
     for key, value in then.items():
         if base.__getitem__(container, key) is not value:
             base.__setitem__(container, key, value)
-
-
-class Role(Enum):
-    """How a reachable value is treated."""
-
-    PLAIN = "plain"  # skipped: it holds nothing that a forward could change
-    TENSOR = "tensor"
-    FILE = "file"  # a block that holds one reads or writes it; those of other objects are theirs
-    GENERATOR = "generator"  # draws random numbers, or others, from its own state
-    TUPLE = "tuple"
-    DICT = "dict"
-    CONTAINER = "container"
-    ARRAY = "array"
-    OBJECT = "object"  # its attributes and slots are followed
-
-
-_PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
-
-
-@functools.lru_cache(4096)
-def role(kind: type) -> Role:
-    """Return the role of a class; cached, since a module reaches hundreds of values of a few dozen classes."""
-    if kind in _PLAIN:
-        return Role.PLAIN
-    if issubclass(kind, torch.Tensor):
-        return Role.TENSOR
-    if issubclass(kind, io.IOBase):
-        return Role.FILE
-    if draws(kind):
-        return Role.GENERATOR
-    if issubclass(kind, tuple):
-        return Role.TUPLE
-    if issubclass(kind, nn.Module):
-        return Role.OBJECT
-    if issubclass(kind, _LEFT_ALONE) or kind.__module__.partition(".")[0] in _FOREIGN:
-        return Role.PLAIN
-    if issubclass(kind, dict):
-        return Role.DICT
-    if issubclass(kind, (list, set, deque)):
-        return Role.CONTAINER
-    if is_array(kind):
-        return Role.ARRAY
-    return Role.OBJECT if _has_attributes(kind) or _slots_of(kind) else Role.PLAIN
-
-
-@functools.lru_cache(4096)
-def _has_attributes(kind: type) -> bool:
-    return any("__dict__" in vars(base) for base in inspect.getmro(kind))
-
-
-@functools.lru_cache(4096)
-def _slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
-    """Return the slots defined by Python classes; members of C classes cannot be written."""
-    own = (vars(base).values() for base in inspect.getmro(kind) if "__slots__" in vars(base))
-    return tuple(member for members in own for member in members if isinstance(member, MemberDescriptorType))
-
-
-def draws(kind: type) -> bool:
-    """Whether instances of a class draw random numbers, or other values, from their own state."""
-    numpy = sys.modules.get("numpy")
-    own = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    other = (io.IOBase, *weakref.ProxyTypes)  # a proxy has the methods of whatever it may stand for
-    return issubclass(kind, (torch.Generator, random.Random, Iterator, *own)) and not issubclass(kind, other)

@@ -150,5 +150,5 @@ def _refuse_replicas(model: nn.Module) -> None:
         raise StrategyError(
             f"the model is in DataParallel over {len(replicated.device_ids)} devices",
             expected="DistributedDataParallel, FSDP, or one device",
-            hint="start one process a device with torchrun and wrap the model in DistributedDataParallel",
+            hint="start one process per device with torchrun and wrap the model in DistributedDataParallel",
         )

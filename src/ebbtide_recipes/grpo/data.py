@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError
@@ -26,6 +26,19 @@ READER = Reader(
     example='{"question": "What is 9 + 9?", "answer": "#### 18"}',
 )
 """Reads the data sets that ``grpo`` knows."""
+
+
+def check(names: Iterable[str]) -> None:
+    """Refuse data sets that are not there, and files whose first rows cannot be read or hold no prompts.
+
+    Args:
+        names: As ``load`` takes them.
+
+    Raises:
+        EbbtideError: As ``load``; what depends on the model or the rewards is left to it.
+    """
+    for name, rows in READER.check(names).items():
+        prompts.shaped(rows, name, chat=True)  # a model without a chat template takes no others
 
 
 def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards: Sequence[Reward]) -> Dataset:

@@ -24,13 +24,23 @@ class Grpo(Recipe[GrpoConfig]):
     name = "grpo"
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
+    def check_data(self, config: GrpoConfig) -> None:
+        """Refuse data sets that are not there, and files whose first rows hold no prompts.
+
+        Raises:
+            EbbtideError: A data set cannot be used.
+        """
+        from ebbtide_recipes.grpo import data
+
+        data.check([*config.dataset, *(config.eval_dataset or ())])
+
     def check(self, config: GrpoConfig) -> None:
-        """Refuse invalid rewards, adapters, data sets and models.
+        """Refuse invalid rewards, adapters and models.
 
         Raises:
             EbbtideError: One of them is invalid.
         """
-        from ebbtide_recipes.grpo import data, rewards
+        from ebbtide_recipes.grpo import rewards
         from ebbtide_recipes.language import adapters, models
 
         if config.use_vllm and importlib.util.find_spec("vllm") is None:
@@ -41,7 +51,6 @@ class Grpo(Recipe[GrpoConfig]):
             )
         rewards.load(config.reward_funcs)
         adapters.check(config)
-        data.READER.check([*config.dataset, *(config.eval_dataset or ())])
         models.check(config.model)
         config.completions(launch.total(config))
 

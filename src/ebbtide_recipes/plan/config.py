@@ -43,7 +43,8 @@ class PlanConfig:
         model: Model to plan for: a folder with config.json, such a file, a hub name, or a built-in name; for video a
             pipeline's folder, a transformer's config.json, or the folder of one. Left out, builtin:smollm2 or
             builtin:small-wan.
-        gpu: Device to plan for: h200, h100, a100, gh200, 4090, or a JSON file that describes a machine.
+        gpu: Device to plan for: b200, h200, h100, h20, gh200, a100, a100-40g, l40s, a10, a10g, 5090,
+            4090, mi300x, or a JSON file that describes a machine.
         gpus: Devices to train on; with more than one, FSDP shards weights, gradients and optimizer state over all.
         host_memory: Host memory of a node, such as 2TiB; default: from the table of machines.
         train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora).

@@ -12,19 +12,30 @@ from typing import TYPE_CHECKING
 from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError
 from ebbtide.base.extras import check_installed
 from ebbtide.base.units import format_size
+from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from ebbtide.planner.machines import Machine
+    from ebbtide.planner.profile import Profile
     from ebbtide_recipes.plan.config import PlanConfig
     from ebbtide_recipes.plan.result import Result
 
 
-def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) -> Result:
+@quiet_bitsandbytes()
+def main(
+    config: PlanConfig,
+    report: Callable[[str], None] = lambda line: None,
+    begin: Callable[[str], None] = lambda phase: None,
+) -> Result:
     """Simulate the model's step once, and compare the options of training it.
 
     Args:
         config: What to train, and on what.
-        report: Called with flags without effect, and with slow steps.
+        report: Called with flags without effect.
+        begin: Called with the name of each phase that may take seconds, when it begins.
 
     Raises:
         EbbtideError: The config, the model or the machine cannot be used, or the step cannot be simulated.
@@ -34,11 +45,9 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
     packages = ("diffusers", "peft") if config.recipe == "video" else ("transformers", "peft")
     for package in packages:
         check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
-    from ebbtide.planner.machines import machine_named
-    from ebbtide.profiling.hardware import measured_machine
-    from ebbtide.profiling.simulated import Job, forecast
+    begin(f"reading the config of {config.name}")
     from ebbtide_recipes.plan import model, video
-    from ebbtide_recipes.plan.job import accumulated, quantised, state_ratio
+    from ebbtide_recipes.plan.job import accumulated, quantised
     from ebbtide_recipes.plan.options import limits, options
     from ebbtide_recipes.plan.picture import pareto
     from ebbtide_recipes.plan.result import Result
@@ -47,27 +56,16 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
         if getattr(config, name) is not None:
             model.check_file(getattr(config, name), name)
     subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
-    if config.gpu is None:
-        report("measuring this machine, which takes seconds; --gpu names another")
-    machine = measured_machine() if config.gpu is None else machine_named(config.gpu)
-    _check_machine(config, machine)
+    machine = _machine(config, begin)
+    begin(f"making {config.name} without weights")
     outline = subject.outline(_dtype(config, machine))
+    begin(f"simulating a step of {outline.amount} on {machine.name}")
     inputs, end = model.watch_inputs(outline.module)
     try:
-        state = state_ratio(config.optim, outline.module)
-        job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
-        profile = forecast(outline.module, subject.batch(), machine, job=job)
-    except EbbtideError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ConfigError(
-            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {reason:.200})",
-            expected="a model of text, or of latents and text, whose code does not read values",
-            hint=f"`ebbtide compare {config.recipe}` measures it with a few real steps",
-        ) from error
+        profile = _simulated(config, outline.module, subject.batch(), machine)
     finally:
         end()
+    begin("comparing the options")
     if config.train_type == "qlora":
         profile = quantised(profile, outline.module, machine)
     profile = accumulated(profile, outline.module, config.gradient_accumulation_steps, config.gpus)
@@ -84,6 +82,42 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
         config=config, outline=outline, machine=machine, profile=profile, room=room, options=found,
         pareto=pareto(profile, found) if config.json or config.svg is not None else None,
     )  # fmt: skip
+
+
+def _machine(config: PlanConfig, begin: Callable[[str], None]) -> Machine:
+    """Return the machine to plan for: the named one, or this one, measured."""
+    from ebbtide.planner.machines import machine_named
+    from ebbtide.profiling.hardware import measured_machine
+
+    if config.gpu is None:
+        begin("measuring this machine (--gpu names another)")
+    machine = measured_machine() if config.gpu is None else machine_named(config.gpu)
+    _check_machine(config, machine)
+    return machine
+
+
+def _simulated(config: PlanConfig, module: nn.Module, batch: dict[str, torch.Tensor], machine: Machine) -> Profile:
+    """Simulate a step of the model without weights.
+
+    Raises:
+        ConfigError: It cannot be simulated.
+    """
+    from ebbtide.profiling.simulated import Job, forecast
+    from ebbtide_recipes.plan.job import state_ratio
+
+    try:
+        state = state_ratio(config.optim, module)
+        job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
+        return forecast(module, batch, machine, job=job)
+    except EbbtideError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(
+            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {reason:.200})",
+            expected="a model of text, or of latents and text, whose code does not read values",
+            hint=f"`ebbtide compare {config.recipe}` measures it with a few real steps",
+        ) from error
 
 
 def shown(result: Result) -> str:

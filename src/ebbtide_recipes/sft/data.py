@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from ebbtide_recipes.sft import media
 from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
+    Shape,
     answer_apart,
     in_text,
     is_chat,
@@ -65,6 +66,20 @@ class Reading:
     takes: tuple[str, ...] = ()
     use_hf: bool = True
     pair: tuple[str, str] | None = None
+
+
+def check(names: Iterable[str], pair: tuple[str, str] | None) -> None:
+    """Refuse data sets that are not there, and files whose first rows cannot be read or have unknown columns.
+
+    Args:
+        names: As ``load`` takes them.
+        pair: Columns of the question and its answer, as in ``Reading``.
+
+    Raises:
+        EbbtideError: As ``load``; what depends on the model is left to it.
+    """
+    for name, rows in READER.check(names).items():
+        _shape(rows[0], name, pair, chat=True)  # a model without a chat template takes no others
 
 
 def load(names: Sequence[str], reading: Reading) -> Dataset:
@@ -127,12 +142,14 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
     return media.as_images(made) if "images" in made.column_names else made
 
 
+def _shape(row: Row, name: str, pair: tuple[str, str] | None, *, chat: bool) -> tuple[Shape, frozenset[str]]:
+    """Choose how rows like this one are normalized: by the user's columns, or by those that are there."""
+    return shape_of(row, name, chat=chat) if pair is None else pair_of(pair, row, name, chat=chat)
+
+
 def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Reading, *, tools: bool) -> list[Row]:
     """Put the rows of one data set into the shape that the first of them has; ``tools``: some row has tools."""
-    if reading.pair is None:
-        shape, read = shape_of(rows[0], name, chat=reading.chat)
-    else:
-        shape, read = pair_of(reading.pair, rows[0], name, chat=reading.chat)
+    shape, read = _shape(rows[0], name, reading.pair, chat=reading.chat)
     media.check_taken(media.kinds_in(rows), reading.takes, name)
     tools = tools and is_chat(shaped_row(shape, rows[0], name, 1))
     carried = {"system", *media.COLUMNS, *(("tools",) if tools else ())}

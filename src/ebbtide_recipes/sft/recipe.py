@@ -23,17 +23,25 @@ class Sft(Recipe[SftConfig]):
     name = "sft"
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
+    def check_data(self, config: SftConfig) -> None:
+        """Refuse data sets that are not there, and files whose first rows cannot be read or have unknown columns.
+
+        Raises:
+            EbbtideError: A data set cannot be used.
+        """
+        from ebbtide_recipes.sft import data
+
+        data.check([*config.dataset, *(config.eval_dataset or ())], _pair(config))
+
     def check(self, config: SftConfig) -> None:
-        """Refuse invalid adapters, data sets and models.
+        """Refuse invalid adapters and models.
 
         Raises:
             EbbtideError: One of them is invalid.
         """
         from ebbtide_recipes.language import adapters, models
-        from ebbtide_recipes.sft import data
 
         adapters.check(config)
-        data.READER.check([*config.dataset, *(config.eval_dataset or ())])
         models.check(config.model)
 
     def prepare(self, config: SftConfig) -> SftTrainer:
@@ -117,7 +125,12 @@ def _reading(config: SftConfig, source: ModelSource) -> Any:
         answers_alone=bool(config.completion_only_loss),
         takes=taken_by(source.processor),
         use_hf=config.use_hf,
-        pair=None
-        if config.prompt_key is None or config.response_key is None
-        else (config.prompt_key, config.response_key),
+        pair=_pair(config),
     )
+
+
+def _pair(config: SftConfig) -> tuple[str, str] | None:
+    """Return the named columns of the question and its answer."""
+    if config.prompt_key is None or config.response_key is None:
+        return None
+    return config.prompt_key, config.response_key

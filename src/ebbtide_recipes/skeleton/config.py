@@ -55,10 +55,11 @@ class RecipeConfig:
         gradient_checkpointing: Alone: the trainer's checkpointing. With --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
         policy: Policy for saved tensors; default: set by the two flags above.
-        max_slowdown: Largest slowdown of a step under --policy auto; 0.05 is 5 %.
+        max_slowdown: Largest slowdown of a step under --policy auto; default: 0.05, which is 5 %.
         memory_budget: Largest peak under --policy auto, such as 40GiB.
         offload_target: Store of offloaded bytes; auto is host memory with an accelerator, disk without.
-        disk_path: Directory for offloaded bytes on disk; default: the system's temporary directory.
+        disk_path: Directory for offloaded bytes on disk; default: the first of the temporary directory, /var/tmp and
+            ~/.cache/ebbtide that is on a disk.
         min_bytes: Smaller storages stay, such as 1MiB; 0 offloads everything; default: 64KiB.
         host_budget: Largest host memory for offloaded bytes, such as 200GiB; default: a fair share of the machine's.
         window: Bytes in flight each way, such as 1GiB; default: follows the model's largest block.

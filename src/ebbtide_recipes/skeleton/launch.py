@@ -58,7 +58,7 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
     if devices is not None and wanted > devices:
         raise ConfigError(
             f"{wanted} processes are wanted on this node",
-            expected=f"at most {devices}, one a visible device",
+            expected=f"at most {devices}, one per visible device",
             hint=f"--nproc_per_node {devices}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
         )
     nodes = _number("NNODES", environment) or 1

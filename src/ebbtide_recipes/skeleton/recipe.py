@@ -16,7 +16,8 @@ ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
 class Recipe(ABC, Generic[ConfigT]):
-    """A kind of training. ``run.main(recipe, config)`` calls these in order: ``check``, ``prepare``, ``finish``.
+    """A kind of training. ``run.main(recipe, config)`` calls these in order: ``check_data``, ``check``,
+    ``prepare``, ``finish``.
 
     Everything else (flags that all recipes share, torchrun, FSDP's settings, the output folder, log and run file,
     offloading, checkpoints and resuming) is the skeleton's.
@@ -30,6 +31,14 @@ class Recipe(ABC, Generic[ConfigT]):
     name: ClassVar[str]
     packages: ClassVar[Sequence[str]]
     extra: ClassVar[str] = "recipes"
+
+    @abstractmethod
+    def check_data(self, config: ConfigT) -> None:
+        """Reject data sets that are not there or whose first rows cannot be used, without importing torch if possible.
+
+        Raises:
+            EbbtideError: A data set cannot be used.
+        """
 
     @abstractmethod
     def check(self, config: ConfigT) -> None:

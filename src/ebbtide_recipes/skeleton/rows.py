@@ -24,6 +24,12 @@ OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zip", ".zst", ".arrow", ".yam
 """Of files that are not read: names that end so are no hub names, and are refused at once."""
 
 
+FIRST_ROWS = 100
+"""Rows of a file that ``Reader.check`` reads."""
+
+LARGEST_DOCUMENT_BYTES = 32 * 1024**2
+"""Above this, ``Reader.check`` does not read a JSON document: its first rows come with all others."""
+
 _HUBS = {"hf": "true", "ms": "false"}
 """What ms-swift writes before a name, and the value of ``--use_hf`` that means the same."""
 
@@ -57,24 +63,30 @@ class Reader:
     builtin: Mapping[str, Callable[[int], list[Row]]]
     example: str
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, names: Iterable[str]) -> dict[str, list[Row]]:
         """Reject names that are neither a built-in data set, nor a file with rows, nor a possible hub name.
 
+        Of a file the first rows are read, as ``read`` reads them; the rest of it may still be broken. A large JSON
+        document is left to ``read``.
+
+        Args:
+            names: As ``parsed`` takes them.
+
+        Returns:
+            The first rows of each file that was read, by its name in ``names``.
+
         Raises:
-            DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
+            DataError: There is no such built-in data set or file, or the file's first rows cannot be read.
             ConfigError: The name is incomplete, or the part after ``#`` is not a number of rows.
         """
+        first: dict[str, list[Row]] = {}
         for name in names:
-            place = parsed(name).place
-            if place.startswith("builtin:"):
-                if place not in self.builtin:
-                    raise DataError(
-                        f"there is no data set {place!r}",
-                        expected=f"one of {', '.join(self.builtin)}",
-                        hint=nearest(place, tuple(self.builtin)) or "or a file, or a hub name",
-                    )
-            elif _is_file(Path(place).expanduser(), place):
-                _reader(Path(place).expanduser())
+            named = parsed(name)
+            path = self._file(named.place)
+            if path is not None and (path.suffix.lower() != ".json" or path.stat().st_size <= LARGEST_DOCUMENT_BYTES):
+                rows = _read_file(path, min(named.limit or FIRST_ROWS, FIRST_ROWS), self.example)
+                first[name] = _not_empty(rows, name)
+        return first
 
     def read(self, name: str, *, seed: int, use_hf: bool) -> list[Row]:
         """Return the rows of one data set, the first ``N`` with ``#N``.
@@ -88,21 +100,37 @@ class Reader:
             DataError: The data set cannot be found or read, or is empty.
             ConfigError: The name is incomplete, or the part after ``#`` is not a number of rows.
         """
-        self.check([name])
         named = parsed(name)
         place, limit = named.place, named.limit
-        path = Path(place).expanduser()
-        if place.startswith("builtin:"):
-            rows = self.builtin[place](seed)[:limit]
-        elif _is_file(path, place):
+        path = self._file(place)
+        if path is not None:
             rows = _read_file(path, limit, self.example)
+        elif place in self.builtin:
+            rows = self.builtin[place](seed)[:limit]
         else:
             rows = self._read_hub(named, use_hf=use_hf)
         if limit is not None and len(rows) < limit:
             LOGGER.warning("data set %r has %d rows, fewer than %d: all are used", place, len(rows), limit)
-        if not rows:
-            raise DataError(f"data set {name!r} is empty", expected="at least one row", hint="leave it out")
-        return rows
+        return _not_empty(rows, name)
+
+    def _file(self, place: str) -> Path | None:
+        """Return the path of a local file that can be read by its suffix; ``None``: built in, or of a hub.
+
+        Raises:
+            DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
+        """
+        path = Path(place).expanduser()
+        if place.startswith("builtin:"):
+            if place not in self.builtin:
+                raise DataError(
+                    f"there is no data set {place!r}",
+                    expected=f"one of {', '.join(self.builtin)}",
+                    hint=nearest(place, tuple(self.builtin)) or "or a file, or a hub name",
+                )
+        elif _is_file(path, place):
+            _reader(path)
+            return path
+        return None
 
     def _read_hub(self, named: Named, *, use_hf: bool) -> list[Row]:
         """Read a split of a data set of a hub."""
@@ -131,6 +159,12 @@ class Reader:
         """Name the built-in data sets and local files with names like this one."""
         local = sorted(other.name for other in Path().iterdir() if other.suffix in SUFFIXES)
         return nearest(name, (*self.builtin, *local), count=1)
+
+
+def _not_empty(rows: list[Row], name: str) -> list[Row]:
+    if not rows:
+        raise DataError(f"data set {name!r} is empty", expected="at least one row", hint="leave it out")
+    return rows
 
 
 def parsed(name: str) -> Named:
@@ -317,6 +351,10 @@ def _as_written(value: Any, *, of_tools: bool = False) -> Any:
     return [_as_written(inner, of_tools=of_tools) for inner in value] if isinstance(value, list) else value
 
 
+_BATCH_ROWS = 1024
+"""Rows of a parquet file in memory at a time."""
+
+
 def _parquet(path: Path, example: str) -> Iterable[Any]:
     """Yield the rows of a parquet file, batch by batch."""
     import pyarrow
@@ -324,7 +362,7 @@ def _parquet(path: Path, example: str) -> Iterable[Any]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 yield from map(_as_written, batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise DataError(

@@ -11,7 +11,7 @@ COUNTS: Mapping[str, str] = {
     "per_device_train_batch_size": "1 takes the least memory",
     "per_device_eval_batch_size": "1 takes the least memory",
     "gradient_accumulation_steps": "1 makes each micro-batch a step",
-    "nproc_per_node": "leave it out for one process a visible device",
+    "nproc_per_node": "leave it out for one process per visible device",
     "nnodes": "leave it out for NNODES, or one",
     "ddp_timeout": "1800 is the default; a process that prepares data for long needs more",
     "lora_rank": "8 is the default",

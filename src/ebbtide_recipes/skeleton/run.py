@@ -16,7 +16,7 @@ from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
 from ebbtide_recipes.skeleton.functions import load_function
-from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_hosts
+from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
 from ebbtide_recipes.skeleton.trackers import project_named
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _FILTERS = ("tensor_filter", "custom_tensor_filter")
 """Names of a filter in a file that is named without its function."""
 
 
+@quiet_bitsandbytes()
 def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     """Train, in this process: alone, or as one of torchrun's ranks.
 
@@ -91,6 +92,7 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
                 (folder / name).unlink(missing_ok=True)
 
 
+@quiet_bitsandbytes()
 def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     """Reject settings that must fail, before anything is loaded, fetched or written.
 
@@ -107,6 +109,7 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     config = sharding.resolved(config)
     for package in recipe.packages:
         check_installed(package, extra=recipe.extra, use=f"the {recipe.name} recipe")
+    recipe.check_data(config)  # before the seconds that torch's import takes
     launch.processes(config)
     launch.check_device(config)
     _check_store(config)

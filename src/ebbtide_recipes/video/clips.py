@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import DataError
+from ebbtide_recipes.video.listings import IMAGES
 
-VIDEOS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v", ".gif")
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _CODECS = (("libx264", {"crf": "18"}), ("mpeg4", {"qscale": "3"}))
 """Encoders in the order of preference, with their options."""
 

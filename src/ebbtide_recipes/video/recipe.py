@@ -30,25 +30,31 @@ class Video(Recipe[VideoConfig]):
     packages = ("torch", "transformers", "diffusers", "peft", "accelerate", "av", "PIL", "rich", "psutil")
     extra = "video"
 
+    def check_data(self, config: VideoConfig) -> None:
+        """Reject data sets that are not there, and listings whose first rows name no clip or no caption.
+
+        Raises:
+            EbbtideError: A data set is unusable.
+        """
+        from ebbtide_recipes.video import listings
+
+        if not _has_latents(config):
+            listings.check(config.dataset)
+
     def check(self, config: VideoConfig) -> None:
-        """Reject unusable pipelines, sizes, data and latents.
+        """Reject unusable pipelines, sizes and latents.
 
         Raises:
             EbbtideError: One of them is unusable.
         """
-        from ebbtide_recipes.video import data, latents
+        from ebbtide_recipes.video import latents
         from ebbtide_recipes.video.opening import is_local, open_source
 
-        folder = _latents_folder(config)
-        ready = config.latents_dir is not None and latents.is_made(folder)
-        if not ready:
-            for name in config.dataset:
-                data.checked(name)
         if is_local(config.model):
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
             _check_flags(config, source)
-            if ready:
-                latents.check(folder, source)
+            if _has_latents(config):
+                latents.check(_latents_folder(config), source)
             else:
                 _check_size(_making(config, source), source)
         if config.backwards == 2 and (config.nproc_per_node or launch.world_size()) > 1:
@@ -127,6 +133,15 @@ def _rate(config: VideoConfig, source: Source, dataset: Latents) -> float:
     return dataset.rate or config.frame_rate or source.family.frame_rate
 
 
+def _has_latents(config: VideoConfig) -> bool:
+    """Whether ``--latents_dir`` holds complete latents, so that no data set is read."""
+    if config.latents_dir is None:
+        return False
+    from ebbtide_recipes.video import latents
+
+    return latents.is_made(_latents_folder(config))
+
+
 def _latents_folder(config: VideoConfig) -> Path:
     folder = config.latents_dir
     return Path(folder).expanduser() if folder is not None else Path(config.output_dir).expanduser() / "latents"
@@ -162,7 +177,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
     from ebbtide_recipes.video import data, latents
 
     state, folder, making = PartialState(), _latents_folder(config), _making(config, source)
-    named = config.latents_dir is not None and latents.is_made(folder)  # such latents need no clips
+    named = _has_latents(config)
     clips = [] if named else data.load(config.dataset, seed=config.seed)
     same = latents.matches(folder, source, making, None if named else clips)
     if named:

@@ -66,9 +66,12 @@ def test_notes_alone_are_code_0(machine: Any) -> None:
 
 
 @pytest.mark.parametrize("facts", [SERVER, SMALL, changed(SMALL, machine=None, unmeasured="x", both_ways=None)])
-def test_json_and_nothing_else(machine: Any, capsys: pytest.CaptureFixture[str], facts: Facts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_json", [["--json"], ["--json", "true"]])
+def test_json_and_nothing_else(
+    machine: Any, capsys: pytest.CaptureFixture[str], facts: Facts, tmp_path: Path, as_json: list[str]
+) -> None:
     machine(facts)
-    code = cli.main(["doctor", "--json", "--out", str(tmp_path / "machine.json")])
+    code = cli.main(["doctor", *as_json, "--out", str(tmp_path / "machine.json")])
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"healthy", "machine", "both_ways", "findings", "facts"}
     assert found["healthy"] is (code == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,35 @@ def test_what_is_printed_for_programs_is_json_alone(
 def test_what_is_printed_for_people_names_each_option(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", model, "--gpu", "h200", "--max_length", "1024"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == ""
+    assert shown.err.splitlines() == [
+        f"reading the config of {model}",
+        f"making {model} without weights",
+        "simulating a step of 1 x 1024 tokens on h200",
+        "comparing the options",
+    ]
     rows = [line.split("  ")[0] for line in shown.out.splitlines()]
     assert {"option", "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload"} <= set(rows)
+
+
+def test_progress_is_no_part_of_what_is_printed_and_ends_with_an_error(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr("ebbtide.profiling.simulated.forecast", fail)
+    assert cli.main(["plan", "--model", model, "--gpu", "h200", "--json", "true"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines()[2].startswith("simulating a step")
+    assert shown.err.splitlines()[3].startswith("error: a step of ")
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "ebbtide-progress"]
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu", "h20"], "machine is 'h20'; expected one of h200, h100"),
+        (["--gpu", "h201"], "machine is 'h201'; expected one of b200, h200, h100"),
         (["--dataset", "x"], "--max_length"),
         (["--gups", "8"], "did you mean 'gpus'"),
         (["--gpus", "many"], "--gpus is 'many'; expected an integer"),

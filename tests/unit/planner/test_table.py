@@ -115,8 +115,10 @@ def test_a_larger_batch_keeps_no_more_bytes() -> None:
 
 def test_what_it_says_has_the_figures_and_the_reasons() -> None:
     text = table_plan(shrink(PROFILE, 0.05), "auto").explain()
-    assert "predicted: peak" in text and "everything kept: 1.2 KiB" in text
-    assert "Layer/dear/Node#0" in text and "no recompute rule" in text and "us/MB" in text
+    assert "predicted: peak" in text and "of activations" not in text and "everything kept: 1.2 KiB" in text
+    assert "Layer/dear/Node#0" in text and "no recompute rule" in text and "ms/MB" in text
+    without_base = alike(4, (unit("never", 100),), Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0))
+    assert "B of activations (everything kept: 400 B)" in table_plan(shrink(without_base, 0.05), "auto").explain()
 
 
 def test_a_plan_file_comes_back_the_same(tmp_path: Path) -> None:

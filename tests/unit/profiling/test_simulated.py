@@ -358,8 +358,8 @@ def test_machines_have_names_and_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     H200.save(path)
     assert machine_named(path) == H200 == machine_named(str(path))
-    with pytest.raises(ConfigError, match=r"machine is 'h20'.*\n*.*hint:.*h200"):
-        machine_named("h20")
+    with pytest.raises(ConfigError, match=r"machine is 'h201'.*\n*.*hint:.*h200"):
+        machine_named("h201")
     with pytest.raises(DataError, match=r"cannot be read"):
         machine_named(tmp_path / "none.json")
     path.write_text('{"name": "x"}')
@@ -372,6 +372,35 @@ def test_machines_have_names_and_files(tmp_path: Path) -> None:
         machine_named(path)
     with pytest.raises(ConfigError, match=r"memory_bytes of machine 'x' is -1"):
         Machine(**{**{f: getattr(H200, f) for f in Machine.__dataclass_fields__}, "name": "x", "memory_bytes": -1})
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("b200", "b200"),
+        ("NVIDIA H20", "h20"),
+        ("a100-40g", "a100-40g"),
+        ("A100 40GB", "a100-40g"),
+        ("a100_80gb", "a100"),
+        ("l40s", "l40s"),
+        ("a10", "a10"),
+        ("a10g", "a10g"),
+        ("GeForce RTX 5090", "5090"),
+        ("rtx4090", "4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_machines_are_found_as_people_write_them(written: str, name: str) -> None:
+    assert machine_named(written) is MACHINES[name]
+
+
+def test_the_rates_of_named_machines_are_in_proportion() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        assert machine.flop32_per_second < machine.flop_per_second
+        assert 0.6 < machine.attention_flop_per_second / machine.flop_per_second < 0.9, name
+        assert machine.host_bytes_per_second > machine.in_bytes_per_second >= machine.out_bytes_per_second > 20e9, name
+        assert machine.memory_bytes < machine.host_memory_bytes
 
 
 def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:

@@ -10,10 +10,16 @@ from types import ModuleType
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.grpo import recipe as grpo_recipe
+from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import data, media
+from ebbtide_recipes.sft import pydoc as sft_pydoc
+from ebbtide_recipes.sft import recipe as sft_recipe
+from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import rows as rows_module
-from ebbtide_recipes.skeleton.rows import SUFFIXES, Named, parsed
+from ebbtide_recipes.skeleton import run
+from ebbtide_recipes.skeleton.rows import FIRST_ROWS, SUFFIXES, Named, parsed
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -353,6 +359,43 @@ def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path, name: str, text:
         load(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "\n\n", "is empty"),
+        ("a.jsonl", '{"text": "t"}\n{"text": \n', "line 2 of .*a.jsonl is not JSON"),
+        ("a.jsonl", "[1]\n", r"row 1 of .*a.jsonl is \[1\]; expected an object"),
+        (
+            "a.jsonl",
+            '{"promt": "x", "completion": "y"}\n',
+            "has the columns completion, promt; .*\nhint: did you mean .*'prompt'",
+        ),
+        ("a.json", '"words"', "holds a JSON str; expected a list of objects"),
+        ("a.parquet", "no parquet", "a.parquet cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["sft", "grpo"])
+def test_the_first_rows_of_a_file_are_read_before_anything_heavy_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, name: str, text: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    monkeypatch.setattr(run, "check_installed", lambda *args, **kwargs: None)
+    for module in ("torch", "transformers", "trl", "datasets"):
+        monkeypatch.setitem(sys.modules, module, None)  # whoever imports it fails
+    recipe, kind = {"sft": (sft_recipe.RECIPE, SftConfig), "grpo": (grpo_recipe.RECIPE, GrpoConfig)}[verb]
+    good = write(tmp_path / "good.jsonl", [{"prompt": "1 + 1 =", "completion": "2", "answer": "2"}])
+    for names in ({"dataset": (str(tmp_path / name),)}, {"dataset": (good,), "eval_dataset": (str(tmp_path / name),)}):
+        with pytest.raises(DataError, match=said):
+            run.check(recipe, kind(**names))
+
+
+def test_a_column_that_a_flag_names_is_looked_for_in_the_first_row(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", [{"asked": "q", "said": "a"}])
+    data.check([name], ("asked", "said"))
+    with pytest.raises(DataError, match="has no 'sayd'"):
+        data.check([name], ("asked", "sayd"))
+
+
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": "t"}])
     with pytest.raises(DataError, match=r"is not there; expected a .* file\nhint: did you mean 'train.jsonl'"):
@@ -412,10 +455,21 @@ def test_a_count_without_a_name_is_refused(name: str) -> None:
         data.READER.check([name])
 
 
-def test_what_is_checked_first_is_neither_read_nor_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "_read_file", lambda *args: pytest.fail("was read"))
+def test_of_what_is_checked_first_only_the_first_rows_of_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows_module.Reader, "_read_hub", lambda *args: pytest.fail("was fetched"))
-    data.READER.check([write(tmp_path / "a.jsonl", [{"text": "t"}]), "builtin:pydoc#5", "owner/name"])
+    monkeypatch.setattr(sft_pydoc, "rows", lambda *args: pytest.fail("was made"))
+    name = write(tmp_path / "a.jsonl", [{"text": "t"}] * (FIRST_ROWS + 1))
+    first = data.READER.check([name, f"{name}#2", "builtin:pydoc#5", "owner/name"])
+    assert first == {name: [{"text": "t"}] * FIRST_ROWS, f"{name}#2": [{"text": "t"}] * 2}
+    (tmp_path / "a.jsonl").write_text('{"text": "t"}\n' * FIRST_ROWS + "{")
+    data.check([name], None)
+    with pytest.raises(DataError, match="line 101 of .*a.jsonl is not JSON"):
+        load(name)
+    monkeypatch.setattr(rows_module, "LARGEST_DOCUMENT_BYTES", 8)
+    (tmp_path / "a.json").write_text("no document")
+    assert data.READER.check([str(tmp_path / "a.json")]) == {}
     for name in ("builtin:pydocs", str(tmp_path), str(tmp_path / "b.jsonl"), "./nothing", "~/no/such/file"):
         with pytest.raises(DataError, match="\nhint: "):
             data.READER.check([name])

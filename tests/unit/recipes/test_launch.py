@@ -47,7 +47,7 @@ def test_one_process_a_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert launch.processes(SftConfig(), {}) == 4
     assert launch.processes(SftConfig(nproc_per_node=2), {}) == 2
-    with pytest.raises(ConfigError, match="5 processes .*; expected at most 4, one a visible device\nhint: "):
+    with pytest.raises(ConfigError, match="5 processes .*; expected at most 4, one per visible device\nhint: "):
         launch.processes(SftConfig(nproc_per_node=5), {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ebbtide.base import extras
 from ebbtide.base.errors import EbbtideError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import RECIPE, main
+from ebbtide_recipes.skeleton import run
+from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
 
 @pytest.fixture
@@ -42,3 +45,33 @@ def test_a_package_that_is_absent_is_refused(
     with pytest.raises(EbbtideError, match=rf"(?s)^{package} is not installed.*hint: pip install 'ebbtide\[recipes\]'"):
         main(config)
     assert list(tmp_path.iterdir()) == []
+
+
+KERNELS = (
+    "Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please make sure you already `pip install ...`"
+)
+
+
+def test_only_the_known_warning_of_bitsandbytes_is_hidden(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    with quiet_bitsandbytes():
+        with quiet_bitsandbytes():
+            logger.warning(KERNELS, "no module")
+        logger.warning(KERNELS, "no module")
+        logger.warning("Failed to load %s", "a library")
+    assert caplog.messages == ["Failed to load a library"]
+    logger.warning(KERNELS, "no module")
+    assert len(caplog.messages) == 2
+
+
+def test_the_warning_is_hidden_where_the_packages_are_imported(
+    config: SftConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def require(*args: object, **kwargs: object) -> None:
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning(KERNELS, "no module")
+        raise EbbtideError("stop", expected="", hint="")
+
+    monkeypatch.setattr(run, "require", require)
+    with pytest.raises(EbbtideError, match="stop"):
+        main(config)
+    assert caplog.messages == []

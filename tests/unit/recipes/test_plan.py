@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -552,3 +553,12 @@ def test_the_points_are_in_the_json_and_the_picture_in_its_file(qwen: str, tmp_p
     assert page.as_values(result)["pareto"] is None
     with pytest.raises(DataError, match="svg .* cannot be written"):
         recipe.draw(drawn, str(tmp_path))
+
+
+def test_each_named_machine_is_in_the_help_and_in_the_guide() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/plan.md").read_text()
+    (row,) = [line for line in guide.splitlines() if line.startswith("| `--gpu` |")]
+    listed = [name for name in re.findall("`([^`]+)`", row) if name in MACHINES]
+    assert listed == list(MACHINES)
+    described = " ".join((PlanConfig.__doc__ or "").split()).partition("gpu: Device to plan for: ")[2]
+    assert described.startswith(", ".join(MACHINES) + ", or a JSON file")

@@ -160,7 +160,11 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     assert line.startswith("ebbtide: peak −646.7 MiB (34 %), step +6 %, losses bitwise equal (against plain); ")
     assert "what is left of the peak: work of backward" in line and " → " in line
     alone = verdicts([ours.summary], ["ebbtide"], {})
-    assert alone == ["ebbtide: 100.0 MiB of the 132.0 MiB that blocks save is not kept, step 3.500 s, peak 1.21 GiB."]
+    assert alone[0].startswith("ebbtide: 100.0 MiB of the 132.0 MiB of activations ")
+    assert alone[0].endswith(", step 3.500 s, peak 1.21 GiB.") and "kept everything" not in alone[0]
+    nothing = {**ours.summary, "plan": {"name": "auto", "text": "everything stays: nothing is gained"}}
+    (line,) = verdicts([nothing], ["ebbtide"], {"ebbtide": split(ours)})
+    assert "kept everything" in line and line.count(" → ") == 1 and "max_slowdown" in line.partition(" → ")[2]
     uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
     assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
 

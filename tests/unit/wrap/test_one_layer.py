@@ -6,10 +6,14 @@ What is computed must be what plain training computes.
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,9 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
+from ebbtide.engine.fingerprint import Compared
+from ebbtide.engine.guard import FULL_BYTES
+from ebbtide.engine.trust import Trust
 from ebbtide.wrap.secondrun import SecondRun
 from tests.helpers.oracle import same_bits
 from tests.helpers.twice import Stack, hard
@@ -225,12 +232,30 @@ def test_normal_numbers_that_python_and_numpy_held_back() -> None:
     assert after[0] == after[1]
 
 
-def test_a_weight_that_is_written_through_data_since() -> None:
-    with checkpointed(Block) as model:
+class Wide(Block):
+    """Its weight is too large to be compared itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 2 * FULL_BYTES // 64)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (16, -1)).mean(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        (Block, ModifiedInPlaceError, "weight, buffer or attribute changed"),
+        (Wide, RestoreError, r"(?s)second forward computed another .* written through \.data"),
+    ],
+)
+def test_a_weight_that_is_written_through_data_since(kind: type[Block], error: type[Exception], match: str) -> None:
+    with checkpointed(kind) as model:
         out = loss(model)
-        for weight in model.parameters():
-            weight.data.mul_(1.1)
-        with pytest.raises(RestoreError, match=r"(?s)second forward computed another .* written through \.data"):
+        for block in model.blocks:
+            block.up.weight.data.mul_(1.1)
+        with pytest.raises(error, match=match):
             out.backward()
 
 
@@ -477,3 +502,275 @@ def test_what_a_backward_leaves_unread_goes_when_it_ends(monkeypatch: pytest.Mon
         (again,) = torch.autograd.grad(halves[0].sum(), model.blocks[0].up.bias)
         assert same_bits(grad, again)
         del out
+
+
+class ForksTorch(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            noise = torch.rand_like(x)
+        return super().forward(x + noise)
+
+
+class RestoresByHand(Block):
+    """Draws from seeds of its own; a second forward ends before its last lines."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        x = super().forward(x * random.random() * float(np.random.random()) + torch.rand_like(x))
+        torch.set_rng_state(states[0]), random.setstate(states[1]), np.random.set_state(states[2])
+        return x
+
+
+@pytest.mark.parametrize("kind", [ForksTorch, RestoresByHand])
+def test_a_block_that_restores_the_generators_itself(kind: type[Block]) -> None:
+    after: list[tuple[float, ...]] = []
+
+    def act(model: Model) -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        for _ in range(2):
+            (loss(model) * torch.rand(())).backward()
+        after.append((random.random(), float(np.random.random()), float(torch.rand(()))))
+
+    alike(kind, act)
+    assert after[0] == after[1]
+
+
+class Attends(Block):
+    """Takes another way if it attends to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.0)
+
+    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        k, v = q if k is None else k, q if v is None else v
+        return super().forward(self.attention(q, k, v)[0] if q is k is v else q - k)
+
+
+def test_a_tensor_that_is_given_twice_is_one_object() -> None:
+    def act(model: Model) -> None:
+        x = model.x
+        for block in model.blocks:
+            x = block(x, x, x)
+        x.square().mean().backward()
+
+    assert alike(Attends, act)[1] == 2
+
+
+class Aligns(Block):
+    """Saves a table whose rows are written up to their length."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        scores = x.reshape(4, 2, 16).log_softmax(-1)
+        found = nn.functional.ctc_loss(scores, torch.tensor([[1], [2]]), torch.tensor([4, 2]), torch.tensor([1, 1]))
+        return x * found
+
+
+def test_a_table_that_is_written_in_part() -> None:
+    empty = torch.empty_like
+    assert empty is torch.empty_like
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is never written
+    try:
+        alike(Aligns, lambda model: loss(model).backward())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    alike(Aligns, lambda model: loss(model).backward())
+
+
+def test_weights_that_are_updated_in_the_autocast_region_of_a_backward() -> None:
+    """Casts of a second forward would be read by the next forward of the region."""
+
+    def act(model: Model) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = loss(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            out.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(weight.grad)
+            out = loss(model)
+        out.backward()
+        return model.grads
+
+    assert alike(Block, act)[1] == 4
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_batched_gradients_over_dropout() -> None:
+    def act(model: Model) -> Tensor:
+        torch.manual_seed(0)
+        out = model(model.x)
+        several = torch.eye(out.numel()).reshape(-1, *out.shape)[:3]
+        (found,) = torch.autograd.grad(
+            out, model.blocks[0].up.weight, several, is_grads_batched=True, retain_graph=True
+        )
+        out.sum().backward()
+        return found
+
+    plain = act(Model(Drops))
+    assert same_bits(alike(Drops, act)[0], plain)
+
+
+def test_the_default_device_of_before_comes_back() -> None:
+    from torch.utils import _device
+
+    before = _device.CURRENT_DEVICE
+    with checkpointed(Block) as model, torch.device("cpu"):
+        loss(model).backward()
+    assert _device.CURRENT_DEVICE is before
+
+
+class Logs(Block):
+    """Holds what it computed, with its graph, until the next forward: a metric that no loss takes in."""
+
+    metric: Any = None
+    form: Callable[[Tensor], Any] = staticmethod(lambda x: x.mean())
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.metric = self.form(x)
+        return x
+
+
+def metric_in(form: Callable[[Tensor], Any]) -> type[Block]:
+    return type("Logs", (Logs,), {"form": staticmethod(form)})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda x: x.mean(), lambda x: (1, [x.mean()]), lambda x: {"mean": [{"x": (x.mean(),)}]}],
+    ids=["tensor", "list in a tuple", "lists and dictionaries"],
+)
+def test_a_metric_with_its_graph_holds_no_block_of_earlier_steps(form: Callable[[Tensor], Any]) -> None:
+    runs: list[weakref.ref[SecondRun]] = []
+    init = SecondRun.__init__
+
+    def noted(self: SecondRun, *args: Any) -> None:
+        init(self, *args)
+        runs.append(weakref.ref(self))
+
+    with checkpointed(metric_in(form)) as model, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SecondRun, "__init__", noted)
+        for _ in range(6):
+            loss(model).backward()
+        gc.collect()
+        assert [run() is None for run in runs[:8]] == [True] * 8
+        assert all(block.metric is not None for block in model.blocks) and len(runs) == 12
+
+
+def test_a_metric_in_an_object_is_not_checkpointed(caplog: pytest.LogCaptureFixture) -> None:
+    kind = metric_in(lambda x: SimpleNamespace(value=x.mean()))
+    model = Model(kind)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0) as handle:
+        for _ in range(4):
+            loss(model).backward()
+        assert handle.stats().checkpointed_blocks == 0
+    assert "hold a tensor with its graph in an object" in caplog.text
+
+
+class Carries(Block):
+    """Reads what it computed in the forward before, through its graph."""
+
+    carries = False
+    memory: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is not None:
+            x = x + self.memory[0]
+        x = super().forward(x)
+        self.memory = (x * 2,) if self.carries else None
+        return x
+
+
+def test_a_gradient_flows_through_what_the_forward_before_left() -> None:
+    def act(model: Model) -> None:
+        for block in model.blocks:
+            block.carries = True
+        (loss(model) + loss(model)).backward()
+
+    assert alike(Carries, act)[1] == 4
+
+
+class Sums(Block):
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.special.i0e(x)
+
+
+@contextmanager
+def varying(size: float) -> Iterator[None]:
+    """Let a kernel compute something else each time, as those that add up in the order in which threads come do."""
+    calls, real = itertools.count(), torch.special.i0e
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.special, "i0e", lambda x: real(x + size * (next(calls) % 3)))
+        yield
+
+
+@pytest.mark.parametrize("compared", [Compared.SAMPLE, Compared.FULL])
+def test_kernels_that_round_otherwise_each_time(
+    compared: Compared, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in plain training, none of the values is the right one. From then on the kind is not checkpointed."""
+    monkeypatch.setattr(Trust, "begin_block", lambda *_, **__: compared)
+    plain = Model(Sums)
+    loss(plain).backward()
+    with checkpointed(Sums) as model, varying(1e-6), counting() as runs:
+        loss(model).backward()
+        for found, expected in zip(model.grads, plain.grads, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        assert len(runs) == 2
+        loss(model).backward()
+        assert len(runs) == 2
+    assert caplog.text.count("compute sums in another order each time") == 1
+
+
+@pytest.mark.parametrize("compared", [Compared.SAMPLE, Compared.FULL])
+def test_values_that_differ_by_more_than_rounding_are_an_error(
+    compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trust, "begin_block", lambda *_, **__: compared)
+    with checkpointed(Sums) as model, varying(0.1):
+        out = loss(model)
+        with pytest.raises(RestoreError, match="second forward computed another"):
+            out.backward()
+
+
+def test_values_that_differ_once_are_an_error() -> None:
+    """A third forward computes what the second did: it is not the kernel that varies."""
+    with checkpointed(Sums) as model:
+        out = loss(model)
+        real = torch.special.i0e
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.special, "i0e", lambda x: real(x + 1e-6))
+            with pytest.raises(RestoreError, match="second forward computed another"):
+                out.backward()
+
+
+GO, WENT = threading.Event(), threading.Event()
+
+
+class Waits(Block):
+    """In a backward its forward stops half-way until another thread has run a forward."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            GO.set()
+            assert WENT.wait(60)
+        return torch.special.i0e(x)
+
+
+def test_a_forward_while_another_thread_runs_backward() -> None:
+    plain = Model(Waits)
+    WENT.set()
+    loss(plain).backward()
+    with checkpointed(Waits) as model:
+        WENT.clear(), GO.clear()
+        out = loss(model)
+        with ThreadPoolExecutor(1) as pool:
+            backward = pool.submit(out.backward)
+            assert GO.wait(60)
+            loss(model)
+            WENT.set()
+            backward.result()
+        assert all(map(same_bits, plain.grads, model.grads))

@@ -345,3 +345,20 @@ def test_a_kind_in_doubt_waits_and_one_that_changes_something_twice_is_refused(
         assert not caplog.records
         assert [look(changed) for changed in (True, True, False, False)] == [False] * 4
     assert "change objects outside of their modules" in caplog.text
+
+
+def test_a_counter_of_an_enclosing_function() -> None:
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        next(block.children()).register_forward_hook(count)
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+        for _ in range(5):
+            model(torch.randn(4, WIDTH)).sum().backward()
+        assert handle.stats().checkpointed_blocks == 0
+    assert calls == 10

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.video import clips, data, shapes
+from ebbtide_recipes.skeleton.rows import FIRST_ROWS
+from ebbtide_recipes.video import clips, data, listings, shapes
 from ebbtide_recipes.video.buckets import Bucket, BucketSampler, bucket_for
 from ebbtide_recipes.video.clips import Shape
+from ebbtide_recipes.video.config import VideoConfig
+from ebbtide_recipes.video.latents import MANIFEST
+from ebbtide_recipes.video.recipe import RECIPE
 
 CLIP = shapes.Drawn(shape="circle", color="red", ground="navy", way="right")
 
@@ -91,6 +97,45 @@ def test_a_broken_listing_is_refused(folder: Path, content: str) -> None:
         loaded(folder / "rows.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("rows.jsonl", '{"video": "a.mp4", "caption": "x"}\n{"video": \n', "cannot be read"),
+        ("rows.jsonl", '{"video": "a.mp4"}\n', "row 1 of .* has no caption"),
+        ("rows.jsonl", '{"video": "c.mp4", "caption": "x"}\n', "row 1 of .* names 'c.mp4', which is not there"),
+        ("rows.json", '{"video": "a.mp4", "caption": "x"}', "holds a dict"),
+        ("rows.csv", "file,text\na.mp4,x\n", "row 1 of .* names no video"),
+        ("rows.csv", "", "has no clip"),
+        ("metadata.jsonl", "nothing", "cannot be read"),
+    ],
+)
+def test_the_first_rows_of_a_listing_are_read_before_anything_is_loaded(
+    folder: Path, name: str, content: str, found: str
+) -> None:
+    (folder / name).write_text(content)
+    place = str(folder if name == "metadata.jsonl" else folder / name)
+    config = VideoConfig(model="builtin:small-wan", dataset=(place,))
+    with pytest.raises(DataError, match=found):
+        RECIPE.check_data(config)
+    latents = folder / "latents"
+    latents.mkdir()
+    (latents / MANIFEST).write_text("{}")
+    RECIPE.check_data(VideoConfig(model="builtin:small-wan", dataset=(place,), latents_dir=str(latents)))
+
+
+def test_listings_are_read_without_torch() -> None:
+    code = "import sys, ebbtide_recipes.video.recipe, ebbtide_recipes.video.listings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_rest_of_a_listing_is_left_to_the_load(folder: Path) -> None:
+    row = '{"video": "a.mp4", "caption": "x"}\n'
+    (folder / "rows.jsonl").write_text(row * FIRST_ROWS + "{")
+    listings.check([str(folder / "rows.jsonl"), str(folder), "builtin:moving-shapes#2"])
+    with pytest.raises(DataError, match="cannot be read"):
+        loaded(folder / "rows.jsonl")
+
+
 def test_a_clip_without_a_caption_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"a\.mp4 has no caption; expected a\.txt in its folder"):
         loaded(folder)
@@ -103,9 +148,9 @@ def test_places_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
         ("builtin:moving-shape", "there is no data set"),
     ):
         with pytest.raises(DataError, match=found):
-            data.checked(name)
+            listings.checked(name)
     with pytest.raises(ConfigError, match="ends in #many"):
-        data.checked("builtin:moving-shapes#many")
+        listings.checked("builtin:moving-shapes#many")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has no clip"):
         loaded(tmp_path / "empty")

@@ -1,0 +1,152 @@
+"""Listings of clips and their captions. No torch here: the first rows are read before it is imported."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.skeleton.rows import FIRST_ROWS, LARGEST_DOCUMENT_BYTES, split_name
+
+VIDEOS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v", ".gif")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+BUILTIN = ("builtin:moving-shapes",)
+LISTINGS = (".jsonl", ".json", ".csv")
+PLACES = f"{', '.join(BUILTIN)}, a folder of videos or images, or a {', '.join(LISTINGS)} file that lists them"
+VIDEO_COLUMNS = ("video", "path", "file_name", "video_path", "image")
+CAPTION_COLUMNS = ("caption", "cap", "text", "prompt")
+_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json", "videos2caption.json")
+"""Listings that a folder of clips may hold."""
+
+
+def check(names: Iterable[str]) -> None:
+    """Refuse data sets that are not there, and listings whose first rows cannot be used.
+
+    Args:
+        names: Built-in names, folders or listings, each with an optional ``#N``.
+
+    Raises:
+        DataError: A data set is missing, or the first rows of its listing name no clip or no caption.
+        ConfigError: The part after ``#`` is not a number.
+    """
+    for name in names:
+        path = checked(name)
+        listing = inside(path) if path.is_dir() else path
+        if listing is None or not listing.is_file():
+            continue
+        if listing.suffix.lower() != ".json" or listing.stat().st_size <= LARGEST_DOCUMENT_BYTES:
+            limit = split_name(name, of="clips")[1] or FIRST_ROWS
+            if not read(listing, limit=min(limit, FIRST_ROWS)):
+                raise no_clip(name)
+
+
+def checked(name: str) -> Path:
+    """Raise if a data set is neither built in nor present; return its path.
+
+    Raises:
+        DataError: It is missing, or not a listing.
+        ConfigError: The part after ``#`` is not a number.
+    """
+    place, _ = split_name(name, of="clips")
+    path = Path(place).expanduser()
+    if place.startswith("builtin:"):
+        if place not in BUILTIN:
+            hint = nearest(place, BUILTIN) or "a folder or a listing will do too"
+            raise DataError(f"there is no data set {place!r}", expected=f"one of {', '.join(BUILTIN)}", hint=hint)
+        return path
+    if not path.exists():
+        others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = nearest(path.name, others, count=1) or f"looked in {path.parent.resolve()}"
+        raise DataError(f"data set {place!r} is not there", expected=PLACES, hint=hint)
+    if path.is_file() and path.suffix.lower() not in LISTINGS:
+        one = path.suffix.lower() in (*VIDEOS, *IMAGES)
+        hint = "pass its folder, with its caption in a .txt of the same name" if one else f"give {PLACES}"
+        raise DataError(f"data set {place!r} ends in {path.suffix!r}", expected=PLACES, hint=hint)
+    return path
+
+
+def no_clip(name: str) -> DataError:
+    """Return the error of a data set without a clip."""
+    return DataError(
+        f"data set {name!r} has no clip",
+        expected=f"videos ({', '.join(VIDEOS)}) or images, each with its caption",
+        hint="put a caption into a .txt of the same name, or into metadata.jsonl with video and caption",
+    )
+
+
+def inside(folder: Path) -> Path | None:
+    """Return the listing of a folder of clips; ``None``: it has none."""
+    return next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+
+
+def read(path: Path, limit: int | None = None) -> list[tuple[Path, str]]:
+    """Return the clips that a .jsonl, .json or .csv file names, each with its caption.
+
+    Args:
+        path: The file.
+        limit: Number of first rows; ``None``: all of them.
+
+    Raises:
+        DataError: It cannot be read, or a row names no clip that is there, or no caption.
+    """
+    try:
+        rows = list(islice(_rows(path), limit))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8", expected="text in UTF-8", hint="check whether it is compressed"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error})",
+            expected="a file you may read",
+            hint="check its rights",
+        ) from error
+    except (json.JSONDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}", expected="rows with video and caption", hint=_EXAMPLE
+        ) from error
+    return [_clip(row, f"row {number} of {path}", path.parent) for number, row in enumerate(rows, start=1)]
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    """Yield the rows of a listing; only ends of lines end a line."""
+    with path.open(encoding="utf-8-sig") as file:
+        if path.suffix.lower() == ".jsonl":
+            yield from (json.loads(line) for line in file if line.strip())
+        elif path.suffix.lower() == ".json":
+            content = json.load(file)
+            if not isinstance(content, list):
+                raise DataError(f"{path} holds a {type(content).__name__}", expected="a list of rows", hint=_EXAMPLE)
+            yield from content
+        else:
+            yield from csv.DictReader(file)
+
+
+_EXAMPLE = 'such as {"video": "clips/cat.mp4", "caption": "a cat jumps on a table"}'
+
+
+def _clip(row: Any, where: str, folder: Path) -> tuple[Path, str]:
+    """Return the clip that one row names, and its caption."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} is {row!r:.60}", expected="an object with named columns", hint=_EXAMPLE)
+    name = next((row[column] for column in VIDEO_COLUMNS if row.get(column)), None)
+    if not isinstance(name, str):
+        columns = ", ".join(map(str, row)) or "none"
+        raise DataError(f"{where} names no video; its columns: {columns}", expected="video", hint=_EXAMPLE)
+    caption = next((row[column] for column in CAPTION_COLUMNS if row.get(column)), None)
+    if isinstance(caption, list) and caption:  # FastVideo's videos2caption.json lists several
+        caption = caption[0]
+    if not isinstance(caption, str) or not caption.strip():
+        raise DataError(f"{where} has no caption", expected="caption: a description of the clip", hint=_EXAMPLE)
+    path = folder / Path(name).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"{where} names {name!r}, which is not there",
+            expected="a video, an image or a folder of frames",
+            hint=f"looked for {path}; relative paths start at the folder of the listing",
+        )
+    return path, caption.strip()
