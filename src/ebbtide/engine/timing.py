@@ -134,7 +134,7 @@ class StepTimer:
         memory: bool,
     ) -> None:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
-        self.wanted, self._largest_bytes = False, 0  # ``wanted``: measure from the next pass on
+        self.wanted, self._largest_bytes = False, 0  # ``wanted``: passes are measured now
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
         self._open: tuple[_Stretches, Timestamp] | None = None
@@ -148,6 +148,10 @@ class StepTimer:
         self.spans: SpanTimer | None = None  # times whole passes where none is measured
         self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
+
+    def want(self) -> None:
+        """Measure from the next pass on."""
+        self.wanted = True
 
     @property
     def times_blocks(self) -> bool:
@@ -180,14 +184,14 @@ class StepTimer:
         if self.wanted:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
         elif saved_bytes > GROWTH * self._largest_bytes:
-            self.wanted = True
+            self.want()
             self._tries = self._tries + 1 if saved_bytes <= GROWTH * self._larger_bytes else 1
             self._larger_bytes = max(self._larger_bytes, saved_bytes)
             # The time does not depend on whether the next passes are as large. The peak does, but all may be smaller.
             if not self._memory or self._tries == TRIES:
                 self._largest_bytes = self._larger_bytes
         elif self.outdated():
-            self.wanted = True
+            self.want()
         if self.spans is not None:
             self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 

@@ -132,7 +132,7 @@ class MeasuredPlan:
         timer.spans, timer.marks = SpanTimer(meter, weakly(self.saw_span), memory=memory), True
         timer.outdated = lambda: (found := plan()) is not None and found._lacks_state()
         self._timer = engine.timer = timer
-        timer.wanted = True
+        timer.want()
 
     # The plan, as the engine uses it
 

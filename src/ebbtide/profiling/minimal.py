@@ -66,7 +66,7 @@ class MinimalPlan:
         timer = StepTimer(meter, weakly(self.saw_step), waited=dict[str, float], memory=False)
         self._timer = engine.timer = timer
         timer.marks = True  # so both are measured in the same parts
-        timer.wanted = True
+        timer.want()
 
     @property
     def name(self) -> str:

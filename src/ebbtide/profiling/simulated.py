@@ -158,7 +158,7 @@ class _Task:
         )  # fmt: skip
         timer = Marks(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
         engine.timer = timer
-        timer.wanted = True
+        timer.want()
         repeats = None if every_block else Repeats(pairs, self.job.shards)
         attachment = Attachment(twin, pairs, engine)
         try:

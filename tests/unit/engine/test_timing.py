@@ -51,7 +51,7 @@ class Scene:
         self.timer = StepTimer(
             self.clock, lambda step: self.found.append(step) or more, waited=lambda: dict(self.waits), memory=memory
         )
-        self.timer.wanted = True
+        self.timer.want()
 
     def spend(self, seconds: float, peak: int = 0) -> None:
         self.clock.now += seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -66,9 +65,8 @@ def measured(clock: Clock) -> tuple[TimedStep, Span]:
         timer.spans = SpanTimer(clock, lambda span: bool(spans.append(span)) if span else False, memory=False)
         timer.marks = True
         handle._engine.timer = timer
-        measure = partial(setattr, timer, "wanted", True)
-        for begin in (lambda: None, measure, timer.spans.want):  # warms up, is measured, is timed as a whole
-            begin()
+        for want in (lambda: None, timer.want, timer.spans.want):  # warms up, is measured, is timed as a whole
+            want()
             net(torch.randn(8, 4)).backward()
             clock.now += 100.0  # the optimizer
         clock.ahead = True
@@ -115,7 +113,7 @@ def test_a_block_can_be_checkpointed_that_was_first_watched_in_the_measured_step
     with ebbtide.enable_activation_offloading(net, min_bytes=0, policy="minimal") as handle:
         timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
         handle._engine.timer = timer
-        timer.wanted = True
+        timer.want()
         net(torch.randn(8, 4)).backward()
         net(torch.randn(8, 4))
     assert [block.checkpointable for block in steps[0].blocks] == [True] * 3
@@ -140,7 +138,7 @@ def test_a_step_whose_backward_raised_is_measured_again() -> None:
         timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
         timer.marks = True
         handle._engine.timer = timer
-        timer.wanted = True
+        timer.want()
         forget = net.layers[1].register_forward_pre_hook(lambda module, args: Fails.apply(*args))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="as an interrupt"):
