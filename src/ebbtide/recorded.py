@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ logger = logging.getLogger("ebbtide")
 def plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the fields of the event ``plan``."""
     predicted = getattr(getattr(plan, "table", plan), "predicted", None)
-    known = {"predicted": predicted.as_dict()} if isinstance(predicted, Prediction) else {}
+    known = {"predicted": asdict(predicted)} if isinstance(predicted, Prediction) else {}
     return {"name": plan.name, "text": plan.explain(), **known}
 
 

@@ -88,7 +88,8 @@ def test_qlora_loads_the_weights_in_four_bits(text_model: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from ebbtide_recipes.language import models
 
-    model, _ = models.load(SftConfig(model=str(text_model), train_type="qlora", max_length=64))
+    config = SftConfig(model=str(text_model), train_type="qlora", max_length=64)
+    model, _ = models.load(config, models.look_up(config))
     kinds = [type(module) for name, module in model.named_modules() if name.endswith("_proj")]
     assert kinds and set(kinds) == {bitsandbytes.nn.Linear4bit}
 

@@ -308,8 +308,11 @@ def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -
     from ebbtide_recipes.sft import data, trainer
 
     config = SftConfig(model=str(tiny_model), dataset=(str(rows),), max_length=64, output_dir=str(tmp_path / "out"))
-    model, tokenizer = models.load(config)
-    made = trainer.build(config, model, tokenizer, data.load(config.dataset, data.Reading(chat=True, seed=0)), None)
+    source = models.look_up(config)
+    model, _ = models.load(config, source)
+    made = trainer.build(
+        config, model, source.processor, data.load(config.dataset, data.Reading(chat=True, seed=0)), None
+    )
     row = made.train_dataset[0]
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     assert AutoTokenizer.from_pretrained(tiny_model).decode(learned) == " It returns<|end|>"

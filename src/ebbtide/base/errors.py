@@ -135,6 +135,11 @@ def note_place(error: BaseException, place: str) -> None:
         error.add_note(place)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or what the error is if it has none."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string."""
     close = nearest_names(name, known, count=count)

@@ -51,7 +51,9 @@ def build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
         return kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(bare)})
     fields: list[Any] = list(dataclasses.fields(typing.cast(Any, kind)))
     help_ = f"`{prog} --help` shows its values"
-    for name in sorted({field.name for field in fields if _required(field)} - set(values)):
+    missing = dataclasses.MISSING
+    required = {field.name for field in fields if field.default is missing and field.default_factory is missing}
+    for name in sorted(required - set(values)):
         raise ConfigError(f"--{name} is missing", expected="a value", hint=help_)
     for name, flag in values.items():
         if _try_tyro(_bare(kind, [name]), {name: flag}, prog=prog) is None:
@@ -85,11 +87,6 @@ def _try_tyro(kind: type[Any], values: Values, *, prog: str) -> Any:
 def takes_several(hint: Any) -> bool:
     """Whether a field takes a list of values, possibly empty."""
     return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _as_flags(kind: type[Any], values: Values) -> list[str]:

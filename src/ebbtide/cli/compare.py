@@ -58,7 +58,6 @@ def compare(
     modes: Sequence[str] = DEFAULT_MODES,
     rounds: int = 3,
     out: Path,
-    sample_seconds: float = 0.005,
     command: Sequence[str] | None = None,
     console: Any = None,
 ) -> CompareResult:
@@ -70,7 +69,6 @@ def compare(
         modes: Keys of ``MODES``.
         rounds: How often each mode is run.
         out: The output folder; must not hold a comparison.
-        sample_seconds: Time between two memory samples.
         command: Starts a child; default: this Python and ``-m ebbtide.cli RECIPE``.
         console: A rich console; the terminal's if ``None``.
 
@@ -89,7 +87,7 @@ def compare(
     console = Console() if console is None else console
     config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
     steps = _steps(arguments, config)
-    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, sample_seconds=sample_seconds, lockstep=True)
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, lockstep=True)
     announce(console, plan)
     if set_twice := _set_twice(config):
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")

@@ -38,8 +38,6 @@ def compare_script(
     rounds: int = 3,
     steps: int | None = SCRIPT_STEPS,
     out: Path,
-    sample_seconds: float = 0.005,
-    console: Any = None,
 ) -> CompareResult:
     """Run a training script under several modes and compare memory, time, losses and the trained parameters.
 
@@ -49,8 +47,6 @@ def compare_script(
         rounds: How often each mode is run.
         steps: Steps of the optimizer after which each run is ended; ``None``: each runs to its own end.
         out: The output folder; must not hold a comparison.
-        sample_seconds: Time between two memory samples.
-        console: A rich console; the terminal's if ``None``.
 
     Returns:
         The result, already written to ``out``, even after failed children or an interrupt.
@@ -67,8 +63,8 @@ def compare_script(
     check_command(command, verb="compare")
     check_modes(modes, rounds)
     check_folder(out)
-    console = Console() if console is None else console
-    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, sample_seconds=sample_seconds, flag="--steps")
+    console = Console()
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, flag="--steps")
     announce(console, plan, {**DOES, **_SCRIPT_DOES})
     console.print(_care(command, steps), markup=False, highlight=False, soft_wrap=True)
 

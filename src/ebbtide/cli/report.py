@@ -44,7 +44,8 @@ def report(
         ConfigError: A comparison does not have this format.
     """
     _check_folder(run_folder)
-    target = _target(output, _default_file(run_folder, format), force)
+    default = run_folder / _DEFAULT_FILES[format] if format in _DEFAULT_FILES else None
+    target = _target(output, default, force)
     comparison = _comparison(run_folder)
     if comparison is not None:
         return _report_comparison(run_folder, comparison, format, target)
@@ -104,10 +105,11 @@ def report_runs(
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "is not there"
+        near = [other.name for other in folder.parent.iterdir() if other.is_dir()] if folder.parent.is_dir() else []
         raise DataError(
             f"run folder {str(folder)!r} {what}",
             expected="the folder of a run or of `ebbtide compare`",
-            hint=nearest(folder.name, _neighbours(folder)) or "pass the folder of --output_dir or --out",
+            hint=nearest(folder.name, near) or "pass the folder of --output_dir or --out",
         )
 
 
@@ -131,14 +133,6 @@ def _target(output: Path | None, default: Path | None, force: bool) -> Path | No
     if target is not None:
         _check_target(target, replaces=output is None or force)
     return target
-
-
-def _default_file(folder: Path, format: Format) -> Path | None:
-    return folder / _DEFAULT_FILES[format] if format in _DEFAULT_FILES else None
-
-
-def _neighbours(folder: Path) -> list[str]:
-    return [other.name for other in folder.parent.iterdir() if other.is_dir()] if folder.parent.is_dir() else []
 
 
 def _check_target(target: Path, *, replaces: bool) -> None:

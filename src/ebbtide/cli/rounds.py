@@ -100,7 +100,7 @@ class Rounds:
     rounds: int
     out: Path
     steps: int | None
-    sample_seconds: float
+    sample_seconds: float = 0.005
     flag: str = "--max_steps"
     lockstep: bool = False
 

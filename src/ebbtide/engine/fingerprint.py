@@ -177,7 +177,6 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
     Floats that are no numbers would not equal themselves.
 
     Args:
-        tensor: The tensor.
         flat: On a device, take every n-th element in the order of the elements, as from contiguous memory; else a grid.
     """
     if tensor.device.type != "cpu":

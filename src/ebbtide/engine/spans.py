@@ -106,7 +106,7 @@ class SpanTimer:
 
     def __init__(self, meter: Meter, done: Callable[[Span | None], bool], *, memory: bool) -> None:
         self._meter, self._done, self._memory = meter, done, memory
-        self._wanted = False
+        self.wanted = False  # passes are timed now
         self._open: _Open | None = None
         self._closed: deque[_Open] = deque()
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
@@ -114,20 +114,15 @@ class SpanTimer:
 
     def want(self, *, wanted: bool = True) -> None:
         """Time passes from the next one on, or no longer."""
-        self._wanted, self._open = wanted, None
+        self.wanted, self._open = wanted, None
         self._closed.clear()
-
-    @property
-    def wanted(self) -> bool:
-        """Whether passes are timed now."""
-        return self._wanted
 
     def finish(self) -> None:
         """Close the span whose backward is over, and hand over those whose moments have come."""
         if self._open is not None and self._open.ended is not None:
             self._closed.append(self._open)
             self._latest, self._open = self._open.pass_, None
-        while self._wanted and self._closed and (len(self._closed) > 1 or self._meter.reached(self._closed[0].ended)):
+        while self.wanted and self._closed and (len(self._closed) > 1 or self._meter.reached(self._closed[0].ended)):
             self._hand_over(self._closed.popleft())
 
     def block_begins(self, run: RunRecord | PlainRun, device: torch.device | None, *, plain: bool) -> None:
@@ -139,7 +134,7 @@ class SpanTimer:
             plain: It runs without hooks.
         """
         self.finish()
-        if not self._wanted:
+        if not self.wanted:
             return
         self._device = device
         if self._open is None:

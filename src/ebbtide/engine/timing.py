@@ -134,7 +134,7 @@ class StepTimer:
         memory: bool,
     ) -> None:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
-        self._wanted, self._largest_bytes = False, 0
+        self.wanted, self._largest_bytes = False, 0  # ``wanted``: passes are measured now
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
         self._open: tuple[_Stretches, Timestamp] | None = None
@@ -151,17 +151,12 @@ class StepTimer:
 
     def want(self) -> None:
         """Measure from the next pass on."""
-        self._wanted = True
-
-    @property
-    def wanted(self) -> bool:
-        """Whether passes are measured now."""
-        return self._wanted
+        self.wanted = True
 
     @property
     def times_blocks(self) -> bool:
         """Whether the beginning of each block's backward is noted now."""
-        return self.marks if self._wanted else self.spans is not None and self.spans.wanted
+        return self.marks if self.wanted else self.spans is not None and self.spans.wanted
 
     def runs_plain(self, name: str) -> bool:
         """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
@@ -172,11 +167,11 @@ class StepTimer:
         self.finish()
         if self.spans is not None:
             self.spans.finish()
-        return name in (self.plain if self._wanted else self.unhooked)
+        return name in (self.plain if self.wanted else self.unhooked)
 
     def tries(self, name: str) -> bool:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""
-        return self._wanted and name in self.checkpointed
+        return self.wanted and name in self.checkpointed
 
     # What the engine tells
 
@@ -186,7 +181,7 @@ class StepTimer:
         Args:
             saved_bytes: What its blocks saved.
         """
-        if self._wanted:
+        if self.wanted:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
         elif saved_bytes > GROWTH * self._largest_bytes:
             self.want()
@@ -204,7 +199,7 @@ class StepTimer:
         """A block's forward begins."""
         self._where = run.where or self._where
         self.finish()
-        if not self._wanted:
+        if not self.wanted:
             if self.spans is not None:
                 self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
             return
@@ -299,10 +294,8 @@ class StepTimer:
         """A block saved a storage.
 
         Args:
-            run: The block.
             action: What was done with it; what was stored in a narrower type counts as offloaded.
             unit: What the plan was told about it.
-            storage: The storage.
             narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
             prepare: Returns what makes it again, or None if it may not be made again; None if no recipe is known.
@@ -379,4 +372,4 @@ class StepTimer:
             head_resident_bytes=found.between.resident_bytes,
         )
         self._pass = self._open = self.recomputes = None
-        self._wanted = self._done(step)
+        self.wanted = self._done(step)

@@ -39,8 +39,6 @@ class ReadAhead:
         self._part, self._parts = part, parts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ebbtide-load-ahead", daemon=True)
-        self.read_bytes = 0
-        """Bytes fetched so far."""
 
     def __enter__(self) -> ReadAhead:
         """Begin, if the tensors fit into the page cache."""
@@ -65,7 +63,6 @@ class ReadAhead:
                         return
                     if problem := fetch_pages(file.fileno(), at, nbytes):
                         raise OSError(problem, os.strerror(problem))
-                    self.read_bytes += nbytes
 
 
 def _blocks(entries: Iterable[CheckpointEntry]) -> Iterator[tuple[int, int]]:

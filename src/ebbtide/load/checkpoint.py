@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
 from ebbtide.load.header import CheckpointEntry, read_header, unreadable
 from ebbtide.load.names import UNSAVED
 
@@ -243,7 +243,7 @@ def _unpickled(files: list[Path], name: str) -> Checkpoint:
             found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
             raise DataError(
-                f"{str(file)!r} cannot be read ({str(error).splitlines()[0]:.160})",
+                f"{str(file)!r} cannot be read ({first_line(error):.160})",
                 expected="a file written by torch.save, with tensors and plain containers only",
                 hint="convert it to safetensors where it came from",
             ) from error

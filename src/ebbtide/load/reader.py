@@ -157,8 +157,6 @@ class SliceReader:
         self._readers = readers
         self._pool = ThreadPoolExecutor(readers, thread_name_prefix="ebbtide-load")
         self._stopped = False
-        self.read_bytes = 0
-        """Bytes asked of the files so far, with those between runs."""
 
     def __enter__(self) -> SliceReader:
         return self
@@ -176,7 +174,7 @@ class SliceReader:
         Raises:
             DataError: A file cannot be read, or changed since its header was read.
         """
-        waiting: set[Future[tuple[int, int]]] = set()
+        waiting: set[Future[int]] = set()
         try:
             for batch in self._batches(pieces):
                 if len(waiting) >= 2 * self._readers:
@@ -194,14 +192,10 @@ class SliceReader:
             wait(waiting)
             raise
 
-    def _settle(
-        self, waiting: set[Future[tuple[int, int]]], done: Callable[[int], None]
-    ) -> set[Future[tuple[int, int]]]:
+    def _settle(self, waiting: set[Future[int]], done: Callable[[int], None]) -> set[Future[int]]:
         ended, left = wait(waiting, return_when=FIRST_COMPLETED)
         for future in ended:
-            wanted_bytes, span_bytes = future.result()
-            self.read_bytes += span_bytes
-            done(wanted_bytes)
+            done(future.result())
         return left
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -218,13 +212,13 @@ class SliceReader:
         if batch:
             yield batch
 
-    def _read_batch(self, batch: list[Piece]) -> tuple[int, int]:
-        found = [self._read(piece) for piece in batch]
-        return sum(wanted for wanted, _ in found), sum(span for _, span in found)
+    def _read_batch(self, batch: list[Piece]) -> int:
+        return sum([self._read(piece) for piece in batch])
 
-    def _read(self, piece: Piece) -> tuple[int, int]:
+    def _read(self, piece: Piece) -> int:
+        """Read a piece; returns its bytes."""
         if self._stopped:
-            return 0, 0
+            return 0
         entry = self._entries[piece.key]
         try:
             file = self._file(entry, self._shared(piece.key))
@@ -234,7 +228,7 @@ class SliceReader:
                 give_pages(piece.into.data_ptr(), piece.into.nbytes)
                 if not file.direct and piece.into.dtype == entry.dtype and piece.into.nbytes == span:
                     file.read(piece.into.data_ptr(), place, span)
-                    return span, span
+                    return span
             staging = self._staging(span)
             at = file.read(staging.data_ptr(), place, span)
         except OSError as error:
@@ -246,7 +240,7 @@ class SliceReader:
         if widens and span < piece.into.nbytes:  # fewer bytes to copy if the device converts
             data = data.to(piece.into.device)
         piece.into.copy_(data.view(entry.dtype).as_strided(piece.box.size, strides))
-        return piece.box.numel * entry.dtype.itemsize, span
+        return piece.box.numel * entry.dtype.itemsize
 
     def _file(self, entry: CheckpointEntry, shared: bool) -> CheckpointFile:
         path = entry.file

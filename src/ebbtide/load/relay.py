@@ -128,7 +128,7 @@ def _answers(
     device = _device()
     while wanted := _heard(client, device):
         pieces = [
-            Piece(key=key, box=Box(start=tuple(start), size=tuple(size)), into=_nowhere(size))
+            Piece(key=key, box=Box(start=tuple(start), size=tuple(size)), into=torch.empty(size, device="meta"))
             for key, start, size in wanted
         ]
         for message, nbytes in _messages(pieces, entries):
@@ -175,10 +175,6 @@ def _messages(
 def _view(data: torch.Tensor, at: int, piece: Piece, entry: CheckpointEntry) -> torch.Tensor:
     nbytes = piece.box.numel * entry.dtype.itemsize
     return data[at : at + nbytes].view(entry.dtype).view(piece.box.size)
-
-
-def _nowhere(size: Sequence[int]) -> torch.Tensor:
-    return torch.empty(tuple(size), dtype=torch.uint8, device="meta")
 
 
 def _device() -> torch.device:

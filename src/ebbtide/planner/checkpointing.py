@@ -9,7 +9,6 @@ step is longer by the blocks' forwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from ebbtide.base.actions import Action
@@ -17,25 +16,10 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.planner.profile import BlockProfile, Profile, Unit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointedStep:
-    """The cost of a step whose blocks are all checkpointed.
+def checkpointed_peak(profile: Profile, input_bytes: Sequence[int] | None = None) -> int:
+    """Return the most bytes on the device in a step whose blocks are all checkpointed, base included.
 
-    Attributes:
-        peak_bytes: Most device memory, base included.
-        peak_at: Where: ``"forward"``, ``"head"`` or ``"backward"``, and the block.
-        kept_bytes: The inputs of all blocks.
-        overhead_seconds: Time of the repeated forwards.
-    """
-
-    peak_bytes: int
-    peak_at: tuple[str, str]
-    kept_bytes: int
-    overhead_seconds: float
-
-
-def checkpointed_step(profile: Profile, input_bytes: Sequence[int] | None = None) -> CheckpointedStep:
-    """Return the cost of a step whose blocks are all checkpointed. See [Note: simulated checkpointing].
+    See [Note: simulated checkpointing]. The step is longer by ``profile.forward_seconds``.
 
     Args:
         profile: The step that keeps everything.
@@ -54,19 +38,13 @@ def checkpointed_step(profile: Profile, input_bytes: Sequence[int] | None = None
             hint="leave it out to take what the blocks save of their inputs",
         )
     kept = list(accumulate(input_sizes))
-    peaks = [
-        (held + block.forward_base_bytes, ("forward", block.name)) for held, block in zip(kept, blocks, strict=True)
-    ]
-    peaks.append((sum(input_sizes) + profile.head_base_bytes, ("head", "")))
+    peaks = [held + block.forward_base_bytes for held, block in zip(kept, blocks, strict=True)]
+    peaks.append(sum(input_sizes) + profile.head_base_bytes)
     for held, own, block in zip(kept, input_sizes, blocks, strict=True):
         own_saved = _saved_input_bytes(block)
         twice = own_saved if own_saved <= own else 0  # more than its inputs: a copy in a wider type
-        level = held + block.saved_bytes - twice
-        peaks.append((level + block.backward_base_bytes, ("backward", block.name)))
-    peak_bytes, peak_at = max(peaks, key=lambda peak: peak[0])
-    return CheckpointedStep(
-        peak_bytes=peak_bytes, peak_at=peak_at, kept_bytes=sum(input_sizes), overhead_seconds=profile.forward_seconds
-    )
+        peaks.append(held + block.saved_bytes - twice + block.backward_base_bytes)
+    return max(peaks)
 
 
 def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Action, ...], ...]:

@@ -19,6 +19,7 @@ No matrix product of a useful width is as cheap."""
 
 @dataclass(frozen=True, slots=True)
 class _PolicyPlan:
+    reads_kept_bytes = False
     policy: Policy
     name: str
     text: str
@@ -26,10 +27,6 @@ class _PolicyPlan:
     @property
     def recomputes(self) -> bool:
         return isinstance(self.policy, (Auto, Minimal))
-
-    @property
-    def reads_kept_bytes(self) -> bool:
-        return False
 
     def stands_until(self, candidate: Candidate) -> int:
         return ALWAYS

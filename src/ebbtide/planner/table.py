@@ -55,10 +55,6 @@ class Prediction:
     moved_bytes: int
     recomputed_bytes: int
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the fields as a dictionary."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -73,6 +69,7 @@ class TablePlan:
         reasons: One line per site kind.
     """
 
+    recomputes = True
     name: str
     actions: Mapping[tuple[str, Site], Action]
     predicted: Prediction
@@ -88,11 +85,6 @@ class TablePlan:
             if name in checkpointed and action is not Action.CHECKPOINT:
                 inputs[name] = action
         object.__setattr__(self, "_inputs", inputs)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether recipes are needed."""
-        return True
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
@@ -182,7 +174,7 @@ class TablePlan:
         document = {
             "schema": SCHEMA,
             "name": self.name,
-            "predicted": self.predicted.as_dict(),
+            "predicted": asdict(self.predicted),
             "reasons": list(self.reasons),
             "actions": rows,
         }

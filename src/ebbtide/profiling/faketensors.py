@@ -69,7 +69,7 @@ class FakeMachine(TorchDispatchMode):
         super().__init__()
         self._machine, self._clock = machine, 0.0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._bytes = self._peak = base_bytes
+        self.live_bytes = self._peak = base_bytes
 
     # The meter of a step
 
@@ -87,24 +87,19 @@ class FakeMachine(TorchDispatchMode):
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int:
         """Return the most bytes alive at once since the last call."""
-        peak, self._peak = self._peak, self._bytes
+        peak, self._peak = self._peak, self.live_bytes
         return peak
 
     def system_seconds(self) -> None:
         """Return None: nothing runs."""
         return None
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes alive now."""
-        return self._bytes
-
     @contextmanager
     def unseen(self) -> Generator[None]:
         """While open, operators take no time and storages do not count."""
         clock, peak = self._clock, self._peak
         yield
-        self._clock, self._peak = clock, max(peak, self._bytes)
+        self._clock, self._peak = clock, max(peak, self.live_bytes)
 
     # Operators
 
@@ -163,13 +158,13 @@ class FakeMachine(TorchDispatchMode):
             return
 
         def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            self._bytes -= nbytes
+            self.live_bytes -= nbytes
             if live.get(key) is reference:
                 del live[key]
 
         live[key] = weakref.ref(storage, forget)
-        self._bytes += nbytes
-        self._peak = max(self._peak, self._bytes)
+        self.live_bytes += nbytes
+        self._peak = max(self._peak, self.live_bytes)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
         """Stop counting these: they belong to the base."""

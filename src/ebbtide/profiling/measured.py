@@ -23,6 +23,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -295,7 +296,7 @@ class MeasuredPlan:
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
-        self._bus.emit("plan", name=self.name, text=self.explain(), predicted=self.table.predicted.as_dict())
+        self._bus.emit("plan", name=self.name, text=self.explain(), predicted=asdict(self.table.predicted))
         if check.keeps and check.budget_bytes is None and not self._warned:
             self._warned = True
             logger.warning(

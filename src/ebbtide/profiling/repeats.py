@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ebbtide.engine import Block
 from ebbtide.engine.passes import PlainRun, RunRecord
-from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.profiling.faketensors import FakeMachine
 from ebbtide.wrap.forward import StandIn
@@ -148,7 +148,8 @@ class Repeats:
         offset = 0
         for place in range(len(names)):
             blocks[place] = replace(
-                self._like_first(step, place),
+                step.blocks[self._source(place)],
+                name=names[place],
                 forward_peak_bytes=figures.forward_peak(self._source(place), place) + offset,
             )
             offset += figures.forward_adds(self._source(place)) - figures.forward_adds(place)
@@ -163,9 +164,6 @@ class Repeats:
         """Return the index of the block whose figures are used: its own, except between first and last."""
         first = self._first.get(place, place)
         return place if place == self._last.get(first) else first
-
-    def _like_first(self, step: TimedStep, place: int) -> TimedBlock:
-        return replace(step.blocks[self._source(place)], name=self._names[place])
 
     def _check(self, figures: _Figures, first: int, last: int) -> None:
         """Compare the first block of a kind with the last, and the memory it leaves behind with its gradients."""

@@ -58,10 +58,10 @@ def axes(frame: Frame, sizes: Sequence[float]) -> list[str]:
     return pieces
 
 
-def legend(labels: Sequence[str], colors: Sequence[str], y: float) -> list[str]:
+def legend(labels: Sequence[str], colors: Sequence[str], y: float, *, left: float = LEFT) -> list[str]:
     """Draw the legend in a row."""
     pieces: list[str] = []
-    x = LEFT
+    x = left
     for label, color in zip(labels, colors, strict=True):
         pieces.append(style.rect(x, y - 6, 14, 4, color, radius=2))
         pieces.append(style.text(x + 20, y, label, "num"))

@@ -54,7 +54,8 @@ def _panel(
     sizes = style.ticks(max((size for points in curves for _, size in points), default=0) * 1.02, base=2)
     frame = Frame(max(span.end - span.begin for _, span in loads), sizes[-1], top=top)
     labels = [
-        f"{run.name}: {span.end - span.begin:.1f} s" + (f", +{size_text(_rise(points))}" if points else "")
+        f"{run.name}: {span.end - span.begin:.1f} s"
+        + (f", +{size_text(max(size for _, size in points) - points[0][1])}" if points else "")
         for (run, span), points in zip(loads, curves, strict=True)
     ]
     y = top - _ROW * len(loads)
@@ -64,7 +65,3 @@ def _panel(
         pieces += legend([label], [color], y + _ROW * row)
     pieces += [curve(frame, points, color) for points, color in zip(curves, colors, strict=True)]
     return [*pieces, *peaks(frame, curves, colors)]
-
-
-def _rise(points: Sequence[tuple[float, int]]) -> int:
-    return max(size for _, size in points) - points[0][1]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ebbtide.report import style
+from ebbtide.report.frame import legend
 from ebbtide.report.table import Summary, losses_by_step
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 960.0, 116.0, 24.0, 44.0, 180.0
@@ -41,16 +42,10 @@ def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None
         pieces.append(style.text(_LEFT - 10, y + 4, f"{loss:.4g}", "soft", "num", "end"))
     for step in sorted({round(first + (last - first) * share / 4) for share in range(5)}):
         pieces.append(style.text(place(step, low)[0], _TOP + _PLOT + 19, f"{step}", "soft", "num", "mid"))
-    x = _LEFT + 150
-    for points, name, color in zip(curves, names, style.run_classes(names), strict=True):
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, loss) for step, loss in points))
-        if line:
-            pieces.append(
-                f'<polyline points="{line}" style="fill:none;stroke:var(--{color});stroke-width:2;'
-                'stroke-linejoin:round"/>'
-            )
-        pieces += [style.rect(x, 16, 14, 4, color, radius=2), style.text(x + 20, 22, name, "num")]
-        x += 44 + 6.6 * len(name)
+    colors = style.run_classes(names)
+    for points, color in zip(curves, colors, strict=True):
+        pieces.append(style.polyline([place(*point) for point in points], color))
+    pieces += legend(names, colors, 22, left=_LEFT + 150)
     return style.svg(_WIDTH, _TOP + _PLOT + 28, pieces, label="Losses: " + ", ".join(names))
 
 

@@ -31,20 +31,13 @@ from ebbtide.report.verdict import prediction, verdict
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def html(
-    runs: Sequence[Run],
-    out_path: str | os.PathLike[str],
-    *,
-    comparison: Mapping[str, Any] | None = None,
-    baseline: int | None = None,
-) -> Path:
+def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: Mapping[str, Any] | None = None) -> Path:
     """Write the report of one run, or of several.
 
     Args:
         runs: The runs; the pictures show the most typical step that all of them finished.
         out_path: The file to write.
         comparison: ``summary.json`` of a comparison: the head table and the loss verdicts then use its merged rounds.
-        baseline: The index of the run that others are compared with; default: that of the mode ``plain``.
 
     Returns:
         The path written.
@@ -53,7 +46,7 @@ def html(
         EbbtideError: Jinja2 is not installed.
     """
     path = Path(out_path)
-    path.write_text(page(runs, comparison=comparison, baseline=baseline), encoding="utf-8")
+    path.write_text(page(runs, comparison=comparison), encoding="utf-8")
     return path
 
 

@@ -72,6 +72,13 @@ def line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="grid"/>'
 
 
+def polyline(points: Sequence[tuple[float, float]], color: str, also: str = "stroke-linejoin:round") -> str:
+    """Return a line through points; none if there are no points."""
+    where = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    style = f"fill:none;stroke:var(--{color});stroke-width:2;{also}"
+    return where and f'<polyline points="{where}" style="{style}"/>'
+
+
 def svg(width: float, height: float, pieces: Sequence[str], *, label: str) -> str:
     """Return a complete SVG with its own style, for a page or stand-alone."""
     return (

@@ -147,12 +147,11 @@ def losses_by_step(summary: Summary) -> dict[int, Any]:
 
 def ratio(summary: Summary, plain: Summary | None) -> str:
     """Format the step time relative to plain, with its spread if rounds were compared pairwise."""
-    pairs = summary.get("step_ratio")
-    if pairs and pairs.get("median") is not None:
-        spread = f" ({pairs['low']:.2f} to {pairs['high']:.2f})" if pairs["low"] != pairs["high"] else ""
-        return f"×{pairs['median']:.2f}{spread}"
-    times = ratio_value(summary, plain)
-    return f"×{times:.2f}" if times is not None else ABSENT
+    times, pairs = ratio_value(summary, plain), summary.get("step_ratio") or {}
+    if times is None:
+        return ABSENT
+    spread = pairs.get("median") is not None and pairs["low"] != pairs["high"]
+    return f"×{times:.2f}" + (f" ({pairs['low']:.2f} to {pairs['high']:.2f})" if spread else "")
 
 
 def ratio_value(summary: Summary, plain: Summary | None) -> float | None:

@@ -187,7 +187,8 @@ class Arena:
         self._cooling.prune(self._device)
         nbytes, rounded = sum(sizes), [-(-n // PLACE_ALIGN_BYTES) * PLACE_ALIGN_BYTES for n in sizes]
         need = sum(rounded)
-        if spare_bytes and self._budget_bytes is not None and self._budget_left() < need + spare_bytes:
+        used = self._extents.used_bytes
+        if spare_bytes and self._budget_bytes is not None and self._budget_bytes - used < need + spare_bytes:
             raise self._full(nbytes)
         self._torn = True
         spans = self._find(need)
@@ -298,9 +299,6 @@ class Arena:
 
     def _growth_bytes(self, budget_bytes: int) -> int:
         return max(0, budget_bytes - self._extents.size_bytes) // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES
-
-    def _budget_left(self) -> int:
-        return (self._budget_bytes or 0) - self._extents.used_bytes
 
     def _grow(self, nbytes: int, need: int) -> None:
         if self._gave_back:

@@ -42,7 +42,13 @@ class MemoryReader:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._statm.exists() else 0
         if children or not self._page_bytes:
             _psutil()
-        self._accelerator = _accelerator() if device and self._pid == os.getpid() else None
+        self._accelerator: Any = None
+        if device and self._pid == os.getpid():
+            import torch
+
+            from ebbtide.store.device_memory import device_memory
+
+            self._accelerator = device_memory() if torch.accelerator.is_available() else None
         self._device_index: int | None = None
         self._family: list[MemoryReader] = []
         self._family_read_at = float("-inf")
@@ -67,11 +73,17 @@ class MemoryReader:
         The current device is per thread, so a sampling thread would otherwise always read device 0.
         """
         if self._accelerator is not None:
-            self._device_index = _current_device_index()
+            import torch
+
+            self._device_index = torch.accelerator.current_device_index()
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
-        device = None if self._accelerator is None else _peak_device_bytes(self._device_index)
+        device = None
+        if self._accelerator is not None:
+            from ebbtide.store.device_memory import peak_bytes
+
+            device = peak_bytes(self._device_index)
         return {"peak_rss_bytes": self._peak_rss_bytes(), "peak_device_bytes": device}
 
     def _own_bytes(self) -> int | None:
@@ -100,26 +112,6 @@ class MemoryReader:
             return None
         lines = [line for line in status.splitlines() if line.startswith("VmHWM:")]
         return int(lines[0].split()[1]) * 1024 if lines else None
-
-
-def _accelerator() -> Any | None:
-    import torch
-
-    from ebbtide.store.device_memory import device_memory
-
-    return device_memory() if torch.accelerator.is_available() else None
-
-
-def _peak_device_bytes(index: int | None) -> int:
-    from ebbtide.store.device_memory import peak_bytes
-
-    return peak_bytes(index)
-
-
-def _current_device_index() -> int:
-    import torch
-
-    return torch.accelerator.current_device_index()
 
 
 class Sampler:

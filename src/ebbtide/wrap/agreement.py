@@ -76,7 +76,6 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
     """Compare settings with the ranks of each group.
 
     Args:
-        groups: The groups.
         terms: The settings, which must be equal within a group.
 
     Raises:
@@ -143,7 +142,6 @@ class Votes:
         """End the checkpointing of a kind that was decided together, since this rank can go on with it no longer.
 
         Args:
-            kind: The kind.
             block: One of its blocks.
             seen: As in ``decide``.
             why: Why it can not.

@@ -37,11 +37,7 @@ def digest(value: Any) -> int:
 
 
 class HeldArray:
-    """An array, as a container of its bytes.
-
-    Args:
-        value: The array.
-    """
+    """An array, as a container of its bytes."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -57,7 +57,6 @@ class Watch:
     """Measures the coverage in the first pass, and chooses further blocks by it. See [Note: coverage].
 
     Args:
-        model: The model.
         engine: Receives the coverage.
         chosen: The user named the blocks: none are added.
     """

@@ -30,7 +30,6 @@ class Outside:
     """The contents, now, of what the functions of a block's modules name outside of them.
 
     Args:
-        module: The block.
         arrays: Those that it reaches and that are too large to be recorded.
     """
 
@@ -101,9 +100,6 @@ class Snapshot:
     """Objects, and the versions of the tensors among them.
 
     It holds the objects, so that no other one can get the address of one.
-
-    Args:
-        objects: Which.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:

@@ -13,7 +13,6 @@ from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ebbtide.integrations.pretrained import Found
     from ebbtide_recipes.grpo.trainer import GrpoTrainer
 
 LOGGER = logging.getLogger("ebbtide.grpo")
@@ -76,7 +75,7 @@ class Grpo(Recipe[GrpoConfig]):
                 expected="a language model",
                 hint="`ebbtide sft` trains multimodal models",
             )
-        made = adapters.chosen(config, models.outline(config, source)) if config.trains_adapters else None
+        made = adapters.chosen(config, models.outline(config, source.config)) if config.trains_adapters else None
         functions = rewards.load(config.reward_funcs)
         dataset = data.load(config.dataset, config, source, functions)
         evaluation = None
@@ -92,11 +91,7 @@ class Grpo(Recipe[GrpoConfig]):
             config.num_generations,
             config.gradient_accumulation_steps,
         )
-        weights: Found | None = None
-        if config.memory_efficient_init:
-            model, weights = models.load_empty(config, source)
-        else:
-            model, _ = models.load(config, source)
+        model, weights = models.load(config, source)
         trained: Any = model if made is None else adapters.put_on(model, made, config)
         return meta.built(
             config,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -108,7 +108,7 @@ def config_of(settings: Mapping[str, Any], where: str) -> PeftConfig:
         return kind(**{name: value for name, value in settings.items() if name in known and name != "peft_type"})
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where or kind.__name__} cannot be used: {str(error).splitlines()[0]}",
+            f"{where or kind.__name__} cannot be used: {first_line(error)}",
             expected=f"settings of PEFT's {kind.__name__}",
             hint=f"such as {_EXAMPLE}",
         ) from error

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
 from ebbtide.base.extras import require
 from ebbtide_recipes.language.adapter_kinds import FILE, config_of, settings_in, settings_of
 
@@ -44,6 +44,8 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
     import torch
     from transformers import BitsAndBytesConfig
 
+    from ebbtide.load.targets import default_device
+
     computed = getattr(torch, dtype)
     made = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -53,9 +55,7 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
         # FSDP shards only weights stored in the same type as the others.
         bnb_4bit_quant_storage=computed if config.fsdp_strategy != "none" else torch.uint8,
     )
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    return {"quantization_config": made, "device_map": {"": torch.device(device.type, index) if index else device}}
+    return {"quantization_config": made, "device_map": {"": default_device()}}
 
 
 def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[str] = ()) -> PeftConfig:
@@ -119,7 +119,7 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
             if isinstance(error, ConfigError):
                 raise
             raise DataError(
-                f"the adapters in {folder} cannot be loaded: {str(error).strip().splitlines()[0]}",
+                f"the adapters in {folder} cannot be loaded: {first_line(error)}",
                 expected="adapters that were trained on this model",
                 hint="see base_model_name_or_path in their adapter_config.json",
             ) from error
@@ -182,7 +182,7 @@ def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) ->
         get_peft_model(model, copy.deepcopy(made))
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"{found}: {str(error).strip().splitlines()[0]}",
+            f"{found}: {first_line(error)}",
             expected=expected,
             hint="all-linear takes every linear module but the head",
         ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, first_line, nearest
 from ebbtide_recipes.language import smollm2
 from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.skeleton.precision import dtype_name
@@ -164,16 +164,7 @@ def look_up(config: LanguageConfig) -> ModelSource:
         return ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
 
 
-def outline(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
-    """Return the model without its weights: modules and shapes on the meta device.
-
-    Raises:
-        EbbtideError: As ``outline_of``.
-    """
-    return outline_of(config, source.config)
-
-
-def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
+def outline(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
     """Return the model that a config describes, without weights: modules and shapes on the meta device.
 
     Args:
@@ -193,32 +184,22 @@ def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: st
         return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
 
-def load(config: LanguageConfig, source: ModelSource | None = None) -> tuple[PreTrainedModel, Any]:
-    """Load the model, and its tokenizer or processor.
+def load(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, Found | None]:
+    """Load the model; with ``memory_efficient_init`` make it on meta, and find where its weights are.
 
     Args:
         config: Names the model, its type and its attention implementation.
-        source: As ``look_up`` returned it; ``None``: it is looked up.
-
-    Raises:
-        DataError: The model cannot be found or read.
-        ConfigError: Sequences are longer than the model allows; the attention implementation is not there.
-    """
-    source = look_up(config) if source is None else source
-    return _from_pretrained(config, source), source.processor
-
-
-def load_empty(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, Found]:
-    """Make the model on meta, and find where its weights are.
-
-    Args:
-        config: As ``load`` takes it.
         source: As ``look_up`` returned it.
+
+    Returns:
+        The model, and the source of the weights of one on meta; ``None``: it has them.
 
     Raises:
         DataError: The model cannot be found or read.
         ConfigError: The attention implementation is not there.
     """
+    if not config.memory_efficient_init:
+        return _from_pretrained(config, source), None
     from ebbtide.integrations.pretrained import weights_later
 
     with weights_later() as later:
@@ -286,7 +267,7 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {_first_line(error)}",
+            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {first_line(error)}",
             expected="the packages of the model and its attention",
             hint="--attn_impl sdpa needs none; otherwise install the packages of the message",
         ) from error
@@ -298,7 +279,7 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
 
 def _not_loaded(name: str, error: Exception) -> str:
     """Describe where a model was looked for."""
-    reason = _first_line(error)
+    reason = first_line(error)  # the rest of transformers' errors is unrelated advice
     if Path(name).expanduser().exists() or name in BUILTIN:
         return f"model {name!r} cannot be loaded: {reason}"
     return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {reason}"
@@ -308,11 +289,6 @@ def _hint(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
     return _near(name) or f"without a network use a local folder, or a model fetched before; {hubs.ON_MODELSCOPE}"
-
-
-def _first_line(error: Exception) -> str:
-    """Return an error's first line: the rest of transformers' errors is unrelated advice."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def check_length(config: LanguageConfig, model_config: Any) -> None:

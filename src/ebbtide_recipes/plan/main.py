@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError
+from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError, first_line
 from ebbtide.base.extras import check_installed
 from ebbtide.base.units import format_size
 from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
@@ -112,9 +112,8 @@ def _simulated(config: PlanConfig, module: nn.Module, batch: dict[str, torch.Ten
     except EbbtideError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
-            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {reason:.200})",
+            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {first_line(error):.200})",
             expected="a model of text, or of latents and text, whose code does not read values",
             hint=f"`ebbtide compare {config.recipe}` measures it with a few real steps",
         ) from error

@@ -71,55 +71,44 @@ class Subject:
         self._config, self._found = config, read(config)
 
     def outline(self, dtype: str) -> Outline:
-        """Return the model without weights; see ``outline``."""
-        return outline(self._config, self._found, dtype)
+        """Make the model without weights, with adapters if requested.
+
+        Args:
+            dtype: Of its weights.
+
+        Raises:
+            DataError: The config describes no model.
+            ConfigError: The attention implementation is not there; adapters that do not fit.
+        """
+        config, found = self._config, self._found
+        with _explained():
+            model: nn.Module = models.outline(config, found, dtype)
+        sees = models.is_multimodal(found)
+        frozen = models.media_parts(model, found) if sees and config.freeze_vit else []
+        if config.trains_adapters:
+            model = _with_adapters(config, found, dtype, frozen)
+        else:
+            for part in frozen:
+                model.get_submodule(part).requires_grad_(False)
+        kinds = Counter(type(block).__name__ for block, _ in find_blocks(model, None))
+        text = found.get_text_config()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return Outline(
+            module=model.train(),
+            dtype=dtype,
+            weights=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+            sees=sees,
+            experts=next((n for name in names if (n := getattr(text, name, None))), 0),
+            tokens=config.per_device_train_batch_size * config.max_length,
+            amount=f"{config.per_device_train_batch_size} x {config.max_length} tokens",
+        )
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """Return a micro-batch."""
-        return batch_of(self._config)
-
-
-def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
-    """Make a model's outline, with adapters if requested.
-
-    Args:
-        config: Names the model's attention and its adapters.
-        found: As ``read`` returned it.
-        dtype: Of its weights.
-
-    Raises:
-        DataError: The config describes no model.
-        ConfigError: The attention implementation is not there; adapters that do not fit.
-    """
-    with _explained():
-        model: nn.Module = models.outline_of(config, found, dtype)
-    sees = models.is_multimodal(found)
-    frozen = models.media_parts(model, found) if sees and config.freeze_vit else []
-    if config.trains_adapters:
-        model = _with_adapters(config, found, dtype, frozen)
-    else:
-        for part in frozen:
-            model.get_submodule(part).requires_grad_(False)
-    kinds = Counter(type(block).__name__ for block, _ in find_blocks(model, None))
-    text = found.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return Outline(
-        module=model.train(),
-        dtype=dtype,
-        weights=sum(p.numel() for p in model.parameters()),
-        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-        sees=sees,
-        experts=next((n for name in names if (n := getattr(text, name, None))), 0),
-        tokens=config.per_device_train_batch_size * config.max_length,
-        amount=f"{config.per_device_train_batch_size} x {config.max_length} tokens",
-    )
-
-
-def batch_of(config: SftConfig) -> dict[str, torch.Tensor]:
-    """Return a batch of full sequences of text, each token to be learned."""
-    tokens = torch.ones(config.per_device_train_batch_size, config.max_length, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
+        """Return a batch of full sequences of text, each token to be learned."""
+        tokens = torch.ones(self._config.per_device_train_batch_size, self._config.max_length, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
 
 
 def watch_inputs(model: nn.Module) -> tuple[list[int], Callable[[], None]]:
@@ -212,9 +201,9 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
         # PEFT uses a deprecated name of transformers; users cannot change that.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         # Trying adapters adds them to the outline.
-        made = adapters.chosen(config, models.outline_of(config, found, dtype), without=frozen)
+        made = adapters.chosen(config, models.outline(config, found, dtype), without=frozen)
         with torch.device("meta"):
-            return peft.get_peft_model(models.outline_of(config, found, dtype), made)
+            return peft.get_peft_model(models.outline(config, found, dtype), made)
 
 
 def check_file(path: str, flag: str = "out") -> None:

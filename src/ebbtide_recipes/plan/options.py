@@ -11,7 +11,7 @@ from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner import plan_for
-from ebbtide.planner.checkpointing import checkpointed_step
+from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
@@ -192,11 +192,11 @@ def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
 
 
 def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Option:
-    checkpointed = checkpointed_step(profile, input_bytes)
+    peak_bytes = checkpointed_peak(profile, input_bytes)
     return Option(
         name="checkpointing",
         policy=None,
-        peak_bytes=checkpointed.peak_bytes,
-        step_ratio=1 + checkpointed.overhead_seconds / profile.step_seconds,
-        fits=room.fits_device(checkpointed.peak_bytes),
+        peak_bytes=peak_bytes,
+        step_ratio=1 + profile.forward_seconds / profile.step_seconds,
+        fits=room.fits_device(peak_bytes),
     )

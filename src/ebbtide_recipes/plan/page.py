@@ -94,7 +94,7 @@ def as_values(result: Result) -> dict[str, Any]:
 
 def _option_values(result: Result, option: Option) -> dict[str, Any]:
     known = option.peak_bytes is not None
-    plan = None if option.solution is None else table_plan(option.solution, option.name).predicted
+    solution = option.solution
     return {
         "name": option.name,
         "peak_bytes": option.peak_bytes,
@@ -103,7 +103,7 @@ def _option_values(result: Result, option: Option) -> dict[str, Any]:
         "offloaded_bytes_a_rank": option.offloaded_bytes if known else None,
         "offloaded_bytes_a_node": option.offloaded_bytes * result.room.ranks if known else None,
         "fits_host": option.fits_host if known and result.room.host_bytes is not None else None,
-        "plan": None if plan is None else {slot: getattr(plan, slot) for slot in type(plan).__dataclass_fields__},
+        "plan": solution and dataclasses.asdict(table_plan(solution, option.name).predicted),
         "problem": option.problem or None,
         "command": command(result, option) if known else None,
     }

@@ -114,8 +114,9 @@ def svg(found: Pareto, title: str) -> str:
         place = LEFT + (WIDTH - LEFT - RIGHT) * size / sizes[-1]
         pieces.append(style.line(place, bottom, place, bottom + 5))
         pieces.append(style.text(place, bottom + 19, format_size(size), "soft", "num", "mid"))
-    pieces += [_line([(x(p), y(p)) for p in found.bound if y(p) >= TOP], "soft", dashed=True)]
-    pieces += [_line([(x(p), y(p)) for p in found.auto], "ebbtide")]
+    bound = [(x(p), y(p)) for p in found.bound if y(p) >= TOP]
+    pieces += [style.polyline(bound, "soft", "stroke-dasharray:5 4")]
+    pieces += [style.polyline([(x(p), y(p)) for p in found.auto], "ebbtide")]
     pieces += [_dot(x(p), y(p), "ebbtide", _label(p)) for p in found.auto]
     colors = style.run_classes([p.name.split("-")[0] for p in found.options])
     for row, (point, color) in enumerate(zip(found.options, colors, strict=True)):
@@ -130,12 +131,6 @@ def svg(found: Pareto, title: str) -> str:
 
 def _label(point: Point) -> str:
     return f"{point.name}: {format_size(point.peak_bytes)}, +{100 * (point.step_ratio - 1):.1f} %"
-
-
-def _line(points: Sequence[tuple[float, float]], color: str, *, dashed: bool = False) -> str:
-    where = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dash = ";stroke-dasharray:5 4" if dashed else ""
-    return f'<polyline points="{where}" style="fill:none;stroke:var(--{color});stroke-width:2{dash}"/>'
 
 
 def _dot(x: float, y: float, color: str, title: str, *, radius: float = 4) -> str:

@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from trl import apply_chat_template
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, first_line
 from ebbtide_recipes.sft import decode
 from ebbtide_recipes.sft.media import WHERE
 from ebbtide_recipes.sft.roles import with_texts
@@ -139,7 +139,7 @@ class MediaCollator:
             except (TypeError, ValueError, AttributeError, KeyError) as error:  # a private function of each processor
                 if isinstance(error, DataError):
                     raise
-                LOGGER.debug("lengths of rows with images are checked when they are drawn: %s", _first_line(error))
+                LOGGER.debug("lengths of rows with images are checked when they are drawn: %s", first_line(error))
                 return
             self([dataset[number]])  # raises, unless the processor makes fewer tokens than it says
             misjudged += 1
@@ -219,7 +219,7 @@ class MediaCollator:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"the model's processor does not take {_listed(rows)}: {_first_line(error)}",
+                f"the model's processor does not take {_listed(rows)}: {first_line(error)}",
                 expected="files with the sizes, frame rates and sample rates that it takes",
                 hint="the processor's settings are in the model's folder: preprocessor_config.json, "
                 "video_preprocessor_config.json; or convert the files with ffmpeg",
@@ -273,7 +273,7 @@ def _size_of(image: Row) -> tuple[int, int]:
             return file.size if turned else file.size[::-1]
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(
-            f"{image['path']} cannot be read as an image: {_first_line(error)}",
+            f"{image['path']} cannot be read as an image: {first_line(error)}",
             expected="a file with an image",
             hint="check whether it is complete",
         ) from error
@@ -316,7 +316,3 @@ def refused_by_template(where: str, error: Exception) -> DataError:
         expected="messages in the order and the roles that the template knows",
         hint="some templates take no system message, and some no chat that the assistant begins",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

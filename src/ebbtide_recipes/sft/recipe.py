@@ -11,7 +11,6 @@ from ebbtide_recipes.skeleton import launch, run
 from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ebbtide.integrations.pretrained import Found
     from ebbtide_recipes.language.models import ModelSource
     from ebbtide_recipes.sft.trainer import SftTrainer
 
@@ -83,7 +82,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
         source = models.look_up(config)
     made = None
     if config.trains_adapters:
-        outline = models.outline(config, source)
+        outline = models.outline(config, source.config)
         frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
         made = adapters.chosen(config, outline, without=frozen)
     dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
@@ -96,11 +95,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
             batches.check(part)
             if config.fsdp_strategy != "none" and launch.world_size() > 1:
                 media.check_even(part)
-    weights: Found | None = None
-    if config.memory_efficient_init:
-        model, weights = models.load_empty(config, source)
-    else:
-        model, _ = models.load(config, source)
+    model, weights = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
     trained: Any = model if made is None else adapters.put_on(model, made, config)
     return meta.built(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError, DiskFullError, nearest
+from ebbtide.base.errors import ConfigError, DataError, DiskFullError, first_line, nearest
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -213,7 +213,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
         return error
     remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
     return DiskFullError(
-        f"{what} could not be written: {(str(error) or repr(error)).splitlines()[0]}",
+        f"{what} could not be written: {first_line(error)}",
         expected="room for it on the disk",
         hint=f"free some space, or {remedy}; {resumable(output)}",
     )

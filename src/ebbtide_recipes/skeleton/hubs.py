@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -90,9 +90,8 @@ def _fetched(function: str, name: str, what: str) -> str:
     try:
         return str(getattr(modelscope, function)(name))
     except Exception as error:  # its hub errors have no common root
-        reason = (str(error) or repr(error)).splitlines()[0]
         raise DataError(
-            f"{what} {name!r} cannot be fetched from ModelScope: {reason}",
+            f"{what} {name!r} cannot be fetched from ModelScope: {first_line(error)}",
             expected=f"a {what} of ModelScope",
             hint="check the name; --use_hf true means Hugging Face, and a local path needs no network",
         ) from error

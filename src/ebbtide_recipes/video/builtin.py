@@ -54,6 +54,9 @@ class BuiltinSource(Source):
         seed: Seed of the weights.
     """
 
+    ratios = (1, SIDE)
+    default_size = (9, 32, 32)
+
     def __init__(self, name: str, *, seed: int) -> None:
         self.name, self._seed = name, seed
         self.index = {}
@@ -69,16 +72,6 @@ class BuiltinSource(Source):
         }
         self.vae_config = dict(PixelBlocks.config)
         self.family = family_of("WanTransformer3DModel", None)
-
-    @property
-    def ratios(self) -> tuple[int, int]:
-        """One frame, and four pixels along a side, make one latent."""
-        return 1, SIDE
-
-    @property
-    def default_size(self) -> tuple[int, int, int]:
-        """Nine frames of 32 x 32 pixels."""
-        return 9, 32, 32
 
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return a new transformer; its weights depend on the seed alone."""

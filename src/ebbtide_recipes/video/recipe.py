@@ -119,22 +119,13 @@ def _check_flags(config: VideoConfig, source: Source) -> None:
             )
 
 
-def _dtype(config: VideoConfig) -> torch.dtype:
-    """Return the type of the trained transformer's weights."""
+def _dtype(config: VideoConfig, *, frozen: bool | None = None) -> torch.dtype:
+    """Return the type of the trained transformer's weights, or of frozen ones: of VAE, text encoders and a teacher."""
     import torch
 
     from ebbtide_recipes.skeleton.precision import dtype_name
 
-    return getattr(torch, dtype_name(config))
-
-
-def _frozen_dtype(config: VideoConfig) -> torch.dtype:
-    """Return the type of weights that are never trained: of the VAE, the text encoders and a teacher."""
-    import torch
-
-    from ebbtide_recipes.skeleton.precision import dtype_name
-
-    return getattr(torch, dtype_name(config, frozen=True))
+    return getattr(torch, dtype_name(config, frozen=frozen))
 
 
 def _rate(config: VideoConfig, source: Source, dataset: Latents) -> float:
@@ -169,7 +160,7 @@ def _making(config: VideoConfig, source: Source) -> Making:
         bucketing=config.bucketing,
         text_length=config.text_length,
         seed=config.seed,
-        dtype=_frozen_dtype(config),
+        dtype=_dtype(config, frozen=True),
     )
 
 
@@ -208,7 +199,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             latents.finish(clips, folder, source, making)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
     elif config.sample_prompts and state.is_main_process:
-        latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_frozen_dtype(config))
+        latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_dtype(config, frozen=True))
     state.wait_for_everyone()
     return latents.Latents(folder)
 
@@ -276,7 +267,7 @@ def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
         )
     # FSDP gathers a block's parameters in one piece, of one type.
     frozen = what == "teacher" and config.fsdp_strategy == "none"
-    return other.transformer(_frozen_dtype(config) if frozen else _dtype(config))
+    return other.transformer(_dtype(config, frozen=frozen or None))
 
 
 def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
@@ -298,5 +289,5 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
         seed=config.seed,
     )
     return Showing(
-        source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_frozen_dtype(config)
+        source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config, frozen=True)
     )

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from ebbtide.base import errors
-from ebbtide.base.errors import EbbtideError, nearest
+from ebbtide.base.errors import EbbtideError, first_line, nearest
 
 ALL = sorted(
     (x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, EbbtideError)), key=lambda x: x.__name__
@@ -80,3 +80,15 @@ def test_nearest_suggests_only_what_is_near(name: str, known: list[str], text: s
 
 def test_nearest_takes_no_more_than_count() -> None:
     assert nearest("ab1", ["ab2", "ab3", "ab4"], count=1).count("ab") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("\n one\ntwo"), "one"),
+        (EOFError(), "EOFError()"),
+        (OSError(" \n"), repr(OSError(" \n"))),
+    ],
+)
+def test_the_first_line_of_an_error_is_never_empty(error: Exception, text: str) -> None:
+    assert first_line(error) == text

@@ -157,6 +157,16 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, allow_pickle=True)
 
 
+def test_an_error_without_a_message_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*given: object, **others: object) -> None:
+        raise EOFError
+
+    (tmp_path / "pytorch_model.bin").touch()
+    monkeypatch.setattr(torch, "load", end)
+    with pytest.raises(DataError, match=r"cannot be read \(EOFError\(\)\)"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [({"a": 3}, "holds 'a', a int"), ({"a": torch.ones(1, device="meta")}, "has no data for 'a': it is on meta")],

@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConfigError
-from ebbtide.planner.checkpointing import checkpointed, checkpointed_step
+from ebbtide.planner.checkpointing import checkpointed, checkpointed_peak
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import fit, shrink, smallest
@@ -23,50 +23,39 @@ def profile(count: int = 4, *, input_bytes: int = 10, other_bytes: int = 90, tur
 
 
 def test_the_last_block_holds_all_inputs_and_what_it_saves() -> None:
-    found = checkpointed_step(profile())
     # Four inputs of 10, the last block's other 90, and 7 beside: its input is the storage that it was called with.
-    assert (found.peak_bytes, found.peak_at) == (4 * 10 + 90 + 7, ("backward", "layers.3"))
-    assert found.kept_bytes == 40
-
-
-def test_the_overhead_is_every_forward_once_more() -> None:
-    assert checkpointed_step(profile(5)).overhead_seconds == profile(5).forward_seconds == 5
+    assert checkpointed_peak(profile()) == 4 * 10 + 90 + 7
 
 
 def test_the_head_may_take_more_than_any_block() -> None:
-    found = checkpointed_step(profile(turn=500))
-    assert (found.peak_bytes, found.peak_at) == (40 + 500, ("head", ""))
+    assert checkpointed_peak(profile(turn=500)) == 40 + 500
 
 
 def test_an_input_saved_in_a_wider_type_counts_beside_the_input() -> None:
-    found = checkpointed_step(profile(), [5] * 4)
-    assert found.peak_bytes == 4 * 5 + 100 + 7
-    assert found.kept_bytes == 20
+    assert checkpointed_peak(profile(), [5] * 4) == 4 * 5 + 100 + 7
 
 
 def test_a_block_that_saves_none_of_its_input_keeps_it_all_the_same() -> None:
     units = (unit("other", 90),)
-    found = checkpointed_step(alike(2, units, FAST, beside=7), [10, 10])
-    assert found.peak_bytes == 20 + 90 + 7
+    assert checkpointed_peak(alike(2, units, FAST, beside=7), [10, 10]) == 20 + 90 + 7
 
 
 def test_a_larger_early_block_may_hold_the_peak() -> None:
     many = profile()
     first = dataclasses.replace(many.blocks[0], backward_base_bytes=1000)
-    found = checkpointed_step(dataclasses.replace(many, blocks=(first, *many.blocks[1:])))
-    assert (found.peak_bytes, found.peak_at) == (10 + 90 + 1000, ("backward", "layers.0"))
+    assert checkpointed_peak(dataclasses.replace(many, blocks=(first, *many.blocks[1:]))) == 10 + 90 + 1000
 
 
 def test_it_never_takes_more_memory_than_keeping_everything_where_inputs_are_saved() -> None:
     from ebbtide.planner.solve import keep_everything
 
     for count in (1, 2, 9):
-        assert checkpointed_step(profile(count)).peak_bytes <= keep_everything(profile(count)).peak_bytes
+        assert checkpointed_peak(profile(count)) <= keep_everything(profile(count)).peak_bytes
 
 
 def test_inputs_of_other_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="input_bytes has 3 numbers; expected one for each of 4 executed blocks"):
-        checkpointed_step(profile(), [1, 2, 3])
+        checkpointed_peak(profile(), [1, 2, 3])
 
 
 # Plans that checkpoint some blocks
@@ -88,9 +77,9 @@ def dear(*, recompute_seconds: float = 5.0) -> Profile:
 @pytest.mark.parametrize("count", [1, 4])
 def test_checkpointing_every_block_is_simulated_as_it_is_worked_out(count: int) -> None:
     found = simulate(able(profile(count)), checkpointed(able(profile(count)), count, Action.KEEP))
-    expected = checkpointed_step(profile(count))
-    assert (found.peak_bytes, found.peak_at) == (expected.peak_bytes, expected.peak_at)
-    assert found.overhead_seconds == pytest.approx(expected.overhead_seconds)
+    assert found.peak_bytes == checkpointed_peak(profile(count))
+    assert found.peak_at == ("backward", f"layers.{count - 1}")
+    assert found.overhead_seconds == pytest.approx(profile(count).forward_seconds)
     assert (found.kept_bytes, found.recomputed_bytes) == (10 * count, 90 * count)
 
 
@@ -116,8 +105,7 @@ def test_blocks_whose_recipes_cost_more_than_a_second_run_are_checkpointed_withi
     assert 0 < whole < 8
     assert found.predicted.overhead_seconds == pytest.approx(whole)
     assert found.bound_seconds <= found.predicted.overhead_seconds
-    everything = checkpointed_step(dear())
-    assert found.predicted.overhead_seconds < everything.overhead_seconds
+    assert found.predicted.overhead_seconds < dear().forward_seconds
 
 
 def test_and_within_a_slowdown() -> None:
@@ -134,5 +122,6 @@ def test_cheap_recipes_are_not_given_up_for_a_second_run() -> None:
 def test_the_smallest_peak_may_be_checkpointings() -> None:
     units = (dataclasses.replace(unit("input", 10), block_input=True), unit("other", 90, movable=False))
     only = able(alike(8, units, SLOW, beside=7))
-    assert smallest(only).predicted.peak_bytes <= checkpointed_step(only).peak_bytes
-    assert fit(only, checkpointed_step(only).peak_bytes).predicted.peak_bytes <= checkpointed_step(only).peak_bytes
+    peak_bytes = checkpointed_peak(only)
+    assert smallest(only).predicted.peak_bytes <= peak_bytes
+    assert fit(only, peak_bytes).predicted.peak_bytes <= peak_bytes

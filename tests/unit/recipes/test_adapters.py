@@ -158,3 +158,19 @@ def test_the_kind_is_told_of_every_training_type(tmp_path: Path) -> None:
     assert SftConfig(train_type="lora").adapter_kind == SftConfig(train_type="qlora").adapter_kind == "LORA"
     assert adapter(adapter_config="vera").adapter_kind == "VERA"
     assert adapter(adapters=str(tmp_path)).adapter_kind == "BOFT"
+
+
+def test_an_error_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*given: object, **others: object) -> None:
+        raise NotImplementedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("peft.get_peft_model", refuse)
+        with pytest.raises(ConfigError, match=r"NotImplementedError\(\)"):
+            adapters.chosen(adapter(adapter_config="boft"), llama())
+    config = SftConfig(train_type="lora")
+    adapters.put_on(llama("cpu"), adapters.chosen(config, llama()), config).save_pretrained(str(tmp_path))
+    again = SftConfig(train_type="lora", adapters=str(tmp_path))
+    monkeypatch.setattr("peft.PeftModel.from_pretrained", refuse)
+    with pytest.raises(DataError, match=r"cannot be loaded: NotImplementedError\(\)"):
+        adapters.put_on(llama("cpu"), adapters.chosen(again, llama()), again)

@@ -296,7 +296,7 @@ def test_the_builtin_models_shape_is_known_without_its_weights(monkeypatch: pyte
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(smollm2, "make", lambda: pytest.fail("weights are made"))
     config = model.read(SftConfig())
-    assert sum(p.numel() for p in models.outline_of(SftConfig(), config).parameters()) == 134_515_008
+    assert sum(p.numel() for p in models.outline(SftConfig(), config).parameters()) == 134_515_008
     assert not (tmp_path / "cache").exists()
 
 
@@ -304,9 +304,9 @@ def test_the_builtin_models_shape_is_known_without_its_weights(monkeypatch: pyte
 def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
     config = SftConfig(model=qwen, train_type="lora", lora_rank=4, target_modules=("q_proj", "v_proj"))
     read = model.read(config)
-    ours = model.outline(config, read, "bfloat16")
-    theirs = models.outline_of(config, read, "bfloat16")
-    trained = adapters.put_on(theirs, adapters.chosen(config, models.outline_of(config, read, "bfloat16")), config)
+    ours = model.Subject(config).outline("bfloat16")
+    theirs = models.outline(config, read, "bfloat16")
+    trained = adapters.put_on(theirs, adapters.chosen(config, models.outline(config, read, "bfloat16")), config)
 
     def shapes(module: nn.Module) -> dict[str, Any]:
         return {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()}
@@ -330,7 +330,7 @@ def test_experts_can_be_run_on_paper(write: Write) -> None:
 
 
 def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
-    module = models.outline_of(SftConfig(model=qwen), model.read(SftConfig(model=qwen)), "float32")
+    module = models.outline(SftConfig(model=qwen), model.read(SftConfig(model=qwen)), "float32")
     seen, end = model.watch_inputs(module)
     module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"), use_cache=True)
     end()
@@ -439,12 +439,12 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
     recipe.save(asked, str(out))
     predicted = load_plan(out).predicted
     config = SftConfig(model=qwen, max_length=1024)
-    module = models.outline_of(config, model.read(config), "float32").to_empty(device="cpu").train()
+    module = models.outline(config, model.read(config), "float32").to_empty(device="cpu").train()
     with torch.no_grad():
         for weight in (*module.parameters(), *module.buffers()):
             weight.fill_(0.01)
     with ebbtide.enable_activation_offloading(module, policy=out, disk_path=tmp_path) as handle:
-        module(**model.batch_of(config)).loss.backward()
+        module(**model.Subject(config).batch()).loss.backward()
     stats = handle.stats()
     assert stats.offloaded_bytes == predicted.offloaded_bytes
     assert stats.recomputed_bytes == predicted.recomputed_bytes
