@@ -1,8 +1,9 @@
 """``ebbtide run -- COMMAND``: an unedited training script, with activation offloading.
 
 [Note: a command's end]
-The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, SIGTERM and SIGHUP are
-forwarded, and this process only waits. At the end one line reports the offloaded bytes, or why nothing was offloaded.
+The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, others are forwarded, and
+those that this process ignores stay ignored. This process only waits. At the end one line reports the offloaded bytes,
+or why nothing was offloaded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from ebbtide.config import POLICIES, policy_named
 from ebbtide.script.request import Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
+_OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+_HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""Schedulers announce the end of a job with SIGUSR1 or SIGUSR2, as `sbatch --signal` and submitit do."""
+
 _KNOWN = ("python", "python3", "torchrun", "accelerate")
 
 
@@ -63,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
     out = None if own.out is None else _folder(Path(own.out))
-    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True) as folder:
         request = Request(
             mode="ebbtide", folder=str(out or folder), record=out is not None, steps=steps,
             policy=policy, disk_path=own.disk_path and str(Path(own.disk_path).absolute()),
@@ -154,18 +159,23 @@ def _folder(out: Path) -> Path:
 def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run a command on this process's terminal; see [Note: a command's end]."""
     running: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that came before the command had started
+    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
+    reached = _OF_KEYBOARD if _at_terminal() else ()
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
-        for child in running:
-            child.send_signal(number)
+        if not running:
+            early.append(number)
+        elif number not in reached:
+            running[0].send_signal(number)
 
-    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
-    handlers = {signal.SIGINT: (lambda *_: None) if _at_terminal() else hand_on, signal.SIGTERM: hand_on}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        handlers[signal.SIGHUP] = hand_on
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    handed_on = (*_OF_KEYBOARD, *_HANDED_ON)
+    ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}  # as under nohup
+    before = {number: signal.signal(number, hand_on) for number in handed_on if number not in ignored}
     try:
         running.append(started(command, env=environment))
+        for number in early:
+            running[0].send_signal(number)
         code = running[0].wait()
     finally:
         for number, handler in before.items():
