@@ -67,6 +67,14 @@ def test_losses_under_a_scaler_are_those_of_the_script(shape: str, tmp_path: Pat
     assert run.losses == [loss for loss in printed if loss != float("inf")] and len(run.losses) == 5
 
 
+def test_a_later_stage_with_an_optimizer_of_its_own_counts(tmp_path: Path) -> None:
+    """From its second step on: the first could be that of an adversary."""
+    run = run_switched(LOOP, "stages", folder=tmp_path / "run", mode="ebbtide", steps=4)
+    assert run.code == 0 and "the script's last line" not in run.output, run.output
+    printed = [float(line.split()[1]) for line in run.output.splitlines() if line.startswith("loss ")]
+    assert len(printed) == 5 and run.losses == [*printed[:2], *printed[3:]]
+
+
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
     assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}

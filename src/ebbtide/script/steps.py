@@ -1,8 +1,8 @@
 """The steps of a script without ebbtide in its code: phases, losses and the end, observed through torch.
 
 [Note: a script's steps]
-A step ends when an optimizer with parameters of a switched model has taken a step; of several, the first to step
-counts. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
+A step ends when an optimizer with parameters of a switched model has taken a step. Of several, the first to step
+counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
 with the loss computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no
 loss is recorded. Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and
 none of a step that it skips.
@@ -52,6 +52,8 @@ class ScriptSteps:
         self._models: list[tuple[nn.Module, Any]] = []
         self._run: RunFile | None = None
         self._clock: Callable[[], Optimizer | None] = lambda: None
+        self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, float]] = weakref.WeakKeyDictionary()
+        """Optimizers that have stepped since the clock: the losses by then, and the time."""
         self._step, self._began, self._phase = 0, 0.0, ""
         self._losses: list[torch.Tensor | None] = []
         self._unscaled = WeakTensorKeyDictionary()
@@ -164,14 +166,28 @@ class ScriptSteps:
     # Steps
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's steps count: it is the first to step that holds a model's parameters."""
+        """Whether an optimizer's steps count: see [Note: a script's steps]."""
         clock = self._clock()
-        if clock is None and self._models:
-            own = {id(parameter) for parameter in self._trained()}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                self._clock = weakref.ref(optimizer)
-                return True
+        if clock is None and self._holds(optimizer):
+            self._clock = weakref.ref(optimizer)
+            return True
         return clock is optimizer
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has parameters of a model."""
+        own = {id(parameter) for parameter in self._trained()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of another optimizer count from this one on."""
+        if optimizer not in self._others:
+            if self._holds(optimizer):
+                self._others[optimizer] = len(self._losses), time.perf_counter()
+            return False
+        losses, self._began = self._others[optimizer]
+        del self._losses[:losses]
+        self._clock = weakref.ref(optimizer)
+        return True
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """Mark a step's end; after the last requested one, end the script.
@@ -179,8 +195,9 @@ class ScriptSteps:
         Raises:
             SystemExit: The requested steps are done.
         """
-        if not self._counts(optimizer):
+        if not self._counts(optimizer) and not self._takes_over(optimizer):
             return
+        self._others.clear()
         if self._phase == "optimizer":
             self._end()
         if torch.accelerator.is_available():

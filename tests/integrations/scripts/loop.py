@@ -35,6 +35,18 @@ def plain():
         optimizer.zero_grad()
 
 
+def stages():
+    """Two optimizers of one model, one after the other."""
+    model = Layers()
+    stages = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())]
+    for optimizer, x in zip([stages[0]] * 2 + [stages[1]] * 4, batches(), strict=True):
+        loss = model(x).square().mean()
+        print("loss", loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def scaled(kind=torch.amp.GradScaler):
     """Under a scaler, which skips the second step; the optimizer's state holds more than tensors."""
     model = Layers()
