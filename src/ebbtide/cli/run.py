@@ -212,7 +212,7 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
         )
     lines += [f"ebbtide: {n['model']} and later models were left as they are" for n in _of(notes, "more")]
     for note in _of(notes, "unrecorded"):
-        lines.append(f"ebbtide: another process of the command trained, too, and is not recorded: {note['reason']}")
+        lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
     for note in _of(notes, "end"):
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])

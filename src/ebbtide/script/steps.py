@@ -89,6 +89,8 @@ class ScriptSteps:
             self._run = run.__enter__()
         except DataError as error:  # another process of the command trains, too, and was first
             self._request.note("unrecorded", reason=error.found)
+        except Exception as error:  # a record must not end a training run
+            self._request.note("unrecorded", reason=f"{type(error).__name__}: {error}")
 
     # Phases
 

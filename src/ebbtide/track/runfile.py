@@ -231,6 +231,7 @@ def _plain(value: Any) -> Any:
 def _run_begin() -> dict[str, Any]:
     import torch
 
+    ranks = os.environ.get("WORLD_SIZE", "").strip()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "schema": SCHEMA,
@@ -240,7 +241,7 @@ def _run_begin() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "device": "cpu" if accelerator is None else accelerator.type,
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": max(1, int(ranks)) if ranks.isdecimal() else 1,
         "model": None,
         "mode": None,
         "config": {},

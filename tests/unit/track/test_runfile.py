@@ -88,6 +88,14 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_asked_for(tmp_path):
     assert last(tmp_path, "run_begin")["mode"] == "second"
 
 
+@pytest.mark.parametrize(("ranks", "count"), [("", 1), ("4", 4), ("many", 1)])
+def test_a_world_size_that_is_no_number_ends_no_training(tmp_path, monkeypatch, ranks, count):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with RunFile(tmp_path, bus=Bus()):
+        pass
+    assert last(tmp_path, "run_begin")["world_size"] == count
+
+
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"), RunFile(tmp_path / "file" / "run", bus=Bus()):
