@@ -75,6 +75,20 @@ def test_a_later_stage_with_an_optimizer_of_its_own_counts(tmp_path: Path) -> No
     assert len(printed) == 5 and run.losses == [*printed[:2], *printed[3:]]
 
 
+def test_a_forked_child_is_left_alone(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "forked", folder=tmp_path / "run", mode="ebbtide-minimal", steps=6)
+    assert run.code == 0 and "the child's last line" in run.output, run.output
+    assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4, 5, 6]
+    assert len(run.all("pass_end")) == 6
+    assert len([note for note in run.notes if note["event"] == "end"]) == 1
+
+
+def test_a_script_that_ends_by_os_exit_is_recorded_to_its_end(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "abrupt", folder=tmp_path / "run", mode="ebbtide")
+    assert run.code == 0 and "the script's last line" in run.output
+    assert len(run.all("step")) == 6 and run.checksum and run.events[-1]["status"] == "ok"
+
+
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
     assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}

@@ -2,10 +2,11 @@
 
 [Note: a script's steps]
 A step ends when an optimizer with parameters of a switched model has taken a step. Of several, the first to step
-counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
-with the loss computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no
-loss is recorded. Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and
-none of a step that it skips.
+counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. As in a
+recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins, with the loss
+computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no loss is recorded.
+Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and none of a step that
+it skips.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class ScriptSteps:
     # Phases
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._phase and torch.is_grad_enabled() and not in_backward() and BUS.active:
+        if not self._ended and not self._phase and torch.is_grad_enabled() and not in_backward() and BUS.active:
             if self._trims() and trim_heap():
                 BUS.emit("trim", step=self._step + 1)
             self._begin("forward")
@@ -106,7 +107,7 @@ class ScriptSteps:
 
         @functools.wraps(plain)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._phase == "backward" or in_backward():  # a checkpoint's recomputation
+            if self._ended or self._phase == "backward" or in_backward():  # a checkpoint's recomputation
                 return plain(tensors, *args, **kwargs)
             self._losses.append(_loss(tensors, args, kwargs, self._unscaled))
             if self._phase == "forward":
@@ -231,6 +232,10 @@ class ScriptSteps:
             yield from (parameter for parameter in model.parameters() if parameter.requires_grad)
 
     # The end
+
+    def leave(self) -> None:
+        """Count and mark nothing more: this process is a forked child, whose steps are not the run's."""
+        self._ended, self._models, self._clock = True, [], lambda: None
 
     def end(self) -> None:
         """Close the record when the process ends or after the last requested step. May be called repeatedly."""

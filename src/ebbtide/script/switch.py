@@ -7,8 +7,9 @@ import multiprocessing.util
 import os
 import random
 import sys
+import threading
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -108,8 +109,10 @@ class ScriptSwitch:
                     handle.close()
         if self._process is None:
             self._process = os.getpid()
+            os.register_at_fork(after_in_child=self._leave)
             # Not atexit, which does not run in multiprocessing's processes.
             multiprocessing.util.Finalize(None, self._process_ends, exitpriority=100)
+            self._watch_exit()
         self._inside.update(module.modules())
         handle = self._switch(module)
         self._switched.append((module, handle))
@@ -162,6 +165,27 @@ class ScriptSwitch:
         if self._all_stepped():
             nn.Module.__call__ = self._call
         self._steps.step_ends(optimizer)
+
+    def _leave(self) -> None:
+        """Leave a forked child alone."""
+        for _, handle in self._switched:
+            if handle is not None:
+                handle.disable()
+        self._steps.leave()
+
+    def _watch_exit(self) -> None:
+        """End the record before ``os._exit``, with which scripts avoid slow or hanging finalizers."""
+        plain = os._exit
+
+        @functools.wraps(plain)
+        def leave(status: int) -> NoReturn:
+            try:
+                if threading.current_thread() is threading.main_thread():  # a watchdog's ends a process that hangs
+                    self._process_ends()
+            finally:
+                plain(status)
+
+        os._exit = leave
 
     def _process_ends(self) -> None:
         if self._process == os.getpid():

@@ -26,7 +26,8 @@ def track_memory(
 
     A thread samples host and device memory. Steps are numbered and timed by a hook on every optimizer of torch, phases
     by the passes of ebbtide's engine; a loop may mark both by hand (``run.phase``, ``run.step``), and then does alone.
-    Use it with or without offloading, in one process of several. A record within another one goes on counting its steps.
+    Use it with or without offloading, in one process of several. A record within another one goes on counting its
+    steps.
 
     Example::
 

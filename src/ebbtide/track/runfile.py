@@ -70,6 +70,7 @@ class RunFile:
         # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
         self._lock = threading.RLock()
         self._file: int | None = None
+        self._pid = os.getpid()
         self._lockstep: Lockstep | None = None
         self._removers: list[Callable[[], None]] = []
         self.marker: StepMarker | None = None
@@ -94,6 +95,8 @@ class RunFile:
     ) -> None:
         while self._removers:
             self._removers.pop()()
+        if self._is_forked:
+            return
         self._sampler.stop()
         if self._lockstep is not None:
             self._lockstep.close()
@@ -178,7 +181,14 @@ class RunFile:
                 os.close(self._file)
             self._file = None
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child, whose events are not the run's."""
+        return os.getpid() != self._pid
+
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._is_forked:
+            return
         self._write(kind, fields)
         if kind == "step" and self._lockstep is not None:
             self._write("wait", {"step": fields.get("step")})

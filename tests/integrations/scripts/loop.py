@@ -1,5 +1,6 @@
 """A training loop as people write it, in the shape that its first argument names; it knows nothing of ebbtide."""
 
+import os
 import sys
 
 import torch
@@ -45,6 +46,28 @@ def stages():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def forked():
+    """A child forked in the middle trains on by itself."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, x in enumerate(batches()):
+        child = os.fork() if number == 3 else None
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if child == 0:
+            print("the child's last line", flush=True)
+            os._exit(0)
+        elif child:
+            assert os.waitpid(child, 0)[1] == 0
+
+
+def abrupt():
+    plain()
+    print("the script's last line", flush=True)
+    os._exit(0)
 
 
 def scaled(kind=torch.amp.GradScaler):
