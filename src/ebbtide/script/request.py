@@ -97,5 +97,8 @@ def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
     if "step" not in kinds:
         hint = "if it trains later, let it come that far"
         return "the command made an optimizer, and ended before it trained a model", hint
+    if "traced" in kinds:
+        hint = "compile the model's blocks (`block.compile()`), not the function around the model"
+        return "an optimizer took a step, and the model is called only inside of a compiled function", hint
     hint = f"its parameters are copies, or its layers are called one by one: {by_hand}"
     return "an optimizer took a step, but no model that was called has its parameters", hint

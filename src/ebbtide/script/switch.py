@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ebbtide.engine.untraced import untraced
 from ebbtide.script.request import Request
 from ebbtide.script.steps import ScriptSteps
-from ebbtide.wrap.forward import in_backward
+from ebbtide.wrap.forward import in_backward, while_tracing
 
 MOST_MODELS = 4
 """Most models switched in one process; each has its own store and plan."""
@@ -66,17 +67,18 @@ class ScriptSwitch:
             self._look()
 
         Optimizer.__init__ = initialise  # pyright: ignore[reportAttributeAccessIssue]
-        register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps.optimizer_begins(optimizer))
-        register_optimizer_step_post_hook(lambda optimizer, *_: self._step_ends(optimizer))
+        register_optimizer_step_pre_hook(untraced(lambda optimizer, *_: self._steps.optimizer_begins(optimizer)))
+        register_optimizer_step_post_hook(untraced(lambda optimizer, *_: self._step_ends(optimizer)))
         self._note_once("torch")
 
     def _look(self) -> None:
         """Replace torch's ``__call__`` until every optimizer has taken a step."""
-        plain, switch = self._call, self
+        plain, switch, traced = self._call, self, while_tracing(lambda: self._note_once("traced"))
 
         @functools.wraps(plain)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                traced()
                 return plain(module, *args, **kwargs)
             nn.Module.__call__ = plain
             try:

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import BOTH_PHASE
+from ebbtide.engine.untraced import untraced
 from ebbtide.track.parts import model_bytes, optimizer_parts
 
 logger = logging.getLogger("ebbtide.track")
@@ -224,6 +225,7 @@ class StepMarker:
             if self._phase == "backward":
                 self._end_phase()
 
+    @untraced
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         with self._lock:
             if self._is_stepping() and self._stepping is not optimizer:
@@ -241,6 +243,7 @@ class StepMarker:
             self._end_phase()
             self._begin_phase("optimizer")
 
+    @untraced
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         with self._lock:
             if self._stepping is not optimizer:

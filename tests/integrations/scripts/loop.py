@@ -163,6 +163,35 @@ def compiled():
         optimizer.zero_grad()
 
 
+def compiled_step():
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend="eager")
+    def step():
+        optimizer.step()
+
+    for x in batches():
+        model(x).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+
+
+def compiled_function():
+    """The model is called in compiled code only."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss_of(x):
+        return model(x).square().mean()
+
+    for x in batches():
+        loss_of(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def crash():
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters())

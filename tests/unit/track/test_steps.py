@@ -133,6 +133,27 @@ def test_figures_of_a_step_that_another_has_marked_are_logged_and_counted(tmp_pa
     assert summary["loss"] == [0.5] * STEPS and summary["tokens_per_second"] == 32
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_optimizer_step_is_marked_and_its_hooks_stay_eager(tmp_path: Path) -> None:
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    clear_compilation_metrics()
+    with ebbtide.track_memory(tmp_path, model=model), ebbtide.enable_activation_offloading(model, min_bytes=0):
+        for _ in loop(model, steps=6):
+            step()
+            optimizer.zero_grad()
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3, 4, 5, 6]
+    compiled = {str(frame.co_filename) for frame in get_compilation_metrics()}
+    assert compiled and not [name for name in compiled if "/ebbtide/" in name], "Dynamo compiles what the hooks do"
+
+
 def test_without_offloading_forward_and_backward_are_one_phase(tmp_path: Path) -> None:
     model = model_of()
     with ebbtide.track_memory(tmp_path):
