@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ebbtide.cli
+from ebbtide.report import load_run
 from ebbtide.script.request import SITE, read_notes
 
 LOOP = Path(__file__).with_name("scripts") / "loop.py"
@@ -45,7 +46,8 @@ def test_run_offloads_a_script_and_leaves_a_report(tmp_path: Path) -> None:
     assert said[0] == "ebbtide: Layers is offloaded: 3 blocks, policy minimal"
     assert said[1].startswith("ebbtide: 6 steps; ")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert (summary["steps"], summary["status"], summary["model"]) == (6, "ok", "Layers")
+    assert (summary["steps"], summary["status"], summary["model"]) == (6, "error", "Layers")
+    assert summary["peak_host_bytes"] and load_run(tmp_path / "out").error == "exit code 7"
     assert "already holds a run" in ran(*argv).stderr
 
 
@@ -85,6 +87,7 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
         (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' is not there; .*\nhint: "),
+        (["run", "--disk_path", "~/no", "--", "true"], "disk path '/.*/no' does not exist; .*\nhint: "),
         (["run", "--steps", "0", "--", "true"], "--steps is '0'; expected an integer, 1 or more"),
         (["run", "--setps", "1", "--", "true"], "unknown argument '--setps'; .*\nhint: did you mean '--steps'"),
         (["compare", "--"], "there is no command; .*\nhint: such as `ebbtide compare -- python train.py`"),

@@ -8,6 +8,8 @@ or why nothing was offloaded.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -20,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event
+from ebbtide.base.runs import EVENTS_FILE, Event, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.starting import started
@@ -47,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: No command, one that does not exist, or a flag that cannot be read.
         DataError: ``--out`` already holds a run.
+        DiskError: ``--disk_path`` cannot hold offloaded bytes.
     """
     parser = Parser(
         prog="ebbtide run",
@@ -67,16 +70,19 @@ def run(argv: Sequence[str]) -> int:
     check_command(command, verb="run")
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
+    disk_path = None if own.disk_path is None else _directory(own.disk_path)
     out = None if own.out is None else _folder(Path(own.out))
     with tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True) as folder:
         request = Request(
             mode="ebbtide", folder=str(out or folder), record=out is not None, steps=steps,
-            policy=policy, disk_path=own.disk_path and str(Path(own.disk_path).absolute()),
+            policy=policy, disk_path=disk_path,
         )  # fmt: skip
         code = _wait_for(command, request.environment(os.environ))
         for line in _ending(read_notes(Path(request.folder)), code):
             print(line, file=sys.stderr)
     if out is not None and (out / EVENTS_FILE).exists():
+        if code:
+            _record(code, out)
         print(f"ebbtide: `ebbtide report {out}` draws the run", file=sys.stderr)
     return code
 
@@ -138,6 +144,12 @@ def _policy(policy: str | None) -> str | None:
     return str(Path(policy).absolute())
 
 
+def _directory(path: str) -> str:
+    from ebbtide.store.location import check_directory  # imports torch
+
+    return str(check_directory(path))
+
+
 def _folder(out: Path) -> Path:
     """Create the folder of a recorded run.
 
@@ -154,6 +166,18 @@ def _folder(out: Path) -> Path:
             f"{out} cannot be made ({error.strerror})", expected="a folder for the run", hint="name another with --out"
         ) from error
     return out.absolute()
+
+
+def _record(code: int, out: Path) -> None:
+    """Write the command's exit code into the record of a script that reported no error, such as ``sys.exit(3)``."""
+    from ebbtide.track import write_summary
+
+    with contextlib.suppress(OSError, DataError):  # a record must not change the end of a command
+        end = read_events(out / EVENTS_FILE)[-1]
+        if end["event"] == "run_end" and end["status"] == "ok":
+            with (out / EVENTS_FILE).open("a") as file:
+                file.write(json.dumps({**end, "status": "error", "error": f"exit code {code}"}) + "\n")
+            write_summary(out)
 
 
 def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:

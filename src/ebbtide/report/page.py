@@ -53,7 +53,7 @@ def html(
         EbbtideError: Jinja2 is not installed.
     """
     path = Path(out_path)
-    path.write_text(page(runs, comparison=comparison, baseline=baseline), encoding="utf-8")
+    path.write_text(page(runs, comparison=comparison, baseline=baseline), encoding="utf-8", errors="replace")
     return path
 
 
