@@ -96,6 +96,12 @@ def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}
 
 
+def test_parameters_without_bytes_are_not_compared_and_end_no_run(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "unreadable", folder=tmp_path / "run", mode="plain", steps=2)
+    assert run.code == 0 and not run.all("parameters")
+    assert run.events[-1]["status"] == "ok" and "the trained parameters are not compared: " in run.output
+
+
 def test_a_script_that_fails_keeps_its_error_and_its_record(tmp_path: Path) -> None:
     run = run_switched(LOOP, "crash", folder=tmp_path / "run", mode="ebbtide-minimal")
     assert run.code == 1

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ebbtide.base.errors import DataError
@@ -253,8 +254,14 @@ class ScriptSteps:
         )
         if self._run is not None:
             if self._request.compared and error is None:
-                BUS.emit("parameters", step=self._step, checksum=_checksum(self._trained()))
+                self._emit_checksum()
             self._run.__exit__(None if error is None else type(error), error, None)
+
+    def _emit_checksum(self) -> None:
+        try:
+            BUS.emit("parameters", step=self._step, checksum=_checksum(self._trained()))
+        except Exception as error:  # they are not compared then
+            sys.stderr.write(f"ebbtide: the trained parameters are not compared: {error}\n")
 
 
 def _loss(
@@ -279,18 +286,28 @@ def _sum(losses: list[torch.Tensor | None]) -> float | None:
     return math.fsum(known) if all(map(math.isfinite, known)) else sum(known)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor that may be sharded (DTensor)."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold a tensor's bytes on this process: of DTensor and other wrappers the inner ones."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def _checksum(parameters: Iterable[nn.Parameter]) -> str:
-    """Return a checksum of this process's parameter bytes."""
+    """Return a checksum of this process's parameter bytes.
+
+    Raises:
+        RuntimeError: A parameter has no bytes that can be read, such as one on the device meta.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
-        host = _local(parameter.detach()).contiguous().cpu()
-        size = host.numel() * host.element_size()
-        if size:
-            digest.update((ctypes.c_ubyte * size).from_address(host.data_ptr()))
+        for part in _parts(parameter.detach()):
+            host = part.contiguous().cpu()
+            size, address = host.numel() * host.element_size(), host.data_ptr()
+            if size and not address:
+                raise RuntimeError(f"the bytes of a {type(part).__name__} cannot be read")
+            if size:
+                digest.update((ctypes.c_ubyte * size).from_address(address))
     return digest.hexdigest()

@@ -192,6 +192,17 @@ def compiled_function():
         optimizer.zero_grad()
 
 
+def unreadable():
+    """A parameter without bytes, as of a part that was never loaded."""
+    model = Layers()
+    model.unused = nn.Linear(4, 4, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def crash():
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters())
