@@ -19,6 +19,7 @@ SHAPES = {
     "adversaries": ["Layers", "Layers"],
     "outer": ["Layers", "Sequential"],
     "compiled": ["Layers"],
+    "compiled_step": ["Layers"],
     "accelerated": ["Layers"],
 }
 """Shape of the loop → the models that are switched, in their order."""
@@ -38,6 +39,7 @@ def test_every_mode_trains_the_same_bits(shape: str, tmp_path: Path) -> None:
         assert run.code == 0, run.output
         assert models(run.notes) == SHAPES[shape], mode
         assert "the script's last line" not in run.output  # ended after four steps
+        assert "ebbtide/script" not in run.output, "Dynamo warns of our code"
         assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4]
         assert run.events[-1]["status"] == "ok"
     plain = left["plain"]
@@ -67,9 +69,37 @@ def test_losses_under_a_scaler_are_those_of_the_script(shape: str, tmp_path: Pat
     assert run.losses == [loss for loss in printed if loss != float("inf")] and len(run.losses) == 5
 
 
+def test_a_later_stage_with_an_optimizer_of_its_own_counts(tmp_path: Path) -> None:
+    """From its second step on: the first could be that of an adversary."""
+    run = run_switched(LOOP, "stages", folder=tmp_path / "run", mode="ebbtide", steps=4)
+    assert run.code == 0 and "the script's last line" not in run.output, run.output
+    printed = [float(line.split()[1]) for line in run.output.splitlines() if line.startswith("loss ")]
+    assert len(printed) == 5 and run.losses == [*printed[:2], *printed[3:]]
+
+
+def test_a_forked_child_is_left_alone(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "forked", folder=tmp_path / "run", mode="ebbtide-minimal", steps=6)
+    assert run.code == 0 and "the child's last line" in run.output, run.output
+    assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4, 5, 6]
+    assert len(run.all("pass_end")) == 6
+    assert len([note for note in run.notes if note["event"] == "end"]) == 1
+
+
+def test_a_script_that_ends_by_os_exit_is_recorded_to_its_end(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "abrupt", folder=tmp_path / "run", mode="ebbtide")
+    assert run.code == 0 and "the script's last line" in run.output
+    assert len(run.all("step")) == 6 and run.checksum and run.events[-1]["status"] == "ok"
+
+
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
     assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}
+
+
+def test_parameters_without_bytes_are_not_compared_and_end_no_run(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "unreadable", folder=tmp_path / "run", mode="plain", steps=2)
+    assert run.code == 0 and not run.all("parameters")
+    assert run.events[-1]["status"] == "ok" and "the trained parameters are not compared: " in run.output
 
 
 def test_a_script_that_fails_keeps_its_error_and_its_record(tmp_path: Path) -> None:
@@ -86,18 +116,19 @@ def test_a_script_that_ends_by_itself_is_recorded_to_its_end(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("shape", "found"),
+    ("shape", "found", "to_do"),
     [
-        ("inference", "made no optimizer"),
-        ("by_hand", "made no optimizer"),
-        ("copies", "no model that was called has its parameters"),
+        ("inference", "made no optimizer", "enable_activation_offloading"),
+        ("by_hand", "made no optimizer", "enable_activation_offloading"),
+        ("copies", "no model that was called has its parameters", "enable_activation_offloading"),
+        ("compiled_function", "called only inside of a compiled function", "block.compile()"),
     ],
 )
-def test_a_script_in_which_no_model_is_found_is_named(shape: str, found: str, tmp_path: Path) -> None:
+def test_a_script_in_which_no_model_is_found_is_named(shape: str, found: str, to_do: str, tmp_path: Path) -> None:
     run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="ebbtide")
     assert run.code == 0 and "the script's last line" in run.output
     what, hint = why_untrained(run.notes) or ("", "")
-    assert found in what and "enable_activation_offloading" in hint
+    assert found in what and to_do in hint
 
 
 def test_a_script_with_ebbtide_in_it_is_not_compared_but_runs(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ebbtide.cli
+from ebbtide.report import load_run
 from ebbtide.script.request import SITE, read_notes
 
 LOOP = Path(__file__).with_name("scripts") / "loop.py"
@@ -45,7 +46,8 @@ def test_run_offloads_a_script_and_leaves_a_report(tmp_path: Path) -> None:
     assert said[0] == "ebbtide: Layers is offloaded: 3 blocks, policy minimal"
     assert said[1].startswith("ebbtide: 6 steps; ")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert (summary["steps"], summary["status"], summary["model"]) == (6, "ok", "Layers")
+    assert (summary["steps"], summary["status"], summary["model"]) == (6, "error", "Layers")
+    assert summary["peak_host_bytes"] and load_run(tmp_path / "out").error == "exit code 7"
     assert "already holds a run" in ran(*argv).stderr
 
 
@@ -85,6 +87,7 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
         (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' is not there; .*\nhint: "),
+        (["run", "--disk_path", "~/no", "--", "true"], "disk path '/.*/no' does not exist; .*\nhint: "),
         (["run", "--steps", "0", "--", "true"], "--steps is '0'; expected an integer, 1 or more"),
         (["run", "--setps", "1", "--", "true"], "unknown argument '--setps'; .*\nhint: did you mean '--steps'"),
         (["compare", "--"], "there is no command; .*\nhint: such as `ebbtide compare -- python train.py`"),
@@ -137,6 +140,54 @@ def test_ctrl_c_ends_the_script_and_closes_its_record(tmp_path: Path) -> None:
         assert run.wait(60) == 130
     assert "KeyboardInterrupt" in said  # the script's own traceback
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGTERM"])
+def test_signals_reach_the_command_and_its_code_comes_back(name: str) -> None:
+    script = f'trap "exit 4" {name[3:]}; echo ready; while :; do sleep 0.05; done'
+    argv = ebbtide_command("run", "--", "sh", "-c", script)
+    with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+        run.send_signal(getattr(signal, name))
+        code = run.wait(60)
+        assert code == 4
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """A shell without job control starts `command &` so."""
+    argv = ebbtide_command("run", "--", "sh", "-c", "echo ready; read line; exit 3")
+    with subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *argv],
+        env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None and run.stdin is not None and run.stdout.readline() == b"ready\n"
+        run.send_signal(signal.SIGINT)
+        run.stdin.write(b"go on\n")
+        run.stdin.close()
+        assert run.wait(60) == 3
+
+
+def test_a_signal_before_the_command_has_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbtide.cli import run, starting
+
+    def interrupted(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        signal.raise_signal(signal.SIGTERM)
+        return starting.started(command, **options)
+
+    monkeypatch.setattr(run, "started", interrupted)
+    assert run.run(["--", "sh", "-c", "sleep 3"]) == 143
+
+
+def test_a_process_that_outlives_the_command_trains_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, shutil, sys\nfrom ebbtide.script.request import Request\n"
+        "shutil.rmtree(Request.received().folder)\nimport torch\n"
+        f"sys.argv = ['loop.py', 'plain']\nrunpy.run_path({str(LOOP)!r}, run_name='__main__')\n"
+    )
+    result = ran("run", "--", sys.executable, script)
+    assert (result.returncode, result.stdout) == (0, "the script's last line\n"), result.stderr
+    assert "Layers is offloaded" in result.stderr
 
 
 @pytest.mark.slow

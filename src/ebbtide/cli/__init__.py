@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted, 143 terminated.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _print_anything()
     try:
         with terminate_as_interrupt():
             code = _call(arguments)
@@ -106,6 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EbbtideError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
+
+
+def _print_anything() -> None:
+    """Replace characters that the terminal's encoding lacks, and bytes of arguments that are no characters."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None and sys.stdout.errors in ("strict", "surrogateescape"):
+        reconfigure(errors="replace")
 
 
 def _only_prints(arguments: Sequence[str]) -> bool:

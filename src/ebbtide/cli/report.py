@@ -150,7 +150,7 @@ def _put(words: str, target: Path | None) -> Path | None:
     if target is None:
         print(words, end="")
     else:
-        target.write_text(words, encoding="utf-8")
+        target.write_text(words, encoding="utf-8", errors="replace")  # a command may hold any bytes
     return target
 
 

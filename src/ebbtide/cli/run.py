@@ -1,12 +1,15 @@
 """``ebbtide run -- COMMAND``: an unedited training script, with activation offloading.
 
 [Note: a command's end]
-The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, SIGTERM and SIGHUP are
-forwarded, and this process only waits. At the end one line reports the offloaded bytes, or why nothing was offloaded.
+The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, others are forwarded, and
+those that this process ignores stay ignored. This process only waits. At the end one line reports the offloaded bytes,
+or why nothing was offloaded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -19,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event
+from ebbtide.base.runs import EVENTS_FILE, Event, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.starting import started
@@ -27,6 +30,10 @@ from ebbtide.config import POLICIES, policy_named
 from ebbtide.script.request import Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
+_OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+_HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""Schedulers announce the end of a job with SIGUSR1 or SIGUSR2, as `sbatch --signal` and submitit do."""
+
 _KNOWN = ("python", "python3", "torchrun", "accelerate")
 
 
@@ -42,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: No command, one that does not exist, or a flag that cannot be read.
         DataError: ``--out`` already holds a run.
+        DiskError: ``--disk_path`` cannot hold offloaded bytes.
     """
     parser = Parser(
         prog="ebbtide run",
@@ -62,16 +70,19 @@ def run(argv: Sequence[str]) -> int:
     check_command(command, verb="run")
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
+    disk_path = None if own.disk_path is None else _directory(own.disk_path)
     out = None if own.out is None else _folder(Path(own.out))
-    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True) as folder:
         request = Request(
             mode="ebbtide", folder=str(out or folder), record=out is not None, steps=steps,
-            policy=policy, disk_path=own.disk_path and str(Path(own.disk_path).absolute()),
+            policy=policy, disk_path=disk_path,
         )  # fmt: skip
         code = _wait_for(command, request.environment(os.environ))
         for line in _ending(read_notes(Path(request.folder)), code):
             print(line, file=sys.stderr)
     if out is not None and (out / EVENTS_FILE).exists():
+        if code:
+            _record(code, out)
         print(f"ebbtide: `ebbtide report {out}` draws the run", file=sys.stderr)
     return code
 
@@ -133,6 +144,12 @@ def _policy(policy: str | None) -> str | None:
     return str(Path(policy).absolute())
 
 
+def _directory(path: str) -> str:
+    from ebbtide.store.location import check_directory  # imports torch
+
+    return str(check_directory(path))
+
+
 def _folder(out: Path) -> Path:
     """Create the folder of a recorded run.
 
@@ -151,21 +168,38 @@ def _folder(out: Path) -> Path:
     return out.absolute()
 
 
+def _record(code: int, out: Path) -> None:
+    """Write the command's exit code into the record of a script that reported no error, such as ``sys.exit(3)``."""
+    from ebbtide.track import write_summary
+
+    with contextlib.suppress(OSError, DataError):  # a record must not change the end of a command
+        end = read_events(out / EVENTS_FILE)[-1]
+        if end["event"] == "run_end" and end["status"] == "ok":
+            with (out / EVENTS_FILE).open("a") as file:
+                file.write(json.dumps({**end, "status": "error", "error": f"exit code {code}"}) + "\n")
+            write_summary(out)
+
+
 def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run a command on this process's terminal; see [Note: a command's end]."""
     running: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that came before the command had started
+    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
+    reached = _OF_KEYBOARD if _at_terminal() else ()
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
-        for child in running:
-            child.send_signal(number)
+        if not running:
+            early.append(number)
+        elif number not in reached:
+            running[0].send_signal(number)
 
-    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
-    handlers = {signal.SIGINT: (lambda *_: None) if _at_terminal() else hand_on, signal.SIGTERM: hand_on}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        handlers[signal.SIGHUP] = hand_on
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    handed_on = (*_OF_KEYBOARD, *_HANDED_ON)
+    ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}  # as under nohup
+    before = {number: signal.signal(number, hand_on) for number in handed_on if number not in ignored}
     try:
         running.append(started(command, env=environment))
+        for number in early:
+            running[0].send_signal(number)
         code = running[0].wait()
     finally:
         for number, handler in before.items():
@@ -202,7 +236,7 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
         )
     lines += [f"ebbtide: {n['model']} and later models were left as they are" for n in _of(notes, "more")]
     for note in _of(notes, "unrecorded"):
-        lines.append(f"ebbtide: another process of the command trained, too, and is not recorded: {note['reason']}")
+        lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
     for note in _of(notes, "end"):
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])

@@ -34,7 +34,7 @@ BLOCKING = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )
 ALLOCATORS = {
-    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     "npu": ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"),
 }
 """Device kind → variables of its allocator, the current one last."""

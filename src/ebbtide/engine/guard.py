@@ -30,6 +30,7 @@ from ebbtide.base.units import format_size
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
 from ebbtide.engine.layout import Layout, byte_view
 from ebbtide.engine.storages import storage_key
+from ebbtide.engine.untraced import untraced
 
 logger = logging.getLogger("ebbtide.engine")
 
@@ -88,11 +89,13 @@ def _listen_to_optimizers() -> None:
     that died then would change them.
     """
 
+    @untraced
     def before(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         for guard in [reference() for reference in tuple(_guards)]:
             if guard is not None:
                 guard.before_step(weight for group in optimizer.param_groups for weight in group["params"])
 
+    @untraced
     def after(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         for guard in [reference() for reference in tuple(_guards)]:
             if guard is not None:

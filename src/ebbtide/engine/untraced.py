@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ROOMS = ("ebbtide.engine", "ebbtide.store")
 
 
@@ -33,11 +34,26 @@ def leave_untraced(*others: str) -> None:
         _mark(name)
 
 
+def untraced(function: _Function) -> _Function:
+    """Mark a hook that compiled code may call: Dynamo breaks the graph there instead of inlining it.
+
+    Args:
+        function: The hook, such as one of every optimizer's ``step``.
+    """
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    _leave(set(_with_inner(function.__code__)))  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
 @functools.cache
 def _mark(name: str) -> None:
+    _leave(set(_codes_of(sys.modules[name], name)))
+
+
+def _leave(codes: set[CodeType]) -> None:
     frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
     skip = frames._FrameAction.SKIP
-    for code in set(_codes_of(sys.modules[name], name)):
+    for code in codes:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 

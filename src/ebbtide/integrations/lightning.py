@@ -100,12 +100,17 @@ class OffloadCallback(Callback):
         check_options(self.options)
         self.handle: Handle | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings: a copy, also of a pickled one, has no handle."""
+        return {**self.__dict__, "handle": None}
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enable offloading on the wrapped module.
 
         Raises:
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
+        self._close()  # of a training that ended without a word
         model = cast("nn.Module", trainer.strategy.model or pl_module)
         self.handle = enable_activation_offloading(model, **self.options)
 

@@ -100,7 +100,11 @@ class OffloadCallback(TrainerCallback):
         check_options(self.options)
         self.handle: Handle | None = None
         self._logged = Stats()
-        self._trainer: Callable[[], Trainer | None] = lambda: None
+        self._trainer: Callable[[], Trainer | None] = _nobody
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings: a copy, also of a pickled one, has no handle and follows no trainer."""
+        return {**self.__dict__, "handle": None, "_trainer": _nobody}
 
     def follow(self, trainer: Trainer) -> OffloadCallback:
         """Add this callback to a trainer, and offload the trainer's wrapped model.
@@ -173,6 +177,9 @@ class OffloadCallback(TrainerCallback):
         """Close the handle, after a training that raised; its figures remain. Harmless when repeated."""
         if self.handle is not None:
             self.handle.close()
+
+
+def _nobody() -> None: ...
 
 
 _GIB = 1024**3
@@ -266,21 +273,25 @@ def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any
     """Return the settings of a trainer's ``fsdp_config``; transformers reads a path only where ``fsdp`` is set.
 
     Raises:
-        DataError: The file cannot be read.
+        DataError: The file cannot be read, or does not hold settings.
     """
-    if isinstance(fsdp_config, str):
-        text = fsdp_config
+    hint = f'such as {{"{SWITCH}": true}}'
+    read: Any = fsdp_config
+    if isinstance(read, str):
+        text = read
         try:
             text = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
-            fsdp_config = cast("Mapping[str, Any]", json.loads(text))
+            read = json.loads(text)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"fsdp_config {fsdp_config!r:.80} cannot be read: {error}",
                 expected="a JSON file with FSDP's settings, or a dict",
-                hint=f'such as {{"{SWITCH}": true}}',
+                hint=hint,
             ) from error
-    settings = dict(fsdp_config or {})
-    settings |= cast("Mapping[str, Any]", settings.get("fsdp_config") or {})
+    if read is not None and not isinstance(read, Mapping):
+        raise DataError(f"fsdp_config is {read!r:.80}", expected="FSDP's settings by name", hint=hint)
+    settings = dict(cast("Mapping[str, Any]", read or {}))
+    settings |= settings_of(settings["fsdp_config"]) if settings.get("fsdp_config") else {}
     return {name.removeprefix("fsdp_"): value for name, value in settings.items()}
 
 

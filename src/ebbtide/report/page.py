@@ -46,7 +46,7 @@ def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: M
         EbbtideError: Jinja2 is not installed.
     """
     path = Path(out_path)
-    path.write_text(page(runs, comparison=comparison), encoding="utf-8")
+    path.write_text(page(runs, comparison=comparison), encoding="utf-8", errors="replace")
     return path
 
 

@@ -6,6 +6,7 @@ many processes, and only the notes show which of them trained.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -58,13 +59,17 @@ class Request:
         return Request(**json.loads(os.environ[VARIABLE]))
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write a note in a single write, so that lines of processes do not mix."""
+        """Write a note in a single write, so that lines of processes do not mix.
+
+        One that cannot be written is dropped: a process may outlive the command and the folder, or run on another node.
+        """
         line = json.dumps({"t": time.monotonic(), "event": event, "pid": os.getpid(), **fields}) + "\n"
-        file = os.open(Path(self.folder) / NOTES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with contextlib.suppress(OSError):
+            file = os.open(Path(self.folder) / NOTES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                os.write(file, line.encode())
+            finally:
+                os.close(file)
 
 
 def read_notes(folder: Path) -> list[Event]:
@@ -80,7 +85,7 @@ def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
         notes: As ``read_notes`` returns them.
     """
     kinds = {note["event"] for note in notes}
-    if "model" in kinds or "own" in kinds:
+    if not kinds.isdisjoint(("model", "own", "end")):
         return None
     by_hand = "call ebbtide.enable_activation_offloading(model) in the script"
     if "torch" not in kinds:
@@ -92,5 +97,8 @@ def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
     if "step" not in kinds:
         hint = "if it trains later, let it come that far"
         return "the command made an optimizer, and ended before it trained a model", hint
+    if "traced" in kinds:
+        hint = "compile the model's blocks (`block.compile()`), not the function around the model"
+        return "an optimizer took a step, and the model is called only inside of a compiled function", hint
     hint = f"its parameters are copies, or its layers are called one by one: {by_hand}"
     return "an optimizer took a step, but no model that was called has its parameters", hint

@@ -1,11 +1,12 @@
 """The steps of a script without ebbtide in its code: phases, losses and the end, observed through torch.
 
 [Note: a script's steps]
-A step ends when an optimizer with parameters of a switched model has taken a step; of several, the first to step
-counts. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
-with the loss computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no
-loss is recorded. Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and
-none of a step that it skips.
+A step ends when an optimizer with parameters of a switched model has taken a step. Of several, the first to step
+counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. As in a
+recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins, with the loss
+computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no loss is recorded.
+Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and none of a step that
+it skips.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ebbtide.base.errors import DataError
@@ -52,6 +54,8 @@ class ScriptSteps:
         self._models: list[tuple[nn.Module, Any]] = []
         self._run: RunFile | None = None
         self._clock: Callable[[], Optimizer | None] = lambda: None
+        self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, float]] = weakref.WeakKeyDictionary()
+        """Optimizers that have stepped since the clock: the losses by then, and the time."""
         self._step, self._began, self._phase = 0, 0.0, ""
         self._losses: list[torch.Tensor | None] = []
         self._unscaled = WeakTensorKeyDictionary()
@@ -87,11 +91,13 @@ class ScriptSteps:
             self._run = run.__enter__()
         except DataError as error:  # another process of the command trains, too, and was first
             self._request.note("unrecorded", reason=error.found)
+        except Exception as error:  # a record must not end a training run
+            self._request.note("unrecorded", reason=f"{type(error).__name__}: {error}")
 
     # Phases
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._phase and torch.is_grad_enabled() and not in_backward() and BUS.active:
+        if not self._ended and not self._phase and torch.is_grad_enabled() and not in_backward() and BUS.active:
             if self._trims() and trim_heap():
                 BUS.emit("trim", step=self._step + 1)
             self._begin("forward")
@@ -102,7 +108,7 @@ class ScriptSteps:
 
         @functools.wraps(plain)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._phase == "backward" or in_backward():  # a checkpoint's recomputation
+            if self._ended or self._phase == "backward" or in_backward():  # a checkpoint's recomputation
                 return plain(tensors, *args, **kwargs)
             self._losses.append(_loss(tensors, args, kwargs, self._unscaled))
             if self._phase == "forward":
@@ -164,14 +170,28 @@ class ScriptSteps:
     # Steps
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's steps count: it is the first to step that holds a model's parameters."""
+        """Whether an optimizer's steps count: see [Note: a script's steps]."""
         clock = self._clock()
-        if clock is None and self._models:
-            own = {id(parameter) for parameter in self._trained()}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                self._clock = weakref.ref(optimizer)
-                return True
+        if clock is None and self._holds(optimizer):
+            self._clock = weakref.ref(optimizer)
+            return True
         return clock is optimizer
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has parameters of a model."""
+        own = {id(parameter) for parameter in self._trained()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of another optimizer count from this one on."""
+        if optimizer not in self._others:
+            if self._holds(optimizer):
+                self._others[optimizer] = len(self._losses), time.perf_counter()
+            return False
+        losses, self._began = self._others[optimizer]
+        del self._losses[:losses]
+        self._clock = weakref.ref(optimizer)
+        return True
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """Mark a step's end; after the last requested one, end the script.
@@ -179,8 +199,9 @@ class ScriptSteps:
         Raises:
             SystemExit: The requested steps are done.
         """
-        if not self._counts(optimizer):
+        if not self._counts(optimizer) and not self._takes_over(optimizer):
             return
+        self._others.clear()
         if self._phase == "optimizer":
             self._end()
         if torch.accelerator.is_available():
@@ -213,6 +234,10 @@ class ScriptSteps:
 
     # The end
 
+    def leave(self) -> None:
+        """Count and mark nothing more: this process is a forked child, whose steps are not the run's."""
+        self._ended, self._models, self._clock = True, [], lambda: None
+
     def end(self) -> None:
         """Close the record when the process ends or after the last requested step. May be called repeatedly."""
         if self._ended:
@@ -229,8 +254,14 @@ class ScriptSteps:
         )
         if self._run is not None:
             if self._request.compared and error is None:
-                BUS.emit("parameters", step=self._step, checksum=_checksum(self._trained()))
+                self._emit_checksum()
             self._run.__exit__(None if error is None else type(error), error, None)
+
+    def _emit_checksum(self) -> None:
+        try:
+            BUS.emit("parameters", step=self._step, checksum=_checksum(self._trained()))
+        except Exception as error:  # they are not compared then
+            sys.stderr.write(f"ebbtide: the trained parameters are not compared: {error}\n")
 
 
 def _loss(
@@ -255,18 +286,28 @@ def _sum(losses: list[torch.Tensor | None]) -> float | None:
     return math.fsum(known) if all(map(math.isfinite, known)) else sum(known)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor that may be sharded (DTensor)."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold a tensor's bytes on this process: of DTensor and other wrappers the inner ones."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def _checksum(parameters: Iterable[nn.Parameter]) -> str:
-    """Return a checksum of this process's parameter bytes."""
+    """Return a checksum of this process's parameter bytes.
+
+    Raises:
+        RuntimeError: A parameter has no bytes that can be read, such as one on the device meta.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
-        host = _local(parameter.detach()).contiguous().cpu()
-        size = host.numel() * host.element_size()
-        if size:
-            digest.update((ctypes.c_ubyte * size).from_address(host.data_ptr()))
+        for part in _parts(parameter.detach()):
+            host = part.contiguous().cpu()
+            size, address = host.numel() * host.element_size(), host.data_ptr()
+            if size and not address:
+                raise RuntimeError(f"the bytes of a {type(part).__name__} cannot be read")
+            if size:
+                digest.update((ctypes.c_ubyte * size).from_address(address))
     return digest.hexdigest()

@@ -7,16 +7,18 @@ import multiprocessing.util
 import os
 import random
 import sys
+import threading
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ebbtide.engine.untraced import untraced
 from ebbtide.script.request import Request
 from ebbtide.script.steps import ScriptSteps
-from ebbtide.wrap.forward import in_backward
+from ebbtide.wrap.forward import in_backward, while_tracing
 
 MOST_MODELS = 4
 """Most models switched in one process; each has its own store and plan."""
@@ -65,17 +67,18 @@ class ScriptSwitch:
             self._look()
 
         Optimizer.__init__ = initialise  # pyright: ignore[reportAttributeAccessIssue]
-        register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps.optimizer_begins(optimizer))
-        register_optimizer_step_post_hook(lambda optimizer, *_: self._step_ends(optimizer))
+        register_optimizer_step_pre_hook(untraced(lambda optimizer, *_: self._steps.optimizer_begins(optimizer)))
+        register_optimizer_step_post_hook(untraced(lambda optimizer, *_: self._step_ends(optimizer)))
         self._note_once("torch")
 
     def _look(self) -> None:
         """Replace torch's ``__call__`` until every optimizer has taken a step."""
-        plain, switch = self._call, self
+        plain, switch, traced = self._call, self, while_tracing(lambda: self._note_once("traced"))
 
         @functools.wraps(plain)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                traced()
                 return plain(module, *args, **kwargs)
             nn.Module.__call__ = plain
             try:
@@ -108,8 +111,10 @@ class ScriptSwitch:
                     handle.close()
         if self._process is None:
             self._process = os.getpid()
+            os.register_at_fork(after_in_child=self._leave)
             # Not atexit, which does not run in multiprocessing's processes.
             multiprocessing.util.Finalize(None, self._process_ends, exitpriority=100)
+            self._watch_exit()
         self._inside.update(module.modules())
         handle = self._switch(module)
         self._switched.append((module, handle))
@@ -162,6 +167,27 @@ class ScriptSwitch:
         if self._all_stepped():
             nn.Module.__call__ = self._call
         self._steps.step_ends(optimizer)
+
+    def _leave(self) -> None:
+        """Leave a forked child alone."""
+        for _, handle in self._switched:
+            if handle is not None:
+                handle.disable()
+        self._steps.leave()
+
+    def _watch_exit(self) -> None:
+        """End the record before ``os._exit``, with which scripts avoid slow or hanging finalizers."""
+        plain = os._exit
+
+        @functools.wraps(plain)
+        def leave(status: int) -> NoReturn:
+            try:
+                if threading.current_thread() is threading.main_thread():  # a watchdog's ends a process that hangs
+                    self._process_ends()
+            finally:
+                plain(status)
+
+        os._exit = leave
 
     def _process_ends(self) -> None:
         if self._process == os.getpid():

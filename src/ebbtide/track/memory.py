@@ -26,7 +26,8 @@ def track_memory(
 
     A thread samples host and device memory. Steps are numbered and timed by a hook on every optimizer of torch, phases
     by the passes of ebbtide's engine; a loop may mark both by hand (``run.phase``, ``run.step``), and then does alone.
-    Use it with or without offloading, in one process of several.
+    Use it with or without offloading, in one process of several. A record within another one goes on counting its
+    steps.
 
     Example::
 
@@ -57,12 +58,10 @@ def track_memory(
         DataError: The folder already holds a run, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    from ebbtide.track.steps import StepMarker  # needs torch, which reports do not
+    from ebbtide.track.steps import marked, settle  # needs torch, which reports do not
 
+    settle()
     name = model if model is None or isinstance(model, str) else type(model).__name__
     run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)
-    with run, StepMarker() as marker:
-        if model is not None and not isinstance(model, str):
-            marker.follow(model)
-        run.marker = marker
+    with run, marked(None if isinstance(model, str) else model) as run.marker:
         yield run

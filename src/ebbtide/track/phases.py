@@ -18,7 +18,7 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
     """Return the figures of every phase, in the order in which phases first began.
 
     They are taken from the steps after the warm-up, see [Note: steady steps], or from the warm-up for a phase that
-    occurs only there.
+    occurs only there. A step that did not end, because its forward raised, does not count.
 
     Args:
         events: Events of the run file.
@@ -30,10 +30,12 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
         phase) and ``rise_bytes`` (the most by which a sample was above the one at the phase's begin).
     """
     spans = sorted(phase_spans(events), key=lambda span: span.begin)
+    ended = {event.get("step") for event in events if event["event"] == "step"}
     times = [t for t, _ in curve]
     figures: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(span.name for span in spans):
-        own = [span for span in spans if span.name == name]
+        every = [span for span in spans if span.name == name]
+        own = [span for span in every if span.step in ended] or every
         counted = [span for span in own if steady.counts(span.step)] or own
         timed = [span for span in counted if steady.timed(span.step)] or counted
         seconds: dict[Any, float] = {}

@@ -70,6 +70,7 @@ class RunFile:
         # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
         self._lock = threading.RLock()
         self._file: int | None = None
+        self._pid = os.getpid()
         self._lockstep: Lockstep | None = None
         self._removers: list[Callable[[], None]] = []
         self.marker: StepMarker | None = None
@@ -94,6 +95,8 @@ class RunFile:
     ) -> None:
         while self._removers:
             self._removers.pop()()
+        if self._is_forked:
+            return
         self._sampler.stop()
         if self._lockstep is not None:
             self._lockstep.close()
@@ -178,7 +181,14 @@ class RunFile:
                 os.close(self._file)
             self._file = None
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child, whose events are not the run's."""
+        return os.getpid() != self._pid
+
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._is_forked:
+            return
         self._write(kind, fields)
         if kind == "step" and self._lockstep is not None:
             self._write("wait", {"step": fields.get("step")})
@@ -231,6 +241,7 @@ def _plain(value: Any) -> Any:
 def _run_begin() -> dict[str, Any]:
     import torch
 
+    ranks = os.environ.get("WORLD_SIZE", "").strip()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "schema": SCHEMA,
@@ -240,7 +251,7 @@ def _run_begin() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "device": "cpu" if accelerator is None else accelerator.type,
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": max(1, int(ranks)) if ranks.isdecimal() else 1,
         "model": None,
         "mode": None,
         "config": {},

@@ -20,7 +20,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import BOTH_PHASE
+from ebbtide.engine.untraced import untraced
 from ebbtide.track.parts import model_bytes, optimizer_parts
 
 logger = logging.getLogger("ebbtide.track")
@@ -81,26 +83,50 @@ class StepMarker:
     def __exit__(self, *exception: object) -> None:
         while self._undo:
             self._undo.pop()()
-        with self._lock:
-            self._settle()
+        self.settle()
 
-    def follow(self, model: nn.Module) -> None:
-        """Mark forward and backward by a module's own forward, while the marker is open."""
+    @contextmanager
+    def follow(self, model: nn.Module) -> Generator[None, None, None]:
+        """Mark forward and backward by a module's own forward."""
 
         def weights() -> dict[str, list[nn.Parameter]]:
             return {type(model).__name__: [*model.parameters()]}
 
         before = model.register_forward_pre_hook(self._before_forward)
         after = model.register_forward_hook(self._after_forward, always_call=True)
-        self._undo += [before.remove, after.remove, self._bus.provide("weights", weights)]
+        removers = [before.remove, after.remove, self._bus.provide("weights", weights)]
+        try:
+            yield
+        finally:
+            for remove in removers:
+                remove()
+
+    @contextmanager
+    def share(self) -> Generator[None, None, None]:
+        """Mark for one more record; how its loop marks by hand says nothing of the loop around it."""
+        hands, self._parts_emitted = (self._hand_phases, self._hand_steps), False
+        try:
+            yield
+        finally:
+            self.settle()
+            self._hand_phases, self._hand_steps = hands
+
+    def settle(self) -> None:
+        """Emit the step that an optimizer has just ended."""
+        with self._lock:
+            self._settle()
 
     def finish(self, **figures: Any) -> None:
-        """Emit the step that an optimizer has just ended, with further figures.
+        """Emit the step that an optimizer has just ended, with further figures; log those of a step marked by hand.
 
         Without one, as in an iteration that a gradient scaler skips, they are dropped: a record must not end a
         training run.
         """
         with self._lock:
+            if self._hand_steps:
+                known = {name: figure for name, figure in figures.items() if figure is not None}
+                self._emit("log", step=self._step - 1 if isinstance(self._step, int) else None, logs=known)
+                return
             if self._ended is None and not self._warned:
                 self._warned = True
                 logger.warning(
@@ -199,6 +225,7 @@ class StepMarker:
             if self._phase == "backward":
                 self._end_phase()
 
+    @untraced
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         with self._lock:
             if self._is_stepping() and self._stepping is not optimizer:
@@ -216,6 +243,7 @@ class StepMarker:
             self._end_phase()
             self._begin_phase("optimizer")
 
+    @untraced
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         with self._lock:
             if self._stepping is not optimizer:
@@ -294,6 +322,35 @@ class StepMarker:
             self._bus.emit(kind, **fields)
         finally:
             self._emitting = False
+
+
+_records: list[StepMarker] = []
+"""The open marker, once for each record: two would take each other's marks for those of the loop."""
+
+
+@contextmanager
+def marked(model: nn.Module | None) -> Generator[StepMarker, None, None]:
+    """Mark the steps of a record: open a marker, or share the open one, which goes on counting.
+
+    Args:
+        model: The module to follow, if any.
+    """
+    marker = _records[0] if _records else StepMarker().__enter__()
+    with nullcontext() if not _records else marker.share():
+        _records.append(marker)
+        try:
+            with nullcontext() if model is None else marker.follow(model):
+                yield marker
+        finally:
+            _records.pop()
+            if not _records:
+                marker.__exit__()
+
+
+def settle() -> None:
+    """Emit the step that an optimizer has just ended, before a further record begins."""
+    for marker in _records[:1]:
+        marker.settle()
 
 
 def _in_backward() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -91,7 +91,7 @@ def _last(events: Sequence[Event], kind: str) -> Event | None:
 
 
 def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
-    steps = _all(events, "step")
+    steps = _steps(events)
     counted = [step for step in steps if steady.counts(step.get("step"))] or steps
     timed = [step for step in counted if steady.timed(step.get("step"))] or counted
     seconds = [step["seconds"] for step in timed if step.get("seconds") is not None]
@@ -105,7 +105,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "lockstep": len(steps) > 1 and len(_all(events, "wait")) == len(steps),
         "tokens_per_second": _tokens_per_second(events, timed),
         "first_step": steps[0].get("step") if steps else None,
-        "loss": _losses(events, steps),
+        "loss": [step["loss"] for step in steps],
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }
 
@@ -129,10 +129,21 @@ def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float
     return median(tokens / seconds for tokens, seconds in known)
 
 
-def _losses(events: Sequence[Event], steps: Sequence[Event]) -> list[Any]:
-    """Return one loss per step: its own, else the one that the trainer logged for it."""
-    logged = {event.get("step"): (event.get("logs") or {}).get("loss") for event in _all(events, "log")}
-    return [logged.get(s.get("step")) if s.get("loss") is None else s["loss"] for s in steps]
+def _steps(events: Sequence[Event]) -> list[Event]:
+    """Return the steps; a loss or tokens that a step lacks are those that were logged after it.
+
+    A trainer that resumes, or that trains a second time, numbers its steps otherwise, so times decide.
+    """
+    steps = _all(events, "step")
+    ends = [step["t"] for step in steps]
+    logged: dict[int, dict[str, Any]] = {}
+    for event in _all(events, "log"):
+        at = bisect_right(ends, event["t"]) - 1
+        logged[at] = {**(event.get("logs") or {}), **logged.get(at, {})}
+    for at, step in enumerate(steps):
+        lacking = [name for name in ("loss", "tokens") if step.get(name) is None]
+        steps[at] = {**step, **{name: logged.get(at, {}).get(name) for name in lacking}}
+    return steps
 
 
 def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) -> int | None:

@@ -1,5 +1,6 @@
 """A training loop as people write it, in the shape that its first argument names; it knows nothing of ebbtide."""
 
+import os
 import sys
 
 import torch
@@ -33,6 +34,40 @@ def plain():
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def stages():
+    """Two optimizers of one model, one after the other."""
+    model = Layers()
+    stages = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())]
+    for optimizer, x in zip([stages[0]] * 2 + [stages[1]] * 4, batches(), strict=True):
+        loss = model(x).square().mean()
+        print("loss", loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def forked():
+    """A child forked in the middle trains on by itself."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, x in enumerate(batches()):
+        child = os.fork() if number == 3 else None
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if child == 0:
+            print("the child's last line", flush=True)
+            os._exit(0)
+        elif child:
+            assert os.waitpid(child, 0)[1] == 0
+
+
+def abrupt():
+    plain()
+    print("the script's last line", flush=True)
+    os._exit(0)
 
 
 def scaled(kind=torch.amp.GradScaler):
@@ -121,6 +156,46 @@ def compiled():
     model = Layers()
     for layer in model.layers:
         layer.compile(backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiled_step():
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend="eager")
+    def step():
+        optimizer.step()
+
+    for x in batches():
+        model(x).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+
+
+def compiled_function():
+    """The model is called in compiled code only."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss_of(x):
+        return model(x).square().mean()
+
+    for x in batches():
+        loss_of(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unreadable():
+    """A parameter without bytes, as of a part that was never loaded."""
+    model = Layers()
+    model.unused = nn.Linear(4, 4, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     for x in batches():
         model(x).square().mean().backward()

@@ -131,9 +131,7 @@ def test_a_hangup_reaches_the_command() -> None:
 def test_a_second_process_that_trains_is_named() -> None:
     ran = [{"event": "model", "model": "Net", "checkpoints_itself": False}]
     lines = run_module._ending([*ran, *ran, {"event": "unrecorded", "reason": "out already holds a run"}], 0)
-    assert lines == [
-        "ebbtide: another process of the command trained, too, and is not recorded: out already holds a run"
-    ]
+    assert lines == ["ebbtide: a process of the command trained and is not recorded: out already holds a run"]
 
 
 def test_a_hangup_that_was_ignored_stays_so() -> None:

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,22 @@ def test_text_and_json_are_printed(tmp_path, capsys):
     assert "activation memory   800.0 MiB" in capsys.readouterr().out
     assert report(tmp_path, format="json") is None
     assert json.loads(capsys.readouterr().out)["summary"]["steps"] == 3
+
+
+def test_bytes_that_are_no_characters_and_a_narrow_terminal_end_no_report(tmp_path):
+    """As a command's arguments may hold, which Python reads as lone surrogates."""
+    write_run(tmp_path)
+    for name in ("run.jsonl", "summary.json"):
+        text = (tmp_path / name).read_text()
+        assert '"model": "tiny-llama"' in text
+        (tmp_path / name).write_text(text.replace('"model": "tiny-llama"', '"model": "caf\\udce9"'))
+    assert "caf?" in report(tmp_path, format="html").read_text(encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "ebbtide", "report", str(tmp_path), "--format", "text"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert b"caf?" in result.stdout
 
 
 def test_the_trace_is_a_file(tmp_path):

@@ -140,6 +140,7 @@ NOT_HERE = {
     "EBB030 unknown": (SERVER, {"bus__width": None, "bus__speed": None, "bus__node": None}),
     "EBB034 one node": (SERVER, {"host__nodes": {0: frozenset({0})}, "host__cpus": frozenset({5}), "host__load": 0.0}),
     "EBB041 on a CPU": (SMALL, {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}),
+    "EBB042 with ROCm's name": (SERVER, {"environment": {"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True"}}),
     "EBB042 on a CPU": (SMALL, {"environment": {}}),
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
+import pickle
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -124,6 +126,17 @@ def test_a_stock_trainer_under_track_memory_has_the_whole_report(tmp_path: Path)
     assert run.summary["stall_seconds"] is not None and run.summary["activation_bytes"]["offloaded"] > 0
 
 
+def test_a_used_callback_is_copied_and_pickled_as_its_settings(tmp_path: Path) -> None:
+    callback = OffloadCallback(policy="minimal")
+    trainer = Trainer(args=arguments(tmp_path, max_steps=1), **parts())
+    callback.follow(trainer)
+    trainer.train()
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.options == callback.options and copied.handle is None
+        Trainer(args=arguments(tmp_path, max_steps=1), callbacks=[copied], **parts()).train()
+        assert copied.handle is not None and copied.handle is not callback.handle
+
+
 def test_an_error_in_training_leaves_a_handle_that_close_closes(tmp_path: Path) -> None:
     class Failing(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -224,8 +237,15 @@ def test_the_mixin_reads_every_form_of_the_settings(tmp_path: Path, form: str) -
     assert callback.handle is not None and callback.handle.stats().packs > 0
 
 
-def test_settings_that_cannot_be_read_are_named() -> None:
-    for given, said in (("nowhere.json", "fsdp_config 'nowhere.json' cannot be read"), ("{broken", "cannot be read")):
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    for given, said in (
+        ("nowhere.json", "fsdp_config 'nowhere.json' cannot be read"),
+        ("{broken", "cannot be read"),
+        (str(tmp_path / "list.json"), r"fsdp_config is \[1\]; expected FSDP's settings"),
+        ({"fsdp_config": "nowhere.json"}, "fsdp_config 'nowhere.json' cannot be read"),
+        ({"fsdp_config": [1]}, r"fsdp_config is \[1\]; expected FSDP's settings"),
+    ):
         with pytest.raises(DataError, match=rf"{said}.*\nhint: "):
             wanted(given)
 

@@ -41,6 +41,16 @@ def test_a_phase_is_the_sum_of_its_spans_over_a_steady_step(tmp_path):
     assert summary["reward"] == [0.25, 0.5]
 
 
+def test_a_step_that_did_not_end_has_no_phases_that_count(tmp_path):
+    failed = phase("forward", 3, 40.0, 40.1)
+    write_events(tmp_path / "run.jsonl", [*rollout_steps(), *failed])
+    assert summarise(tmp_path)["phases"]["forward"]["seconds_median"] == 1.0
+    write_events(tmp_path / "run.jsonl", [begin(), *phases(1, 1.0), *failed])
+    assert summarise(tmp_path)["phases"]["forward"]["seconds_median"] == 1.0
+    write_events(tmp_path / "run.jsonl", [begin(), *failed])
+    assert summarise(tmp_path)["phases"]["forward"]["seconds_median"] == pytest.approx(0.1)
+
+
 def test_the_outside_view_is_taken_where_there_is_one(tmp_path):
     write_events(tmp_path / "run.jsonl", rollout_steps())
     write_events(tmp_path / "outside.jsonl", [memory(t, size) for t, size in ((9, 5), (20.2, 10), (20.8, 90))])

@@ -88,6 +88,29 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_asked_for(tmp_path):
     assert last(tmp_path, "run_begin")["mode"] == "second"
 
 
+@pytest.mark.parametrize(("ranks", "count"), [("", 1), ("4", 4), ("many", 1)])
+def test_a_world_size_that_is_no_number_ends_no_training(tmp_path, monkeypatch, ranks, count):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with RunFile(tmp_path, bus=Bus()):
+        pass
+    assert last(tmp_path, "run_begin")["world_size"] == count
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_writes_nothing_into_its_parents_run(tmp_path):
+    with RunFile(tmp_path, bus=(bus := Bus())) as run:
+        child = os.fork()
+        if child == 0:
+            bus.emit("step", step=1)
+            run.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not (tmp_path / "summary.json").exists()
+        bus.emit("step", step=2)
+    assert kinds(tmp_path) == ["run_begin", "step", "run_end"]
+    assert last(tmp_path, "step")["step"] == 2
+
+
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"), RunFile(tmp_path / "file" / "run", bus=Bus()):

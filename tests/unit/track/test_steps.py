@@ -98,6 +98,62 @@ def test_phases_of_a_step_follow_each_other_and_end_in_the_step(tmp_path: Path) 
         assert blocks and all(backward.begin <= t <= backward.end for t in blocks)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_record_in_another_goes_on_counting_and_leaves_the_other_its_later_steps(
+    tmp_path: Path, by_hand: bool
+) -> None:
+    model = model_of()
+    with ebbtide.track_memory(tmp_path / "outer", model=model) as outer:
+        losses = []
+        for loss in loop(model, adam(model), steps=2):
+            losses.append(loss)
+            outer.step(loss=loss)
+        with ebbtide.track_memory(tmp_path / "inner", model=model) as inner:
+            for number, loss in enumerate(loop(model, adam(model), steps=2), start=3):
+                losses.append(loss)
+                figures = {"step": number, "seconds": 1.0} if by_hand else {}
+                inner.step(loss=loss, **figures)
+        list(loop(model, adam(model), steps=2))
+    assert [e["step"] for e in marks(tmp_path / "outer", "step")] == [1, 2, 3, 4, 5, 6]
+    assert load_run(tmp_path / "outer").summary["loss"] == [*losses, None, None]
+    assert [(e["step"], e["loss"]) for e in marks(tmp_path / "inner", "step")] == [(3, losses[2]), (4, losses[3])]
+    assert len(marks(tmp_path / "inner", "parts")) == (not by_hand)
+    assert spans(tmp_path / "outer", 6) == ["forward", "backward", "optimizer"]
+
+
+def test_figures_of_a_step_that_another_has_marked_are_logged_and_counted(tmp_path: Path) -> None:
+    """As under `ebbtide run`, which marks the steps of a script that has a record of its own."""
+    model = model_of()
+    with ebbtide.track_memory(tmp_path, model=model) as run:
+        for number, _ in enumerate(loop(model, adam(model)), start=1):
+            BUS.emit("step", step=number, loss=0.5, seconds=2.0, tokens=None)
+            run.step(loss=0.5, tokens=64)
+    assert [event["logs"] for event in marks(tmp_path, "log")] == [{"loss": 0.5, "tokens": 64}] * STEPS
+    summary = load_run(tmp_path).summary
+    assert summary["loss"] == [0.5] * STEPS and summary["tokens_per_second"] == 32
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_optimizer_step_is_marked_and_its_hooks_stay_eager(tmp_path: Path) -> None:
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    clear_compilation_metrics()
+    with ebbtide.track_memory(tmp_path, model=model), ebbtide.enable_activation_offloading(model, min_bytes=0):
+        for _ in loop(model, steps=6):
+            step()
+            optimizer.zero_grad()
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3, 4, 5, 6]
+    compiled = {str(frame.co_filename) for frame in get_compilation_metrics()}
+    assert compiled and not [name for name in compiled if "/ebbtide/" in name], "Dynamo compiles what the hooks do"
+
+
 def test_without_offloading_forward_and_backward_are_one_phase(tmp_path: Path) -> None:
     model = model_of()
     with ebbtide.track_memory(tmp_path):

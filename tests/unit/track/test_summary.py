@@ -300,3 +300,13 @@ def test_write_summary_writes_what_it_returns_and_leaves_no_draft(tmp_path):
     summary = write_summary(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.jsonl", "summary.json"]
+
+
+def test_a_log_belongs_to_the_step_before_it_whatever_its_number(tmp_path):
+    """A trainer that resumes numbers its steps from where it was; one that trains twice from 1 twice."""
+    steps = [
+        {**e, "loss": None, "tokens": None} for n in (1, 2, 3) for e in phases(n, 10.0 * n) if e["event"] == "step"
+    ]
+    logs = [(step["t"] + 1, number, 10.0 * number) for step, number in zip(steps, (4, 5, 1), strict=True)]
+    events = [begin(), *steps, *(event(t, "log", step=n, logs={"loss": loss}) for t, n, loss in logs)]
+    assert run(tmp_path, events)["loss"] == [40.0, 50.0, 10.0]
