@@ -24,20 +24,26 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.load.fourbit import is_four_bit
+from ebbtide.load.names import adapters_of, is_copy
 from ebbtide.load.targets import default_device, owners_of, tensor_of
 
 _SETTING = ("normal_", "uniform_", "zero_", "fill_")
 _OVERWRITING = (*_SETTING, "copy_")
+_ADD_FIRST = "add the adapter to a model in memory, save it, and load that"
 
 
 @dataclass(kw_only=True)
 class _Call:
-    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it."""
+    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it.
+
+    ``adapts``: it knows adapters. Other functions take their layers for the model's own.
+    """
 
     name: str
     act: Callable[[], object]
+    adapts: bool = False
     writes: dict[str, bool] = field(default_factory=dict[str, bool])
 
 
@@ -84,6 +90,7 @@ class Initialiser:
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
         self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)
+        self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
         self.names = {name for name, owner in self._owners.items() if tensor_of(owner).is_meta}
         """What had no values before the model was sharded."""
         self._calls: list[_Call] | None = None
@@ -108,6 +115,12 @@ class Initialiser:
         for name in wanted:
             groups.setdefault(self._calls_of(name), []).append(name)
         if unknown := groups.pop((), []):
+            if added := [name for name in unknown if name in self._adapters]:
+                raise ConfigError(
+                    f"no initializer found for adapters: {few(added)}",
+                    expected="adapters of LoRA, or first values that init= or the checkpoint has",
+                    hint=_ADD_FIRST,
+                )
             raise DataError(
                 f"no initializer found for {', '.join(unknown)}",
                 expected="a module with reset_parameters, or a model with _init_weights, that sets them",
@@ -168,8 +181,9 @@ class Initialiser:
 
     def _calls_of(self, name: str) -> tuple[int, ...]:
         """Return the calls that matter for a tensor: from the last that writes all of it on."""
-        name = self._first_names().get(name, name)
-        writing = [(i, call.writes[name]) for i, call in enumerate(self._calls or ()) if name in call.writes]
+        plain, name = name not in self._adapters, self._first_names().get(name, name)
+        calls = [(i, call) for i, call in enumerate(self._calls or ()) if plain or call.adapts]
+        writing = [(i, call.writes[name]) for i, call in calls if name in call.writes]
         last = max((at for at, (_, complete) in enumerate(writing) if complete), default=0)
         return tuple(i for i, _ in writing[last:])
 
@@ -216,7 +230,7 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
             yield _Call(name=f"{prefix}._init_weights", act=lambda root=root, module=module: root._init_weights(module))
         yield from _adapter_calls(model, module, prefix)
         if init is not None:
-            yield _Call(name=f"{prefix}.init", act=lambda module=module: init(module))
+            yield _Call(name=f"{prefix}.init", act=lambda module=module: init(module), adapts=True)
 
 
 def _check_adapters(model: Any, names: Iterable[str]) -> None:
@@ -229,7 +243,7 @@ def _check_adapters(model: Any, names: Iterable[str]) -> None:
                 raise ConfigError(
                     f"init_lora_weights is {how!r} and {name!r} has no values yet",
                     expected="True, False or 'gaussian' for adapters that are added on meta",
-                    hint="add the adapter to a model in memory, save it, and load that",
+                    hint=_ADD_FIRST,
                 )
 
 
@@ -242,5 +256,17 @@ def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[_Call]:
     if callable(reset := getattr(module, "reset_lora_parameters", None)):
         for adapter, config in getattr(model, "peft_config", {}).items():
             how = getattr(config, "init_lora_weights", True)
-            if how is True or _is_gaussian(how):
-                yield _Call(name=f"{prefix}.{adapter}", act=lambda adapter=adapter, how=how: reset(adapter, how))
+            if how is True or how is False or _is_gaussian(how):
+                yield _Call(
+                    name=f"{prefix}.{adapter}",
+                    act=lambda adapter=adapter, how=how: (
+                        reset(adapter, how) if how else _reset_as_torch(module, adapter)
+                    ),
+                    adapts=True,
+                )
+
+
+def _reset_as_torch(module: Any, adapter: str) -> None:
+    for layers in (module.lora_A, module.lora_B):
+        if adapter in layers:
+            layers[adapter].reset_parameters()
