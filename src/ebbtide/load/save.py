@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,13 @@ class Saving:
         first: dict[str, int] = {}
         for rank, one in enumerate(answers):
             for name, what in one.items():
-                shapes.setdefault(name, what)
-                first.setdefault(name, rank)
+                before = first.setdefault(name, rank)
+                if shapes.setdefault(name, what) != what:
+                    raise DataError(
+                        f"{name!r} is {_spelled(shapes[name])} on rank {before} and {_spelled(what)} on rank {rank}",
+                        expected="one shape and dtype of a name on all ranks that have it",
+                        hint="give the modules of each rank their own names, as in the whole model",
+                    )
         files = self._files(shapes)
         try:
             self._put(files, held, first)
@@ -217,6 +222,10 @@ class Saving:
             if missing
             else "free some space there, or choose another folder",
         )
+
+
+def _spelled(what: Sequence[Any]) -> str:
+    return f"{what[1]} {tuple(what[0])}"
 
 
 def _header(entries: Mapping[str, CheckpointEntry]) -> bytes:

@@ -20,6 +20,7 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
+from ebbtide.load import Saving
 from ebbtide.load import load as load_module
 from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
@@ -450,6 +451,16 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         ebbtide.save_sharded(Model(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("other", [[[4], "F32"], [[4, 10], "BF16"]])
+def test_ranks_that_save_different_tensors_under_one_name_are_named(tmp_path: Path, other: list[Any]) -> None:
+    saving = Saving(nn.Linear(10, 4), tmp_path, meet=None, max_file_bytes=100, name="model")
+    alone = saving.ranks.run_on_all_ranks
+    saving.ranks.run_on_all_ranks = lambda about, act: [*alone(about, act), {"weight": other}]  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"'weight' is F32 \(4, 10\) on rank 0 and (F32 \(4,\)|BF16 .*) on rank 1"):
+        saving.run()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_save_that_is_killed_while_files_are_named_leaves_no_mixture(
