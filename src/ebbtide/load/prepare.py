@@ -11,7 +11,7 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.load.fourbit import is_four_bit
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import owners_of, rename, tensor_of
 
 
 def is_loaded(model: object) -> bool:
@@ -36,11 +36,13 @@ def empty(model: nn.Module) -> Callable[[], None]:
             on_meta[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
             vars(on_meta[id(tensor)]).update(vars(tensor))
         module._parameters[attribute] = on_meta[id(tensor)]
+    rename(model, on_meta)
 
     def put_back() -> None:
         if all(module._parameters.get(name) is on_meta[id(tensor)] for (module, name, _), tensor in before.values()):
             for (module, attribute, _), tensor in before.values():
                 module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
+            rename(model, {id(on_meta[id(tensor)]): tensor for _, tensor in before.values()})
 
     return put_back
 

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -295,11 +295,12 @@ def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
         raise ValueError("no mesh")
 
     model = Model(tied=True)
+    model.norm.kept = [model.norm.weight]
     before = dict(model.named_parameters())
     with pytest.raises(ValueError, match="no mesh"):
         ebbtide.load_sharded(model, shard=shard)
     assert all(p is before[name] for name, p in model.named_parameters()) and not model.embed.weight.is_meta
-    assert model.head.weight is model.embed.weight
+    assert model.head.weight is model.embed.weight and model.norm.kept[0] is model.norm.weight
 
     def half(model: Model) -> None:
         model.head.weight = nn.Parameter(torch.empty(3, device="meta"))  # as sharding replaces it
@@ -432,6 +433,56 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_named(path: Path) -> None:
         normed = nn.utils.spectral_norm(nn.Linear(4, 10))  # computes its weight from another in each forward
     values = {key: value.clone() for key, value in nn.utils.spectral_norm(nn.Linear(4, 10)).state_dict().items()}
     assert ebbtide.load_sharded(normed, values)(torch.ones(2, 4)).isfinite().all()
+
+
+class Pair(NamedTuple):
+    """A tuple that is not made from a list."""
+
+    one: torch.Tensor
+    other: int
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list": lambda tensor: [1, tensor],
+    "tuple": lambda tensor: (tensor, "a"),
+    "named": lambda tensor: Pair(tensor, 3),
+    "dict": lambda tensor: {"a": tensor},
+    "set": lambda tensor: {tensor},
+    "nested": lambda tensor: {"a": [(tensor,)]},
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_tensors_in_lists_and_dicts_follow_the_parameters_or_are_named(path: Path, kind: str) -> None:
+    model = meta()
+    model.norm.kept = HOLDERS[kind](torch.ones(3, device="meta"))
+    with pytest.raises(ConfigError, match=r"'norm\.kept' is on meta"):
+        ebbtide.load_sharded(model, path)
+    model.norm.kept = HOLDERS[kind](model.norm.weight)
+    loaded = ebbtide.load_sharded(model, path)
+    found = str(loaded.norm.kept)
+    assert found == str(HOLDERS[kind](loaded.norm.weight)) and "meta" not in found
+    loaded.norm.kept = [model.norm.weight]
+    loaded.norm.kept.append(loaded.norm.kept)  # it holds itself
+    assert ebbtide.load_sharded(loaded).norm.kept[0] is loaded.norm.weight
+
+
+def test_a_second_name_that_sharding_leaves_behind_is_named(path: Path) -> None:
+    model = meta()
+    model.norm.__dict__["second"] = model.norm.weight
+
+    def shard(model: nn.Module) -> None:
+        model.norm.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+    with pytest.raises(ConfigError, match=r"'norm\.second' is on meta"):
+        ebbtide.load_sharded(model, path, shard=shard)
+
+
+def test_an_attribute_of_a_similar_name_hides_no_tensor_on_meta(path: Path) -> None:
+    model = meta()
+    model.norm.running = torch.ones(3, device="meta")  # not computed from running_mean
+    with pytest.raises(ConfigError, match=r"'norm\.running' is on meta"):
+        ebbtide.load_sharded(model, path)
 
 
 def test_a_model_under_ddp_is_saved_under_its_own_names(tmp_path: Path) -> None:
