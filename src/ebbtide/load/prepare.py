@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.load.fourbit import is_four_bit
@@ -62,6 +63,7 @@ def check_model(model: object, *, loaded: bool = False) -> None:
             f"model is a {type(model).__name__}", expected="a torch.nn.Module on meta", hint="pass the model itself"
         )
     parameters = list(model.named_parameters())
+    check_tensors([*parameters, *model.named_buffers()])
     for name, parameter in parameters:
         kind = type(parameter).__name__
         if kind == "Int8Params" or (hasattr(parameter, "quant_state") and not is_four_bit(parameter)):
@@ -83,6 +85,22 @@ def check_model(model: object, *, loaded: bool = False) -> None:
             expected="the model itself",
             hint="load it first, then wrap it: DDP needs materialized parameters",
         )
+
+
+def check_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse tensors that are made of others, such as quantised ones of torchao: they have no bytes of their own.
+
+    Raises:
+        ConfigError: One of these tensors, or of these shards, is such a tensor.
+    """
+    for name, tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if is_traceable_wrapper_subclass(local):
+            raise ConfigError(
+                f"{name!r} is a {type(local).__name__}, which is made of other tensors",
+                expected="plain tensors",
+                hint="convert the model after it is loaded, and save it before, or save it with its own library",
+            )
 
 
 def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], None]:

@@ -312,7 +312,10 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
             continue  # a flat parameter's memory was written in place
         value: Any = _like(target.old, target.local)
         if isinstance(target.old, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=target.old.requires_grad)
+            if nn.Parameter in type(target.old).__mro__:  # its library's own class, too
+                value = torch.Tensor._make_subclass(type(target.old), value, target.old.requires_grad)
+            else:
+                value = nn.Parameter(value, requires_grad=target.old.requires_grad)
             value.__dict__.update(target.old.__dict__)
         for module, name, is_buffer in target.owners:
             (module._buffers if is_buffer else module._parameters)[name] = value

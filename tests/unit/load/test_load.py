@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
@@ -504,6 +505,83 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         ebbtide.save_sharded(Model(), tmp_path / "file")
 
 
+@pytest.mark.parametrize("option", [{"name": name} for name in ("", "a/b", "../up", "a\0", 3)])
+def test_a_name_that_is_no_files_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="name is "):
+        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path / "out", **option)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_size_that_no_file_has_is_refused(tmp_path: Path, count: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_file_bytes is {count}"):
+        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path, max_file_bytes=count)
+
+
+def test_8_bit_weights_are_not_saved_without_their_scales(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = type("Int8Params", (nn.Parameter,), {})(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match="'weight' is quantised to 8 bits"):
+        ebbtide.save_sharded(model, tmp_path)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(1)
+
+
+class Own(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.ones(1)
+
+
+def test_state_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ebbtide.save_sharded(nn.Sequential(Extra(2, 2), nn.Linear(2, 2), Own(2, 2)), tmp_path)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("0, 2 save state of their own")
+    caplog.clear()
+    ebbtide.save_sharded(Model(), tmp_path)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_tensors_that_are_made_of_others_are_refused(path: Path, tmp_path: Path) -> None:
+    two = nn.Parameter(TwoTensor(torch.ones(10, 4), torch.zeros(10, 4)))
+    model = Model()
+    model.head.weight = two
+    with pytest.raises(ConfigError, match=r"'head\.weight' is a TwoTensor"):
+        ebbtide.save_sharded(model, tmp_path / "out")
+    model = meta()
+    model.head.weight = nn.Parameter(two.detach().to("meta"))
+    with pytest.raises(ConfigError, match=r"'head\.weight' is a TwoTensor"):
+        ebbtide.load_sharded(model, path)
+    assert isinstance(model.head.weight, TwoTensor) and model.head.weight.is_meta
+
+
+class Marked(nn.Parameter):
+    """As libraries make parameters that carry something."""
+
+
+def test_parameters_keep_their_class(path: Path) -> None:
+    model = meta()
+    model.head.weight = Marked(model.head.weight)
+    model.head.weight.tag = "a"  # type: ignore[attr-defined]
+    model.head.weight.requires_grad_(False)
+    loaded = ebbtide.load_sharded(model, path).head.weight
+    assert type(loaded) is Marked and loaded.tag == "a" and not loaded.requires_grad
+    assert torch.equal(loaded, load_file(path / "model.safetensors")["head.weight"])
+
+
+def test_lazily_conjugated_values_are_saved_as_they_are(tmp_path: Path) -> None:
+    model, value = nn.Module(), torch.tensor([1 + 2j, 3 - 4j]).conj()
+    model.register_buffer("conjugate", value)
+    model.register_buffer("negative", value.imag)
+    assert value.is_conj() and value.imag.is_neg()
+    ebbtide.save_sharded(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["conjugate"].tolist() == [1 - 2j, 3 + 4j] and saved["negative"].tolist() == [-2, 4]
+
+
 @pytest.mark.parametrize("other", [[[4], "F32"], [[4, 10], "BF16"]])
 def test_ranks_that_save_different_tensors_under_one_name_are_named(tmp_path: Path, other: list[Any]) -> None:
     saving = Saving(nn.Linear(10, 4), tmp_path, meet=None, max_file_bytes=100, name="model")
@@ -531,6 +609,18 @@ def test_a_save_that_is_killed_while_files_are_named_leaves_no_mixture(
         ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
     with pytest.raises(DataError, match="and no index of a model"):
         ebbtide.load_sharded(meta(), tmp_path)
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, synced = os.fsync, list[str]()
+
+    def fsync(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        plain(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
+    assert sorted(synced) == sorted(f"{file.name}.part" for file in tmp_path.iterdir()) and len(synced) > 2
 
 
 def test_a_save_that_fails_leaves_what_was_there_and_no_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
