@@ -78,7 +78,8 @@ def load_sharded(
     for name, function in {"shard": shard, "init": init, "progress": progress}.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
-    if weights is not None and not isinstance(weights, (str, PathLike, Sequence, Mapping, nn.Module)):
+    several = isinstance(weights, Sequence) and all(isinstance(one, (str, PathLike)) for one in weights)
+    if weights is not None and not (several or isinstance(weights, (PathLike, Mapping, nn.Module))):
         raise ConfigError(
             f"weights is a {type(weights).__name__}",
             expected="a path, a state dict, a model, or None",

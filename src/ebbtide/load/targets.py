@@ -92,7 +92,7 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
     Raises:
         ConfigError: A parameter has a placement without slices.
     """
-    return _held(model, lambda local, where: torch.empty(local.shape, dtype=local.dtype, device=where), device)
+    return _held(model, lambda local, where: torch.empty_like(local, device=where, requires_grad=False), device)
 
 
 def held_by(model: nn.Module) -> dict[str, Target]:

@@ -218,6 +218,18 @@ def test_another_dtype_is_that_of_parameters(path: Path, values: dict[str, torch
     assert torch.equal(model.norm.running_mean, values["norm.running_mean"])
 
 
+def test_memory_formats_stay() -> None:
+    def convolution() -> nn.Module:
+        return nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+
+    with torch.device("meta"):
+        empty = convolution()
+    values = convolution()
+    for model in (ebbtide.load_sharded(empty, values.state_dict()), ebbtide.load_sharded(convolution())):
+        assert model.weight.stride() == values.weight.stride() == (36, 1, 12, 4)
+    assert torch.equal(empty.weight, values.weight)
+
+
 def test_an_optimizer_that_was_there_before_holds_the_new_parameters(path: Path) -> None:
     model = meta(tied=True)
     groups = [{"params": list(model.norm.parameters()), "lr": 0.5}, {"params": [model.head.weight]}]
@@ -253,6 +265,8 @@ REFUSALS: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
     "no dtype": (lambda m, p: {"dtype": torch.int8}, "dtype is torch.int8"),
     "no function": (lambda m, p: {"shard": 3}, "shard is 3"),
     "no path": (lambda m, p: {"weights": 3}, "weights is a int"),
+    "bytes": (lambda m, p: {"weights": b"model"}, "weights is a bytes"),
+    "no paths": (lambda m, p: {"weights": [p, 3]}, "weights is a list"),
     "a word for missing": (lambda m, p: {"missing": "ok"}, "missing is 'ok'"),
     "nothing there": (lambda m, p: {"weights": p / "not-here"}, "not-here' does not exist"),
 }
