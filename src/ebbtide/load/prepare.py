@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def check_model(model: object, *, loaded: bool = False) -> None:
         loaded: Its own values are the weights.
 
     Raises:
-        ConfigError: It is no module, its parameters have values already, or they are quantised.
+        ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained prompts.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -78,6 +78,13 @@ def check_model(model: object, *, loaded: bool = False) -> None:
             expected="a model on meta, or a loaded one that is neither sharded nor quantised, without weights",
             hint="build it under 'with torch.device(\"meta\"):' from its configuration; to shard a loaded model, leave "
             "the weights out",
+        )
+    adapters: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if not loaded and any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
+        raise ConfigError(
+            "the model has trained prompts of PEFT, on meta",
+            expected="adapters in its modules, such as those of LoRA",
+            hint="load the model itself, then add the prompts with get_peft_model",
         )
     if any(type(m).__name__ == "DistributedDataParallel" for m in model.modules()):
         raise ConfigError(

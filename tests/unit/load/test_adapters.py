@@ -90,6 +90,18 @@ def test_adapters_whose_first_values_peft_computes_are_refused(
     assert next(model.parameters()).is_meta
 
 
+def test_trained_prompts_are_added_to_a_loaded_model(saved: LlamaForCausalLM, tmp_path: Path) -> None:
+    def prompted(model: LlamaForCausalLM) -> Any:
+        return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+    with torch.device("meta"):
+        model = prompted(LlamaForCausalLM(saved.config))
+    with pytest.raises(ConfigError, match="trained prompts of PEFT, on meta.*\n?.*\nhint: load the model itself"):
+        ebbtide.load_sharded(model, tmp_path)
+    loaded = ebbtide.load_sharded(prompted(saved)).base_model
+    assert not loaded.lm_head.weight.is_meta and loaded.lm_head.weight is saved.lm_head.weight
+
+
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 def test_tuned_norms_begin_as_the_base(tmp_path: Path) -> None:
     values = build("llama").model
