@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -77,7 +78,8 @@ def load_sharded(
     for name, function in {"shard": shard, "init": init, "progress": progress}.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
-    if weights is not None and not isinstance(weights, (str, PathLike, Sequence, Mapping, nn.Module)):
+    several = isinstance(weights, Sequence) and all(isinstance(one, (str, PathLike)) for one in weights)
+    if weights is not None and not (several or isinstance(weights, (PathLike, Mapping, nn.Module))):
         raise ConfigError(
             f"weights is a {type(weights).__name__}",
             expected="a path, a state dict, a model, or None",
@@ -110,12 +112,17 @@ def save_sharded(
         name: Files are called ``<name>-00001-of-00003.safetensors``.
 
     Raises:
-        ConfigError: Parameters are on meta, or a rank does not make the call.
-        DataError: The folder cannot be written, or ranks do not see the same one.
+        ConfigError: Parameters are on meta or quantised to 8 bits, or a rank does not make the call.
+        DataError: The folder cannot be written, or ranks do not see the same one, or have different tensors of a name.
         EbbtideError: torch is older than the tested versions.
     """
     check_version("torch")
     check_value("max_file_bytes", max_file_bytes, int)
+    check_value("name", name, str)
+    if max_file_bytes < 1:
+        raise ConfigError(f"max_file_bytes is {max_file_bytes}", expected="1 or more", hint="such as 5 * 10**9")
+    if not name or Path(name).name != name or "\0" in name:
+        raise ConfigError(f"name is {name!r:.80}", expected="the first part of a file's name", hint="such as 'model'")
     Saving(model, folder, meet=_meet, max_file_bytes=max_file_bytes, name=name).run()
 
 

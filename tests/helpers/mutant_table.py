@@ -1046,6 +1046,27 @@ MUTANTS = (
         ("tests/unit/load/test_load.py",),
     ),
     Mutant(
+        "load: functions of the model give adapters no first values",
+        "ebbtide/load/initialise.py",
+        "if plain or call.adapts]",
+        "]",
+        ("tests/unit/load/test_adapters.py",),
+    ),
+    Mutant(
+        "load: an initializer sets all of a tensor",
+        "ebbtide/load/initialise.py",
+        "if not touched[first[name]] and _has_unset(real[first[name]])]",
+        "if False]",
+        ("tests/unit/load/test_initialise.py",),
+    ),
+    Mutant(
+        "load: lists of parameters hold the loaded ones",
+        "ebbtide/load/targets.py",
+        "rename(model, attached)",
+        "pass",
+        ("tests/unit/load/test_load.py",),
+    ),
+    Mutant(
         "load: shards return to the model before they are saved",
         "ebbtide/load/save.py",
         "reshard(self._model)",

@@ -83,9 +83,12 @@ def _middle_of_file(entry: CheckpointEntry) -> bytes:
 
 
 def is_present(path: str | os.PathLike[str]) -> bool:
-    """Whether this rank sees a file or folder at a path."""
+    """Whether this rank sees a file, or a folder with files of weights, at a path."""
+    where = Path(path).expanduser()
     try:
-        return Path(path).expanduser().exists()
+        if where.is_dir():
+            return any(name.endswith((".safetensors", INDEX_SUFFIX, *_PICKLED)) for name in os.listdir(where))
+        return where.exists()
     except OSError:
         return False
 
@@ -100,7 +103,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
 
     Raises:
         DataError: There is no checkpoint, a file is missing or damaged, or an index names a missing tensor.
-        ConfigError: It is pickled, without ``allow_pickle``.
+        ConfigError: It is pickled, without ``allow_pickle``, or several paths are not files of tensors.
     """
     if not paths:
         raise ConfigError("no file was passed", expected="a folder, an index, or files", hint="pass the folder")
@@ -108,6 +111,12 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
     for one in named:
         if not one.exists():
             raise _none(one, "does not exist")
+    if len(named) > 1 and (other := next((f for f in named if f.is_dir() or f.name.endswith(INDEX_SUFFIX)), None)):
+        raise ConfigError(
+            f"{str(other)!r} is one of {len(named)} paths",
+            expected="a folder or an index alone, or files that hold tensors",
+            hint="pass the folder or the index without the files: it names them",
+        )
     where = named[0] if len(named) == 1 else named[0].parent
     file = _front(where) if where.is_dir() and len(named) == 1 else named[0]
     files, promised = (
@@ -121,19 +130,18 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
                 expected="safetensors files",
                 hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
             )
-        return _unpickled(files, str(where))
+        found, places = _unpickled(files, str(where))
+        if promised:
+            _check_promised(file, promised, places)
+        return found
     entries: dict[str, CheckpointEntry] = {}
     for one in files:
         for name, entry in read_header(one).items():
             if name in entries:
-                raise DataError(
-                    f"{name!r} is in {entries[name].file!r} and in {str(one)!r}",
-                    expected="each tensor in exactly one file",
-                    hint="remove the file that is not part of the checkpoint",
-                )
+                raise _twice(name, entries[name].file, one)
             entries[name] = entry
     if promised:
-        _check_promised(file, promised, entries)
+        _check_promised(file, promised, {name: entry.file for name, entry in entries.items()})
     return Checkpoint(entries=entries, name=str(where))
 
 
@@ -225,10 +233,10 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     return list(files.values()), {name: files[file] for name, file in promised.items()}
 
 
-def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[str, CheckpointEntry]) -> None:
-    absent = [name for name, file in promised.items() if name not in entries or entries[name].file != str(file)]
+def _check_promised(index: Path, promised: Mapping[str, Path], places: Mapping[str, str]) -> None:
+    absent = [name for name, file in promised.items() if places.get(name) != str(file)]
     if absent:
-        close = nearest(absent[0], entries)
+        close = nearest(absent[0], places)
         raise DataError(
             f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
             expected="each tensor in the file named by the index",
@@ -236,8 +244,9 @@ def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[
         )
 
 
-def _unpickled(files: list[Path], name: str) -> Checkpoint:
-    values: dict[str, torch.Tensor] = {}
+def _unpickled(files: list[Path], name: str) -> tuple[Checkpoint, dict[str, str]]:
+    """Return the tensors of pickled files, and the file of each."""
+    values, places = dict[str, torch.Tensor](), dict[str, str]()
     for file in files:
         try:
             found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -248,8 +257,19 @@ def _unpickled(files: list[Path], name: str) -> Checkpoint:
                 hint="convert it to safetensors where it came from",
             ) from error
         found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
-        values |= checkpoint_of(cast("dict[str, Any]", found), str(file)).values
-    return checkpoint_of(values, name)
+        for key, value in checkpoint_of(cast("dict[str, Any]", found), str(file)).values.items():
+            if key in places:
+                raise _twice(key, places[key], file)
+            values[key], places[key] = value, str(file)
+    return checkpoint_of(values, name), places
+
+
+def _twice(name: str, one: str, other: Path) -> DataError:
+    return DataError(
+        f"{name!r} is in {one!r} and in {str(other)!r}",
+        expected="each tensor in exactly one file",
+        hint="remove the file that is not part of the checkpoint",
+    )
 
 
 def _none(where: Path, what: str) -> DataError:

@@ -15,29 +15,39 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
+import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.load.fourbit import is_four_bit
+from ebbtide.load.names import adapters_of, is_copy
 from ebbtide.load.targets import default_device, owners_of, tensor_of
 
 _SETTING = ("normal_", "uniform_", "zero_", "fill_")
 _OVERWRITING = (*_SETTING, "copy_")
+_ADD_FIRST = "add the adapter to a model in memory, save it, and load that"
 
 
 @dataclass(kw_only=True)
 class _Call:
-    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it."""
+    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it.
+
+    ``adapts``: it knows adapters. Other functions take their layers for the model's own.
+    """
 
     name: str
+    module: nn.Module
     act: Callable[[], object]
+    adapts: bool = False
     writes: dict[str, bool] = field(default_factory=dict[str, bool])
 
 
@@ -84,6 +94,7 @@ class Initialiser:
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
         self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)
+        self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
         self.names = {name for name, owner in self._owners.items() if tensor_of(owner).is_meta}
         """What had no values before the model was sharded."""
         self._calls: list[_Call] | None = None
@@ -108,6 +119,12 @@ class Initialiser:
         for name in wanted:
             groups.setdefault(self._calls_of(name), []).append(name)
         if unknown := groups.pop((), []):
+            if added := [name for name in unknown if name in self._adapters]:
+                raise ConfigError(
+                    f"no initializer found for adapters: {few(added)}",
+                    expected="adapters of LoRA, or first values that init= or the checkpoint has",
+                    hint=_ADD_FIRST,
+                )
             raise DataError(
                 f"no initializer found for {', '.join(unknown)}",
                 expected="a module with reset_parameters, or a model with _init_weights, that sets them",
@@ -122,9 +139,14 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         calls = [self._calls[i] for i in indices]  # pyright: ignore[reportOptionalSubscript]
         first = self._first_names()
-        touched = {name for call in calls for name in call.writes}
+        touched: dict[str, bool] = {}
+        for name, complete in (item for call in calls for item in call.writes.items()):
+            touched[name] = touched.get(name, False) or complete
         real: dict[str, torch.Tensor] = {}
         with self._placed(touched, device, real), torch.no_grad():
+            for name, complete in touched.items():
+                if not complete:
+                    real[name].fill_(_unset(real[name].dtype))
             cards = [] if device.type == "cpu" else [device]
             for call in calls:
                 with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
@@ -132,7 +154,14 @@ class Initialiser:
                     # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
                     seed = torch.manual_seed if cards else torch.default_generator.manual_seed
                     seed(int.from_bytes(digest[:7], "little"))
-                    call.act()
+                    _run(call)
+            halves = [name for name in members if not touched[first[name]] and _has_unset(real[first[name]])]
+            if halves:
+                raise DataError(
+                    f"{few(halves)}: the initializer sets only a part",
+                    expected="an initializer that sets all of a tensor: on meta, values of the constructor are lost",
+                    hint="set all of it in reset_parameters, or pass init=, a function that gives a module its values",
+                )
             for name in members:
                 yield name, real[first[name]].detach()
 
@@ -168,8 +197,9 @@ class Initialiser:
 
     def _calls_of(self, name: str) -> tuple[int, ...]:
         """Return the calls that matter for a tensor: from the last that writes all of it on."""
-        name = self._first_names().get(name, name)
-        writing = [(i, call.writes[name]) for i, call in enumerate(self._calls or ()) if name in call.writes]
+        plain, name = name not in self._adapters, self._first_names().get(name, name)
+        calls = [(i, call) for i, call in enumerate(self._calls or ()) if plain or call.adapts]
+        writing = [(i, call.writes[name]) for i, call in calls if name in call.writes]
         last = max((at for at, (_, complete) in enumerate(writing) if complete), default=0)
         return tuple(i for i, _ in writing[last:])
 
@@ -184,10 +214,15 @@ class Initialiser:
         calls = list(_calls(self._model, self._init))
         for call in calls:
             watch = _Watch(names, numels)
-            # Skip a function that cannot run on meta; values that only it sets are reported as unknown.
+            failed = True
             with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
                 call.act()
+                failed = False
             call.writes = watch.writes
+            if failed:  # it may need values: take it to write what its module has
+                for name, (module, _, _) in self._owners.items():
+                    if module is call.module and first[name] in numels:
+                        call.writes.setdefault(first[name], False)
         return [call for call in calls if call.writes]
 
 
@@ -200,7 +235,7 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
         if id(module) in seen:
             return
         seen.add(id(module))
-        if callable(getattr(module, "_init_weights", None)):
+        if _takes(getattr(module, "_init_weights", None), module):
             root = module  # a model inside a model brings its own function
         for name, child in module.named_children():
             visit(child, f"{prefix}.{name}" if prefix else name, root)
@@ -209,14 +244,46 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
     visit(model, "", None)
     for prefix, module, root in order:
         for method in ("_reset_parameters", "reset_parameters"):
-            if callable(act := getattr(module, method, None)):
-                yield _Call(name=f"{prefix}.{method}", act=act)
+            act: Any = getattr(module, method, None)
+            if _takes(act):
+                yield _Call(name=f"{prefix}.{method}", module=module, act=act)
                 break
         if root is not None:
-            yield _Call(name=f"{prefix}._init_weights", act=lambda root=root, module=module: root._init_weights(module))
+            yield _Call(name=f"{prefix}._init_weights", module=module, act=partial(root._init_weights, module))
         yield from _adapter_calls(model, module, prefix)
         if init is not None:
-            yield _Call(name=f"{prefix}.init", act=lambda module=module: init(module))
+            yield _Call(name=f"{prefix}.init", module=module, act=partial(init, module), adapts=True)
+
+
+def _takes(function: Any, *arguments: object) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):
+        return False  # no function, or one of the same name for something else
+    return True
+
+
+def _run(call: _Call) -> None:
+    try:
+        call.act()
+    except Exception as error:
+        raise DataError(
+            f"the initializer {call.name.lstrip('.')} failed ({type(error).__name__}: {error})",
+            expected="a function that reads and sets tensors of its own module",
+            hint="give the module its values in another function, and pass it as init=",
+        ) from error
+
+
+def _unset(dtype: torch.dtype) -> complex | int:
+    """Return the value that marks an element as not set."""
+    if dtype.is_complex:
+        return complex(math.nan, math.nan)
+    return math.nan if dtype.is_floating_point else dtype == torch.bool or torch.iinfo(dtype).max
+
+
+def _has_unset(tensor: torch.Tensor) -> bool:
+    number = _unset(tensor.dtype)
+    return bool((tensor.isnan() if number != number else tensor == number).any())
 
 
 def _check_adapters(model: Any, names: Iterable[str]) -> None:
@@ -229,7 +296,7 @@ def _check_adapters(model: Any, names: Iterable[str]) -> None:
                 raise ConfigError(
                     f"init_lora_weights is {how!r} and {name!r} has no values yet",
                     expected="True, False or 'gaussian' for adapters that are added on meta",
-                    hint="add the adapter to a model in memory, save it, and load that",
+                    hint=_ADD_FIRST,
                 )
 
 
@@ -242,5 +309,12 @@ def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[_Call]:
     if callable(reset := getattr(module, "reset_lora_parameters", None)):
         for adapter, config in getattr(model, "peft_config", {}).items():
             how = getattr(config, "init_lora_weights", True)
-            if how is True or _is_gaussian(how):
-                yield _Call(name=f"{prefix}.{adapter}", act=lambda adapter=adapter, how=how: reset(adapter, how))
+            if how is True or how is False or _is_gaussian(how):
+                act = partial(reset, adapter, how) if how else partial(_reset_as_torch, module, adapter)
+                yield _Call(name=f"{prefix}.{adapter}", module=module, act=act, adapts=True)
+
+
+def _reset_as_torch(module: Any, adapter: str) -> None:
+    for layers in (module.lora_A, module.lora_B):
+        if adapter in layers:
+            layers[adapter].reset_parameters()

@@ -103,6 +103,7 @@ class Loading:
         def act() -> dict[str, Any]:
             with self._reading_ahead():
                 sharded = (shard(self.model) if shard else None) or self.model
+                check_attributes(sharded)  # second names of what was sharded are left behind
                 targets = targets_of(sharded, device)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)

@@ -29,6 +29,8 @@ UNSAVED = "(buffer) "
 SHOWN = 8
 """Names of one kind that an error lists with their particulars; of the rest the names alone, so that none is hidden."""
 
+_COPY = re.compile(r"(?<=\.)(?:modules_to_save|ln_tuning_layers)\.[^.]+\.")
+
 
 @dataclass(kw_only=True)
 class NameMap:
@@ -79,17 +81,22 @@ def adapters_of(model: nn.Module) -> set[str]:
     return found
 
 
+def is_copy(name: str) -> bool:
+    """Whether a name is of a trained copy of a base's module, which begins with the base's values."""
+    return _COPY.search(name) is not None
+
+
 def base_name(name: str) -> str:
     """Return the name that a parameter of an adapted model has in the base model."""
     name = re.sub(r"^base_model\.(?:model\.)?", "", name) if name.startswith("base_model.model.") else name
-    name = re.sub(r"(?<=\.)modules_to_save\.[^.]+\.", "", name)
+    name = _COPY.sub("", name)
     # One adapter may lie in another: those on two parameters of one module do.
     return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
 def _copies_of_base(wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]) -> set[str]:
     """Return the trained copies of base modules that begin with the base's values, as they do in PEFT."""
-    copies = {name for name, tensor in wanted.items() if ".modules_to_save." in name and tensor.is_meta}
+    copies = {name for name, tensor in wanted.items() if is_copy(name) and tensor.is_meta}
     return copies - entries.keys()
 
 

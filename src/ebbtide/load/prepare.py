@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.load.fourbit import is_four_bit
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import owners_of, rename, tensor_of
 
 
 def is_loaded(model: object) -> bool:
@@ -36,11 +37,13 @@ def empty(model: nn.Module) -> Callable[[], None]:
             on_meta[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
             vars(on_meta[id(tensor)]).update(vars(tensor))
         module._parameters[attribute] = on_meta[id(tensor)]
+    rename(model, on_meta)
 
     def put_back() -> None:
         if all(module._parameters.get(name) is on_meta[id(tensor)] for (module, name, _), tensor in before.values()):
             for (module, attribute, _), tensor in before.values():
                 module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
+            rename(model, {id(on_meta[id(tensor)]): tensor for _, tensor in before.values()})
 
     return put_back
 
@@ -53,13 +56,14 @@ def check_model(model: object, *, loaded: bool = False) -> None:
         loaded: Its own values are the weights.
 
     Raises:
-        ConfigError: It is no module, its parameters have values already, or they are quantised.
+        ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained prompts.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}", expected="a torch.nn.Module on meta", hint="pass the model itself"
         )
     parameters = list(model.named_parameters())
+    check_tensors([*parameters, *model.named_buffers()])
     for name, parameter in parameters:
         kind = type(parameter).__name__
         if kind == "Int8Params" or (hasattr(parameter, "quant_state") and not is_four_bit(parameter)):
@@ -75,12 +79,35 @@ def check_model(model: object, *, loaded: bool = False) -> None:
             hint="build it under 'with torch.device(\"meta\"):' from its configuration; to shard a loaded model, leave "
             "the weights out",
         )
+    adapters: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if not loaded and any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
+        raise ConfigError(
+            "the model has trained prompts of PEFT, on meta",
+            expected="adapters in its modules, such as those of LoRA",
+            hint="load the model itself, then add the prompts with get_peft_model",
+        )
     if any(type(m).__name__ == "DistributedDataParallel" for m in model.modules()):
         raise ConfigError(
             "the model is wrapped in DDP, on meta",
             expected="the model itself",
             hint="load it first, then wrap it: DDP needs materialized parameters",
         )
+
+
+def check_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse tensors that are made of others, such as quantised ones of torchao: they have no bytes of their own.
+
+    Raises:
+        ConfigError: One of these tensors, or of these shards, is such a tensor.
+    """
+    for name, tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if is_traceable_wrapper_subclass(local):
+            raise ConfigError(
+                f"{name!r} is a {type(local).__name__}, which is made of other tensors",
+                expected="plain tensors",
+                hint="convert the model after it is loaded, and save it before, or save it with its own library",
+            )
 
 
 def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], None]:

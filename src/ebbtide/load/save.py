@@ -14,21 +14,22 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import INDEX_SUFFIX
 from ebbtide.load.fourbit import scales_in
 from ebbtide.load.header import DTYPES, METADATA, CheckpointEntry
 from ebbtide.load.layout import Box, Piece
+from ebbtide.load.prepare import check_tensors
 from ebbtide.load.reader import place_of, spans_of
-from ebbtide.load.targets import Target, held_by, reshard
+from ebbtide.load.targets import Target, held_by, plain_name, reshard
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.buffers import view_memory
 
@@ -72,14 +73,25 @@ class Saving:
                 "save_sharded(model.merge_and_unload(), folder) writes a model without them",
                 type(self._model).__name__,
             )
+        if self.ranks.me == 0 and (modules := _saving_more(self._model)):
+            logger.warning(
+                "%s save state of their own, which save_sharded does not write; hint: save state_dict() of these "
+                "modules as well",
+                few(modules),
+            )
         held: dict[str, Target] = {}
         answers = self.ranks.run_on_all_ranks("look at what it holds", lambda: self._look(held))
         shapes: dict[str, Any] = {}
         first: dict[str, int] = {}
         for rank, one in enumerate(answers):
             for name, what in one.items():
-                shapes.setdefault(name, what)
-                first.setdefault(name, rank)
+                before = first.setdefault(name, rank)
+                if shapes.setdefault(name, what) != what:
+                    raise DataError(
+                        f"{name!r} is {_spelled(shapes[name])} on rank {before} and {_spelled(what)} on rank {rank}",
+                        expected="one shape and dtype of a name on all ranks that have it",
+                        hint="give the modules of each rank their own names, as in the whole model",
+                    )
         files = self._files(shapes)
         try:
             self._put(files, held, first)
@@ -108,7 +120,15 @@ class Saving:
 
     def _look(self, held: dict[str, Target]) -> dict[str, Any]:
         reshard(self._model)
+        for name, parameter in self._model.named_parameters():
+            if type(parameter).__name__ == "Int8Params":
+                raise ConfigError(
+                    f"{plain_name(name)!r} is quantised to 8 bits",
+                    expected="parameters in their own dtype, or in 4 bits",
+                    hint="save the model with its own library, which saves the scales, too",
+                )
         held.update(held_by(self._model))
+        check_tensors((name, target.local) for name, target in held.items())
         for name, value in scales_in(self._model):
             boxes = [(Box.full(value.shape), value)]
             held[name] = Target(name=name, old=value, local=value, boxes=boxes, shape=value.shape, shared=True)
@@ -195,7 +215,10 @@ class Saving:
                 total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
                 listing = {"metadata": {"total_size": total}, "weight_map": weights}
                 draft = self._folder / (index + _DRAFT)
-                draft.write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
+                with draft.open("w", encoding="utf-8") as file:
+                    file.write(json.dumps(listing, indent=2) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
                 draft.replace(self._folder / index)
             ours = re.compile(
                 rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?({re.escape(_DRAFT)})?"
@@ -219,6 +242,21 @@ class Saving:
         )
 
 
+def _saving_more(model: nn.Module) -> list[str]:
+    """Return the modules that give a state dict more than parameters and buffers; of 4-bit ones that is saved."""
+    own = [(name, type(m)) for name, m in model.named_modules() if not hasattr(m, "quant_state")]
+    methods = ("get_extra_state", "_save_to_state_dict")
+    return [
+        plain_name(name) or kind.__name__
+        for name, kind in own
+        if any(getattr(kind, method) is not getattr(nn.Module, method) for method in methods)
+    ]
+
+
+def _spelled(what: Sequence[Any]) -> str:
+    return f"{what[1]} {tuple(what[0])}"
+
+
 def _header(entries: Mapping[str, CheckpointEntry]) -> bytes:
     """Return the bytes before the first tensor."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
@@ -237,7 +275,7 @@ def _header(entries: Mapping[str, CheckpointEntry]) -> bytes:
 
 def _put(fd: int, values: torch.Tensor, offset_bytes: int) -> None:
     """Write a tensor's bytes at an offset."""
-    data = values.detach().cpu().contiguous()
+    data = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
     nbytes = data.numel() * data.element_size()
     view, done = view_memory(data.data_ptr(), nbytes), 0
     while done < nbytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
     Raises:
         ConfigError: A parameter has a placement without slices.
     """
-    return _held(model, lambda local, where: torch.empty(local.shape, dtype=local.dtype, device=where), device)
+    return _held(model, lambda local, where: torch.empty_like(local, device=where, requires_grad=False), device)
 
 
 def held_by(model: nn.Module) -> dict[str, Target]:
@@ -312,18 +312,25 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
             continue  # a flat parameter's memory was written in place
         value: Any = _like(target.old, target.local)
         if isinstance(target.old, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=target.old.requires_grad)
+            if nn.Parameter in type(target.old).__mro__:  # its library's own class, too
+                value = torch.Tensor._make_subclass(type(target.old), value, target.old.requires_grad)
+            else:
+                value = nn.Parameter(value, requires_grad=target.old.requires_grad)
             value.__dict__.update(target.old.__dict__)
         for module, name, is_buffer in target.owners:
             (module._buffers if is_buffer else module._parameters)[name] = value
         attached[id(target.old)] = value
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if id(value) in attached:  # a second name of a parameter or buffer
-                vars(module)[name] = attached[id(value)]
+    rename(model, attached)
     with torch.no_grad():
         for param in fsdp2_params(model):
             param.reset_sharded_param()
+
+
+def rename(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
+    """Put tensors into plain attributes, such as second names of parameters, in place of those of these identities."""
+    for module in model.modules():
+        for name, value in _plain_attributes(module):
+            vars(module)[name] = _replaced(value, lambda tensor: new.get(id(tensor), tensor))
 
 
 def check_attributes(model: nn.Module) -> None:
@@ -334,18 +341,50 @@ def check_attributes(model: nn.Module) -> None:
     """
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for prefix, module in model.named_modules():
-        kept = [*module._parameters, *module._buffers]
-        for name, value in vars(module).items():
-            # Weight norm, spectral norm and pruning compute such an attribute of weight_g, weight_orig, ...
-            computed = any(other.startswith(f"{name}_") for other in kept)
-            if isinstance(value, torch.Tensor) and value.is_meta and not computed and id(value) not in owned:
-                raise ConfigError(
-                    f"{plain_name(f'{prefix}.{name}' if prefix else name)!r} is on meta, and neither a parameter nor a "
-                    "buffer",
-                    expected="tensors that a checkpoint or an initializer gives their values",
-                    hint="build the model under accelerate.init_empty_weights(), which keeps such tensors off meta, or "
-                    "register it as a buffer",
-                )
+        kept = {*module._parameters, *module._buffers}
+        for name, value in _plain_attributes(module):
+            # Weight norm, spectral norm and pruning compute such an attribute from another in each forward.
+            if kept.intersection((f"{name}_g", f"{name}_orig")):
+                continue
+
+            def check(tensor: torch.Tensor, name: str = f"{prefix}.{name}" if prefix else name) -> torch.Tensor:
+                if tensor.is_meta and id(tensor) not in owned:
+                    raise ConfigError(
+                        f"{plain_name(name)!r} is on meta, and neither a parameter nor a buffer",
+                        expected="tensors that a checkpoint or an initializer gives their values",
+                        hint="build the model under accelerate.init_empty_weights(), which keeps such tensors off "
+                        "meta, or register it as a buffer",
+                    )
+                return tensor
+
+            _replaced(value, check)
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(n, v) for n, v in vars(module).items() if n not in ("_parameters", "_buffers", "_modules")]
+
+
+def _replaced(value: Any, function: Callable[[torch.Tensor], torch.Tensor], *within: int) -> Any:
+    """Return a value with the function's tensors for its own, in lists, dicts, tuples and sets of them, too.
+
+    Lists and dicts are changed in place; ``within`` has the identities of those around the value.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if not isinstance(value, (list, dict, tuple, set)) or id(value) in within:
+        return value
+    items: Any = list(value.values() if isinstance(value, dict) else value)
+    made = [_replaced(item, function, *within, id(value)) for item in items]
+    if all(new is old for new, old in zip(made, items, strict=True)):
+        return value
+    if isinstance(value, dict):
+        value.update(zip(list(value), made, strict=True))
+    elif isinstance(value, list):
+        value[:] = made
+    else:
+        kind: Any = type(value)
+        return kind(*made) if hasattr(value, "_fields") else kind(made)
+    return value
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

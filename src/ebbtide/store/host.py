@@ -8,7 +8,7 @@ import operator
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -74,22 +74,19 @@ class HostTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of places in use now."""
-        with self._lock:
-            self._settle()
+        with self._settled():
             return self._arena.used_bytes
 
     @property
     def arena(self) -> ArenaState:
         """The state of their host memory."""
-        with self._lock:
-            self._settle()
+        with self._settled():
             return self._arena.state
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes that the budget still allows; ``None`` without a budget."""
-        with self._lock:
-            self._settle()
+        with self._settled():
             return self._arena.free_bytes
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -330,6 +327,13 @@ class HostTier:
     def _is_forked(self) -> bool:
         """Whether this is a forked child, which may not use the device."""
         return os.getpid() != self._pid
+
+    @contextlib.contextmanager
+    def _settled(self) -> Generator[None]:
+        """Settle, and hold the lock; a forked child does neither: at the fork, another thread may have held it."""
+        with contextlib.nullcontext() if self._is_forked else self._lock:
+            self._settle()
+            yield
 
     def _settle(self) -> None:
         if self._is_forked:

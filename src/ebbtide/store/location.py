@@ -16,14 +16,14 @@ _MOUNTINFO = Path("/proc/self/mountinfo")
 def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO) -> str:
     """Return the type of the file system that holds ``path`` (``"ext4"``, ``"tmpfs"``), or ``""`` if not known."""
     try:
-        lines = mountinfo.read_text().splitlines()
+        lines = os.fsdecode(mountinfo.read_bytes()).split("\n")
     except OSError:
         return ""
     real = os.path.realpath(path)
     best, kind = -1, ""
     for line in lines:
         left, separator, right = line.partition(" - ")
-        fields = left.split()
+        fields = left.split(" ")
         if not separator or len(fields) < 5:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")

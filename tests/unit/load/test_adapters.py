@@ -74,3 +74,51 @@ def test_adapters_that_begin_in_another_way_are_refused(saved: LlamaForCausalLM,
     model.peft_config["default"].init_lora_weights = how  # PEFT computes some of them when they are added
     with pytest.raises(ConfigError, match=f"init_lora_weights is '{how}'.*\n.*\n?hint: "):
         ebbtide.load_sharded(model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["LilyConfig", "PeanutConfig", "IA3Config"])
+def test_adapters_whose_first_values_peft_computes_are_refused(
+    saved: LlamaForCausalLM, tmp_path: Path, kind: str
+) -> None:
+    """Functions of the base model would take their layers for its own, and the new model would not be the base."""
+    options: dict[str, Any] = {"feedforward_modules": []} if kind == "IA3Config" else {}
+    config = getattr(peft, kind)(target_modules=["q_proj", "v_proj"], **options)
+    with torch.device("meta"):
+        model = peft.get_peft_model(LlamaForCausalLM(saved.config), config)
+    with pytest.raises(ConfigError, match="no initializer found for adapters: .*q_proj"):
+        ebbtide.load_sharded(model, tmp_path)
+    assert next(model.parameters()).is_meta
+
+
+def test_trained_prompts_are_added_to_a_loaded_model(saved: LlamaForCausalLM, tmp_path: Path) -> None:
+    def prompted(model: LlamaForCausalLM) -> Any:
+        return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+    with torch.device("meta"):
+        model = prompted(LlamaForCausalLM(saved.config))
+    with pytest.raises(ConfigError, match="trained prompts of PEFT, on meta.*\n?.*\nhint: load the model itself"):
+        ebbtide.load_sharded(model, tmp_path)
+    loaded = ebbtide.load_sharded(prompted(saved)).base_model
+    assert not loaded.lm_head.weight.is_meta and loaded.lm_head.weight is saved.lm_head.weight
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_tuned_norms_begin_as_the_base(tmp_path: Path) -> None:
+    values = build("llama").model
+    with torch.no_grad():
+        values.model.layers[0].input_layernorm.weight.uniform_(0.5, 2)  # as training leaves it
+    with torch.device("meta"):
+        config = peft.LNTuningConfig(target_modules=["input_layernorm"])
+        model = peft.get_peft_model(LlamaForCausalLM(values.config), config)
+    norm = ebbtide.load_sharded(model, values).base_model.model.model.layers[0].input_layernorm
+    assert torch.equal(norm.ln_tuning_layers["default"].weight, values.model.layers[0].input_layernorm.weight)
+
+
+def test_adapters_without_peft_s_first_values_have_those_of_their_modules(
+    saved: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    model = ebbtide.load_sharded(adapted(init_lora_weights=False), tmp_path)
+    found = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    for name, parameter in found.items():
+        limit = parameter.shape[1] ** -0.5  # of torch.nn.Linear
+        assert 0.5 * limit < parameter.abs().max() <= limit, name

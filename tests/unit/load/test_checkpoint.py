@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.load.checkpoint import checkpoint_of, open_checkpoint
+from ebbtide.load.checkpoint import checkpoint_of, is_present, open_checkpoint
 
 
 def write(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
@@ -139,6 +139,43 @@ def test_a_pickled_checkpoint_is_read_only_on_request(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     found = open_checkpoint(tmp_path, allow_pickle=True)
     assert torch.equal(found.values["a"], torch.ones(2, 2))
+
+
+def test_pickled_files_hold_each_tensor_once_and_where_the_index_has_it(tmp_path: Path) -> None:
+    names = [f"pytorch_model-{number}.bin" for number in (1, 2)]
+    torch.save({"a": torch.ones(2), "b": torch.ones(1)}, tmp_path / names[0])
+    torch.save({"a": torch.zeros(2)}, tmp_path / names[1])
+    for paths in ([tmp_path / name for name in names], [_index(tmp_path, {"a": names[0], "b": names[1]})]):
+        with pytest.raises(DataError, match=r"'a' is in .*model-1\.bin.* and in .*model-2\.bin"):
+            open_checkpoint(*paths, allow_pickle=True)
+    torch.save({"c": torch.zeros(2)}, tmp_path / names[1])
+    with pytest.raises(DataError, match="names 1 tensors that are not in their files: b"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
+    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"a", "b", "c"}
+
+
+def _index(folder: Path, weights: dict[str, str]) -> Path:
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+    return index
+
+
+def test_an_index_or_a_folder_is_passed_alone(tmp_path: Path) -> None:
+    write(tmp_path)
+    file, index = tmp_path / "model-1.safetensors", tmp_path / "model.safetensors.index.json"
+    for paths in ([index, file], [file, index], [file, tmp_path]):
+        with pytest.raises(ConfigError, match="is one of 2 paths"):
+            open_checkpoint(*paths)
+    assert list(open_checkpoint(file, tmp_path / "model-2.safetensors").entries) == ["a", "b"]
+
+
+def test_a_folder_without_weights_is_not_seen(tmp_path: Path) -> None:
+    """As where a file system is not mounted, or only the configuration was fetched: another rank may see them."""
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_present(tmp_path) and not is_present(tmp_path / "absent") and is_present(tmp_path / "config.json")
+    write(tmp_path)
+    assert is_present(tmp_path)
 
 
 class _Evil:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.base.errors import DataError
 from ebbtide.load.initialise import Initialiser, _Watch
 
 
@@ -58,3 +59,89 @@ def test_values_on_the_cpu_leave_the_random_numbers_of_accelerators(monkeypatch:
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("accelerators were seeded, too"))
     made = dict(Initialiser(model, None, seed=1).values(["weight"], torch.device("cpu")))
     assert made["weight"].std() > 0 and torch.equal(torch.get_rng_state(), state)
+
+
+class Parts(nn.Module):
+    """Sets a tensor row by row, or only some of it, or only scales what a constructor would have set."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, rows: int = 4, factor: float = 0) -> None:
+        super().__init__()
+        self.rows, self.factor = rows, factor
+        self.register_buffer("table", torch.zeros(4, 2, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        if self.factor:
+            self.table.mul_(self.factor)
+        for row in range(0 if self.factor else self.rows):
+            self.table[row].fill_(row % 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8])
+def test_an_initialiser_sets_all_of_a_tensor(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        complete, half = Parts(dtype), Parts(dtype, rows=3)
+    ((_, made),) = Initialiser(complete, None, seed=1).values(["table"], torch.device("cpu"))
+    assert made.tolist() == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    with pytest.raises(DataError, match="table: the initializer sets only a part"):
+        list(Initialiser(half, None, seed=1).values(["table"], torch.device("cpu")))
+
+
+def test_an_initialiser_that_only_scales_sets_nothing() -> None:
+    with torch.device("meta"):
+        scaled = Parts(factor=0.5)
+    with pytest.raises(DataError, match="table: the initializer sets only a part"):
+        list(Initialiser(scaled, None, seed=1).values(["table"], torch.device("cpu")))
+
+
+class Reading(nn.Module):
+    """Reads a value while it initialises, which nothing on meta can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and float(module.weight.abs().max()) >= 0:
+            module.weight.fill_(5)
+
+
+class Broken(nn.Linear):
+    def reset_parameters(self) -> None:
+        if self.weight.isnan().any():
+            raise ValueError("no values")
+
+
+def test_an_initialiser_that_reads_values_runs_with_them() -> None:
+    with torch.device("meta"):
+        model = Reading()
+    made = dict(Initialiser(model, None, seed=1).values(["linear.weight", "linear.bias"], torch.device("cpu")))
+    assert made["linear.weight"].eq(5).all() and made["linear.bias"].any()
+    with torch.device("meta"):
+        broken = nn.Linear(3, 4)
+    broken.__class__ = Broken
+    with pytest.raises(DataError, match=r"initializer reset_parameters failed \(ValueError: no values\)"):
+        list(Initialiser(broken, None, seed=1).values(["weight"], torch.device("cpu")))
+
+
+def test_a_function_of_the_same_name_that_takes_no_module_is_no_initialiser() -> None:
+    class Merger(nn.Module):  # as in MiniCPM-V
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def _init_weights(self) -> None:
+            raise AssertionError
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.merger = Merger()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.ones_(module.weight)
+
+    with torch.device("meta"):
+        model = Model()
+    ((_, made),) = Initialiser(model, None, seed=1).values(["merger.linear.weight"], torch.device("cpu"))
+    assert made.eq(1).all()

@@ -10,16 +10,18 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
+from ebbtide.load import Saving
 from ebbtide.load import load as load_module
 from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
@@ -216,6 +218,18 @@ def test_another_dtype_is_that_of_parameters(path: Path, values: dict[str, torch
     assert torch.equal(model.norm.running_mean, values["norm.running_mean"])
 
 
+def test_memory_formats_stay() -> None:
+    def convolution() -> nn.Module:
+        return nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+
+    with torch.device("meta"):
+        empty = convolution()
+    values = convolution()
+    for model in (ebbtide.load_sharded(empty, values.state_dict()), ebbtide.load_sharded(convolution())):
+        assert model.weight.stride() == values.weight.stride() == (36, 1, 12, 4)
+    assert torch.equal(empty.weight, values.weight)
+
+
 def test_an_optimizer_that_was_there_before_holds_the_new_parameters(path: Path) -> None:
     model = meta(tied=True)
     groups = [{"params": list(model.norm.parameters()), "lr": 0.5}, {"params": [model.head.weight]}]
@@ -251,6 +265,8 @@ REFUSALS: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
     "no dtype": (lambda m, p: {"dtype": torch.int8}, "dtype is torch.int8"),
     "no function": (lambda m, p: {"shard": 3}, "shard is 3"),
     "no path": (lambda m, p: {"weights": 3}, "weights is a int"),
+    "bytes": (lambda m, p: {"weights": b"model"}, "weights is a bytes"),
+    "no paths": (lambda m, p: {"weights": [p, 3]}, "weights is a list"),
     "a word for missing": (lambda m, p: {"missing": "ok"}, "missing is 'ok'"),
     "nothing there": (lambda m, p: {"weights": p / "not-here"}, "not-here' does not exist"),
 }
@@ -294,11 +310,12 @@ def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
         raise ValueError("no mesh")
 
     model = Model(tied=True)
+    model.norm.kept = [model.norm.weight]
     before = dict(model.named_parameters())
     with pytest.raises(ValueError, match="no mesh"):
         ebbtide.load_sharded(model, shard=shard)
     assert all(p is before[name] for name, p in model.named_parameters()) and not model.embed.weight.is_meta
-    assert model.head.weight is model.embed.weight
+    assert model.head.weight is model.embed.weight and model.norm.kept[0] is model.norm.weight
 
     def half(model: Model) -> None:
         model.head.weight = nn.Parameter(torch.empty(3, device="meta"))  # as sharding replaces it
@@ -433,6 +450,56 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_named(path: Path) -> None:
     assert ebbtide.load_sharded(normed, values)(torch.ones(2, 4)).isfinite().all()
 
 
+class Pair(NamedTuple):
+    """A tuple that is not made from a list."""
+
+    one: torch.Tensor
+    other: int
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list": lambda tensor: [1, tensor],
+    "tuple": lambda tensor: (tensor, "a"),
+    "named": lambda tensor: Pair(tensor, 3),
+    "dict": lambda tensor: {"a": tensor},
+    "set": lambda tensor: {tensor},
+    "nested": lambda tensor: {"a": [(tensor,)]},
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_tensors_in_lists_and_dicts_follow_the_parameters_or_are_named(path: Path, kind: str) -> None:
+    model = meta()
+    model.norm.kept = HOLDERS[kind](torch.ones(3, device="meta"))
+    with pytest.raises(ConfigError, match=r"'norm\.kept' is on meta"):
+        ebbtide.load_sharded(model, path)
+    model.norm.kept = HOLDERS[kind](model.norm.weight)
+    loaded = ebbtide.load_sharded(model, path)
+    found = str(loaded.norm.kept)
+    assert found == str(HOLDERS[kind](loaded.norm.weight)) and "meta" not in found
+    loaded.norm.kept = [model.norm.weight]
+    loaded.norm.kept.append(loaded.norm.kept)  # it holds itself
+    assert ebbtide.load_sharded(loaded).norm.kept[0] is loaded.norm.weight
+
+
+def test_a_second_name_that_sharding_leaves_behind_is_named(path: Path) -> None:
+    model = meta()
+    model.norm.__dict__["second"] = model.norm.weight
+
+    def shard(model: nn.Module) -> None:
+        model.norm.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+    with pytest.raises(ConfigError, match=r"'norm\.second' is on meta"):
+        ebbtide.load_sharded(model, path, shard=shard)
+
+
+def test_an_attribute_of_a_similar_name_hides_no_tensor_on_meta(path: Path) -> None:
+    model = meta()
+    model.norm.running = torch.ones(3, device="meta")  # not computed from running_mean
+    with pytest.raises(ConfigError, match=r"'norm\.running' is on meta"):
+        ebbtide.load_sharded(model, path)
+
+
 def test_a_model_under_ddp_is_saved_under_its_own_names(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -452,6 +519,93 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         ebbtide.save_sharded(Model(), tmp_path / "file")
 
 
+@pytest.mark.parametrize("option", [{"name": name} for name in ("", "a/b", "../up", "a\0", 3)])
+def test_a_name_that_is_no_files_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="name is "):
+        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path / "out", **option)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_size_that_no_file_has_is_refused(tmp_path: Path, count: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_file_bytes is {count}"):
+        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path, max_file_bytes=count)
+
+
+def test_8_bit_weights_are_not_saved_without_their_scales(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = type("Int8Params", (nn.Parameter,), {})(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match="'weight' is quantised to 8 bits"):
+        ebbtide.save_sharded(model, tmp_path)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(1)
+
+
+class Own(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.ones(1)
+
+
+def test_state_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ebbtide.save_sharded(nn.Sequential(Extra(2, 2), nn.Linear(2, 2), Own(2, 2)), tmp_path)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("0, 2 save state of their own")
+    caplog.clear()
+    ebbtide.save_sharded(Model(), tmp_path)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_tensors_that_are_made_of_others_are_refused(path: Path, tmp_path: Path) -> None:
+    two = nn.Parameter(TwoTensor(torch.ones(10, 4), torch.zeros(10, 4)))
+    model = Model()
+    model.head.weight = two
+    with pytest.raises(ConfigError, match=r"'head\.weight' is a TwoTensor"):
+        ebbtide.save_sharded(model, tmp_path / "out")
+    model = meta()
+    model.head.weight = nn.Parameter(two.detach().to("meta"))
+    with pytest.raises(ConfigError, match=r"'head\.weight' is a TwoTensor"):
+        ebbtide.load_sharded(model, path)
+    assert isinstance(model.head.weight, TwoTensor) and model.head.weight.is_meta
+
+
+class Marked(nn.Parameter):
+    """As libraries make parameters that carry something."""
+
+
+def test_parameters_keep_their_class(path: Path) -> None:
+    model = meta()
+    model.head.weight = Marked(model.head.weight)
+    model.head.weight.tag = "a"  # type: ignore[attr-defined]
+    model.head.weight.requires_grad_(False)
+    loaded = ebbtide.load_sharded(model, path).head.weight
+    assert type(loaded) is Marked and loaded.tag == "a" and not loaded.requires_grad
+    assert torch.equal(loaded, load_file(path / "model.safetensors")["head.weight"])
+
+
+def test_lazily_conjugated_values_are_saved_as_they_are(tmp_path: Path) -> None:
+    model, value = nn.Module(), torch.tensor([1 + 2j, 3 - 4j]).conj()
+    model.register_buffer("conjugate", value)
+    model.register_buffer("negative", value.imag)
+    assert value.is_conj() and value.imag.is_neg()
+    ebbtide.save_sharded(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["conjugate"].tolist() == [1 - 2j, 3 + 4j] and saved["negative"].tolist() == [-2, 4]
+
+
+@pytest.mark.parametrize("other", [[[4], "F32"], [[4, 10], "BF16"]])
+def test_ranks_that_save_different_tensors_under_one_name_are_named(tmp_path: Path, other: list[Any]) -> None:
+    saving = Saving(nn.Linear(10, 4), tmp_path, meet=None, max_file_bytes=100, name="model")
+    alone = saving.ranks.run_on_all_ranks
+    saving.ranks.run_on_all_ranks = lambda about, act: [*alone(about, act), {"weight": other}]  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"'weight' is F32 \(4, 10\) on rank 0 and (F32 \(4,\)|BF16 .*) on rank 1"):
+        saving.run()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_save_that_is_killed_while_files_are_named_leaves_no_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +623,18 @@ def test_a_save_that_is_killed_while_files_are_named_leaves_no_mixture(
         ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
     with pytest.raises(DataError, match="and no index of a model"):
         ebbtide.load_sharded(meta(), tmp_path)
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, synced = os.fsync, list[str]()
+
+    def fsync(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        plain(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
+    assert sorted(synced) == sorted(f"{file.name}.part" for file in tmp_path.iterdir()) and len(synced) > 2
 
 
 def test_a_save_that_fails_leaves_what_was_there_and_no_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import weakref
 
 import pytest
@@ -312,13 +313,16 @@ def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPa
     def refuse(*args: object) -> None:
         raise RuntimeError("cannot re-initialize the device in a forked subprocess")
 
+    tier._lock.acquire()  # as another thread may
     child = os.fork()
     if child == 0:
         code = 1
+        signal.alarm(5)  # ends a child that waits for the lock
         try:
             for name in ("query", "synchronize", "record", "wait", "free_host"):
                 monkeypatch.setattr(device, name, refuse)
-            assert tier.used_bytes == 100 and tier.counters.out_bytes == 100
+            assert tier.used_bytes == tier.arena.used_bytes == 100 and tier.counters.out_bytes == 100
+            assert tier.free_bytes is None
             slot.free()
             del slot
             tier.trim()
@@ -326,6 +330,7 @@ def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPa
             code = 0
         finally:
             os._exit(code)
+    tier._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert slot.take().numel() == 100
 

@@ -31,6 +31,20 @@ def test_filesystem_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
     assert filesystem_of("/a", mountinfo=tmp_path / "absent") == ""
 
 
+def test_a_mount_whose_name_is_no_text_hides_no_other(tmp_path: Path) -> None:
+    lines = [
+        "1 0 0:1 / / rw - ext4 /dev/a rw",
+        "2 1 0:2 / /b\xff rw - xfs /dev/b rw",
+        "3 1 0:3 / /\xa0c rw - tmpfs c rw",
+    ]
+    table = tmp_path / "mountinfo"
+    table.write_bytes("\n".join(lines).encode("latin-1"))
+    for path, kind in {b"/a": "ext4", b"/b\xff/x": "xfs", b"/\xa0c/x": "tmpfs"}.items():
+        assert filesystem_of(os.fsdecode(path), mountinfo=table) == kind
+    table.write_bytes(lines[0].encode() + "\n3 1 0:3 / /\xa0c rw - tmpfs c rw".encode())
+    assert filesystem_of("/\xa0c/x", mountinfo=table) == "tmpfs"
+
+
 def test_the_last_mount_on_a_point_counts(tmp_path: Path) -> None:
     assert filesystem_of("/m/x", mountinfo=mounts(tmp_path / "m", ("/m", "tmpfs"), ("/m", "ext4"))) == "ext4"
 
