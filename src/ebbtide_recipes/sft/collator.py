@@ -1,9 +1,11 @@
 """Batches of rows with images, videos and sounds, made by the model's own processor on demand.
 
 [Note: prompts and completions apart]
-The processor gets the prompt with its files; a completion is tokenised alone and appended, as TRL does with images, so
-that the learned tokens never depend on how a tokenizer joins the two. A row of messages is a prompt without completion,
-all of which is learned but the placeholders of its files: no model says them.
+The processor gets the prompt with its files; the tokens of the completion are appended. They are those that follow the
+prompt's in the tokenised text of both: some tokenizers, as Llama's, put a space before any text. Where a tokenizer
+joins the end of the prompt with the completion, the completion is tokenised alone, as a model continues the prompt. A
+row of messages is a prompt without completion, all of which is learned but the placeholders of its files: no model says
+them. So are such rows beside prompts and completions, where these are trained and those evaluated.
 
 [Note: lengths without pixels]
 How many tokens an image becomes is known only to the processor, and most processors compute it from the image's size,
@@ -85,7 +87,7 @@ class MediaCollator:
     Attributes:
         processor: The model's.
         max_length: Tokens in a sequence; longer rows are cut unless that cuts a file.
-        completion_only: Whether only completions are learned.
+        completion_only: Whether only the completion is learned of a row that has one.
         cuts: Whether a longer row is cut; else it is refused.
     """
 
@@ -104,15 +106,14 @@ class MediaCollator:
         prompts = [text.get("text", text.get("prompt", "")) for text in texts]
         batch = self._processed(rows, prompts)
         lengths = batch["attention_mask"].sum(1).tolist()
-        answers = [self._tokens(text["completion"]) if "completion" in text else None for text in texts]
+        answers = [self._answer(text) for text in texts]
         for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
             self._check_length(row, ids[:length], len(answer or ()))
         pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in (*pads, "labels") if name in (*batch, "labels")}
         for index, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-            tail = batch["input_ids"].new_tensor(answer or [])
             for name in columns:
-                columns[name].append(self._column(name, batch, index, length, tail)[: self.max_length])
+                columns[name].append(self._column(name, batch, index, length, answer)[: self.max_length])
         padded = {
             name: pad_sequence(values, batch_first=True, padding_value=-100 if name == "labels" else pads[name])
             for name, values in columns.items()
@@ -156,18 +157,18 @@ class MediaCollator:
         for token in self._tokens(text.get("text", text.get("prompt", ""))):
             ids += [token] * (next(counts, 1) if token == getattr(processor, "image_token_id", None) else 1)
         try:
-            self._check_length(
-                row, torch.tensor(ids), len(self._tokens(text["completion"])) if "completion" in text else 0
-            )
+            self._check_length(row, torch.tensor(ids), len(self._answer(text) or ()))
         except DataError:
             return False
         return True
 
-    def _column(self, name: str, batch: Any, index: int, length: int, tail: torch.Tensor) -> torch.Tensor:
+    def _column(self, name: str, batch: Any, index: int, length: int, answer: list[int] | None) -> torch.Tensor:
         """Return one row of a column, followed by its completion."""
+        tail = batch["input_ids"].new_tensor(answer or [])
         if name == "labels":
             head = batch["input_ids"][index, :length]
-            hidden = torch.isin(head, head.new_tensor(sorted(self._places()))) | self.completion_only
+            alone = self.completion_only and answer is not None
+            hidden = torch.isin(head, head.new_tensor(sorted(self._places()))) | alone
             return torch.cat([head.masked_fill(hidden, -100), tail])
         head = batch[name][index, :length]
         if name == "input_ids":
@@ -188,6 +189,13 @@ class MediaCollator:
     def _places(self) -> set[int]:
         """Return the tokens in whose places a model puts its features of files."""
         return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
+
+    def _answer(self, text: Row) -> list[int] | None:
+        """Return the tokens of a completion; ``None``: the row has none. See [Note: prompts and completions apart]."""
+        if "completion" not in text:
+            return None
+        prompt, both = self._tokens(text["prompt"]), self._tokens(text["prompt"] + text["completion"])
+        return both[len(prompt) :] if both[: len(prompt)] == prompt else self._tokens(text["completion"])
 
     def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without files."""

@@ -1,4 +1,4 @@
-"""Rows with files, where no processor is needed to see what becomes of them."""
+"""Rows with files, where no model's own processor is needed to see what becomes of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,59 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft import collator
 from ebbtide_recipes.sft.media import WHERE
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
+    "{{ '</s>' if m['role'] == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class Processor:
+    """Has a tokenizer whose tokens are letters, and that puts a space before any text, as Llama's does."""
+
+    def __init__(self) -> None:
+        letters = [chr(code) for code in range(ord("!"), ord("~"))]
+        vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", "▁", *letters])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", chat_template=TEMPLATE
+        )
+        self.apply_chat_template = self.tokenizer.apply_chat_template
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        return self.tokenizer(text, **options)
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+CHAT = {"messages": [said("user", "Why?"), said("assistant", "It is.")], WHERE: "row 1"}
+PAIR = {"prompt": [said("user", "Why?")], "completion": [said("assistant", "It is.")], WHERE: "row 2"}
+
+
+def learned(*rows: dict[str, Any], completion_only: bool = True) -> list[str]:
+    """Return the text that is learned of each row."""
+    processor: Any = Processor()
+    batch = collator.MediaCollator(processor=processor, max_length=99, completion_only=completion_only)(rows)
+    kept = [[token for token in labels.tolist() if token != -100] for labels in batch["labels"]]
+    return ["".join(processor.tokenizer.convert_ids_to_tokens(tokens)) for tokens in kept]
+
+
+def test_an_answer_has_the_tokens_that_it_has_after_its_question() -> None:
+    assert learned(PAIR) == ["▁It▁is.</s>"]
+    assert learned(PAIR, completion_only=False) == learned(CHAT, completion_only=False)
+
+
+def test_chats_are_learned_beside_questions_and_answers() -> None:
+    assert learned(CHAT, PAIR) == ["▁user:▁Why?▁assistant:▁It▁is.</s>", "▁It▁is.</s>"]
 
 
 def test_a_chat_that_the_template_refuses_is_named_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
