@@ -46,8 +46,14 @@ def _has_more(row: Row) -> bool:
     )
 
 
-def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
+def split(dataset: Dataset, ratio: float, *, seed: int, in_order: bool = False) -> tuple[Dataset, Dataset]:
     """Hold out a share of the rows for evaluation.
+
+    Args:
+        dataset: The rows.
+        ratio: The share.
+        seed: Draws the held-out rows.
+        in_order: Whether the rows to train on keep their order; else they are shuffled.
 
     Returns:
         Rows to train on, and held-out rows: at least one.
@@ -62,5 +68,9 @@ def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Datase
             expected="a share that leaves some",
             hint="give a smaller share, or --eval_dataset",
         )
+    if in_order:
+        numbered = dataset.from_dict({"number": list(range(len(dataset)))})
+        parts = numbered.train_test_split(test_size=kept, seed=seed)
+        return dataset.select(sorted(parts["train"]["number"])), dataset.select(parts["test"]["number"])
     parts = dataset.train_test_split(test_size=kept, seed=seed)
     return parts["train"], parts["test"]

@@ -106,7 +106,7 @@ class MediaCollator:
         prompts = [text.get("text", text.get("prompt", "")) for text in texts]
         batch = self._processed(rows, prompts)
         lengths = batch["attention_mask"].sum(1).tolist()
-        answers = [self._answer(text) for text in texts]
+        answers = [self._answer(row, text) for row, text in zip(rows, texts, strict=True)]
         for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
             self._check_length(row, ids[:length], len(answer or ()))
         pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
@@ -157,7 +157,7 @@ class MediaCollator:
         for token in self._tokens(text.get("text", text.get("prompt", ""))):
             ids += [token] * (next(counts, 1) if token == getattr(processor, "image_token_id", None) else 1)
         try:
-            self._check_length(row, torch.tensor(ids), len(self._answer(text) or ()))
+            self._check_length(row, torch.tensor(ids), len(self._answer(row, text) or ()))
         except DataError:
             return False
         return True
@@ -190,12 +190,24 @@ class MediaCollator:
         """Return the tokens in whose places a model puts its features of files."""
         return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
 
-    def _answer(self, text: Row) -> list[int] | None:
-        """Return the tokens of a completion; ``None``: the row has none. See [Note: prompts and completions apart]."""
+    def _answer(self, row: Row, text: Row) -> list[int] | None:
+        """Return the tokens of a completion; ``None``: the row has none. See [Note: prompts and completions apart].
+
+        Raises:
+            DataError: One of them is the placeholder of a file.
+        """
         if "completion" not in text:
             return None
         prompt, both = self._tokens(text["prompt"]), self._tokens(text["prompt"] + text["completion"])
-        return both[len(prompt) :] if both[: len(prompt)] == prompt else self._tokens(text["completion"])
+        answer = both[len(prompt) :] if both[: len(prompt)] == prompt else self._tokens(text["completion"])
+        if found := self._places() & set(answer):
+            raise DataError(
+                f"{row[WHERE]} has {self.processor.tokenizer.decode(found.pop())!r} in its answer: in this model's "
+                "text it marks the position of a file",
+                expected="files before the answer",
+                hint="write it in other letters, or remove the row",
+            )
+        return answer
 
     def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without files."""

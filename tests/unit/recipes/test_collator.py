@@ -58,6 +58,13 @@ def test_an_answer_has_the_tokens_that_it_has_after_its_question() -> None:
     assert learned(PAIR, completion_only=False) == learned(CHAT, completion_only=False)
 
 
+def test_a_placeholder_of_a_file_in_an_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processor, "image_token_id", 0, raising=False)
+    learned(PAIR)
+    with pytest.raises(DataError, match=r"row 2 has '<unk>' in its answer.*\nhint: "):
+        learned({**PAIR, "completion": [said("assistant", "an \u00e9")]})
+
+
 def test_chats_are_learned_beside_questions_and_answers() -> None:
     assert learned(CHAT, PAIR) == ["▁user:▁Why?▁assistant:▁It▁is.</s>", "▁It▁is.</s>"]
 

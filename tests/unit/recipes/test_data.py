@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.language.tables import as_dataset
+from ebbtide_recipes.language.tables import as_dataset, split
 from ebbtide_recipes.sft import data, media
 from ebbtide_recipes.skeleton import rows as rows_module
 from ebbtide_recipes.skeleton.rows import SUFFIXES, Named, parsed
@@ -162,6 +162,15 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
     assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
     with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_a_tag_that_no_user_wrote_is_text(tmp_path: Path, role: str) -> None:
+    (tmp_path / "0.png").touch()
+    row = {"messages": [USER, {"role": role, "content": "an <image> tag"}], "images": ["0.png"]}
+    shaped = media.attach(row, row, ("image",), tmp_path, "row 1")["messages"]
+    parts = {message["role"]: [part["text"] or part["type"] for part in message["content"]] for message in shaped}
+    assert parts["user"] == ["image", "q"] and parts[role] == ["an <image> tag"]
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -396,6 +405,14 @@ def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path, monkeypatch: p
 def test_rows_that_make_no_table_are_an_error() -> None:
     with pytest.raises(DataError, match="the rows of a.jsonl do not make one table: .*\nhint: "):
         as_dataset([{"text": "t"}, {"text": 5}], ["a.jsonl"])
+
+
+def test_rows_that_are_trained_in_order_keep_it_when_others_are_held_out() -> None:
+    table = as_dataset([{"number": number} for number in range(20)], ["a"])
+    shuffled, held = split(table, 0.2, seed=3)
+    rest, same = split(table, 0.2, seed=3, in_order=True)
+    assert list(rest["number"]) == sorted(shuffled["number"]) != list(shuffled["number"])
+    assert list(same["number"]) == list(held["number"])
 
 
 def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
