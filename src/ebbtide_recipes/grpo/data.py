@@ -47,7 +47,8 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
         part = prompts.shaped(rows, name, chat=source.chats, system=config.system)
         for reward in rewards:
             reward.check_columns([column for column in part[0] if column != "prompt"])
-        if not any([reward.judges(part, name) for reward in rewards]):
+        judged = [reward.judges(part, name) for reward in rewards]
+        if not any(judged):
             raise DataError(
                 f"no row of {name} has an answer that a reward function judges by",
                 expected="a right answer in some rows; a number for closeness",

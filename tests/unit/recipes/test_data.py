@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.language.tables import as_dataset, split
+from ebbtide_recipes.language import tables
+from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import data, media
 from ebbtide_recipes.skeleton import rows as rows_module
 from ebbtide_recipes.skeleton.rows import SUFFIXES, Named, parsed
@@ -329,6 +330,12 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "t"}\n{"other": "t"}\n', "row 2 of data set .* has no 'text'; its columns are other; "),
         ("a.jsonl", '{"text": ""}\n', "row 1 of data set .* has '' as text; expected text"),
         ("a.jsonl", '{"text": 5}\n', "row 1 of data set .* has 5 as text; expected text"),
+        ("a.jsonl", '{"text": ["a", "b"]}\n', r"row 1 of data set .* has \['a', 'b'\] as text; expected text\n"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}\n',
+            "row 1 of data set .* has a list as prompt and a str as completion; expected two texts, or two lists",
+        ),
         ("a.jsonl", '{"prompt": "q", "completion": null}\n', "row 1 of data set .* has None as completion"),
         ("a.jsonl", '{"question": "q", "answer": 5}\n', "row 1 of data set .* does not fit: 5 is not text"),
         ("a.jsonl", '{"messages": []}\n', r"row 1 of data set .* has \[\] as messages"),
@@ -346,7 +353,8 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ),
         (
             "a.jsonl",
-            '{"prompt": "x", "completion": "y"}\n{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}\n',
+            '{"prompt": "x", "completion": "y"}\n{"prompt": [{"role": "user", "content": "x"}], '
+            '"completion": [{"role": "assistant", "content": "y"}]}\n',
             "row 2 of data set .* has a list as prompt, the first row a str; expected text in every row",
         ),
         ("a.jsonl", "\ufeff{broken\n", "line 1 of .*a.jsonl is not JSON: Expecting property name"),
@@ -409,8 +417,8 @@ def test_rows_that_make_no_table_are_an_error() -> None:
 
 def test_rows_that_are_trained_in_order_keep_it_when_others_are_held_out() -> None:
     table = as_dataset([{"number": number} for number in range(20)], ["a"])
-    shuffled, held = split(table, 0.2, seed=3)
-    rest, same = split(table, 0.2, seed=3, in_order=True)
+    shuffled, held = tables.split(table, 0.2, seed=3)
+    rest, same = tables.split(table, 0.2, seed=3, in_order=True)
     assert list(rest["number"]) == sorted(shuffled["number"]) != list(shuffled["number"])
     assert list(same["number"]) == list(held["number"])
 
@@ -454,8 +462,9 @@ def test_an_unknown_builtin_names_the_nearest() -> None:
         load("builtin:pydocs")
 
 
-def test_chats_need_a_chat_template(tmp_path: Path) -> None:
-    name = write(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
+@pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}])
+def test_chats_need_a_chat_template(tmp_path: Path, row: dict) -> None:
+    name = write(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match="no chat template"):
         load(name, chat=False)
 
