@@ -113,7 +113,7 @@ def test_weights_that_are_quantised_already_are_refused(text_model: Path, tmp_pa
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path, added: dict, said: str) -> None:
     from transformers import AutoTokenizer
 
-    from ebbtide_recipes.grpo import data
+    from ebbtide_recipes.grpo import data, rewards
     from ebbtide_recipes.grpo.config import GrpoConfig
     from ebbtide_recipes.language import models
 
@@ -125,12 +125,12 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path, adde
         settings = json.loads((model / "tokenizer_config.json").read_text())
         (model / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
     rows = tmp_path / "a.jsonl"
-    rows.write_text(json.dumps({"prompt": "a <new> token", "completion": "It is."}) + "\n")
+    rows.write_text(json.dumps({"prompt": "a <new> token", "completion": "It is.", "answer": "1"}) + "\n")
     with pytest.raises(DataError, match=said):
         train(model, tmp_path / "out", dataset=(str(rows),), max_length=64)
     config = GrpoConfig(model=str(model), dataset=(str(rows),), max_prompt_length=32, max_completion_length=32)
     with pytest.raises(DataError, match=said):
-        data.load(config.dataset, config, models.look_up(config), ())
+        data.load(config.dataset, config, models.look_up(config), rewards.load(["accuracy"]))
     if "additional_special_tokens" in added:
         train(model, tmp_path / "out", dataset=("builtin:pydoc#2",), max_steps=1, max_length=64)
 
