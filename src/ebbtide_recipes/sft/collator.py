@@ -19,12 +19,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
-from trl import apply_chat_template
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft import decode
@@ -180,11 +181,20 @@ class MediaCollator:
         bare = _bare(row)
         try:
             try:
-                return apply_chat_template(bare, self.processor)
+                return self._written(bare)
             except TypeError:  # as of a template that joins text and a call's arguments
-                return apply_chat_template({**bare, **with_texts(bare)}, self.processor)
+                return self._written({**bare, **with_texts(bare)})
         except (TemplateError, TypeError) as error:
             raise refused_by_template(row[WHERE], error) from error
+
+    def _written(self, row: Row) -> Row:
+        """Return the text of a chat; or of a prompt up to the answer of a model, as TRL writes rows of text, and that."""
+        write = partial(self.processor.apply_chat_template, tokenize=False)
+        if "messages" in row:
+            return {"text": write(row["messages"])}
+        prompt, both = write(row["prompt"], add_generation_prompt=True), write([*row["prompt"], *row["completion"]])
+        prompt = commonprefix([prompt, both])
+        return {"prompt": prompt, "completion": both[len(prompt) :]}
 
     def _places(self) -> set[int]:
         """Return the tokens in whose places a model puts its features of files."""

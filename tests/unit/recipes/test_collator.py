@@ -69,11 +69,16 @@ def test_chats_are_learned_beside_questions_and_answers() -> None:
     assert learned(CHAT, PAIR) == ["▁user:▁Why?▁assistant:▁It▁is.</s>", "▁It▁is.</s>"]
 
 
-def test_a_chat_that_the_template_refuses_is_named_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*given: object) -> Any:
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_no_prompt_is_learned_whoever_has_its_last_word(role: str) -> None:
+    assert learned({**PAIR, "prompt": [*PAIR["prompt"], said(role, "Well.")]}) == ["▁It▁is.</s>"]
+
+
+def test_a_chat_that_the_template_refuses_is_named_by_its_row() -> None:
+    def refuses(*given: object, **options: object) -> Any:
         raise TemplateError("roles must alternate")
 
-    monkeypatch.setattr(collator, "apply_chat_template", refuses)
-    made = collator.MediaCollator(processor=SimpleNamespace(), max_length=8, completion_only=False)  # type: ignore[arg-type]
+    processor: Any = SimpleNamespace(apply_chat_template=refuses)
+    made = collator.MediaCollator(processor=processor, max_length=8, completion_only=False)
     with pytest.raises(DataError, match=r"refuses row 3 of data set 'a': roles must alternate.*\nhint: "):
         made([{"messages": [], WHERE: "row 3 of data set 'a'"}])
