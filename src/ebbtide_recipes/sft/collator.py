@@ -1,11 +1,11 @@
 """Batches of rows with images, videos and sounds, made by the model's own processor on demand.
 
 [Note: prompts and completions apart]
-The processor gets the prompt with its files; the tokens of the completion are appended. They are those that follow the
-prompt's in the tokenised text of both: some tokenizers, as Llama's, put a space before any text. Where a tokenizer
-joins the end of the prompt with the completion, the completion is tokenised alone, as a model continues the prompt. A
-row of messages is a prompt without completion, all of which is learned but the placeholders of its files: no model says
-them. So are such rows beside prompts and completions, where these are trained and those evaluated.
+The processor gets the prompt with its files; the tokens of the completion are appended. They are those by which the
+tokenised text of both goes on where it differs from the tokenised prompt: some tokenizers, as Llama's, put a space
+before any text, and a token may hold the end of the prompt and the beginning of the completion. So the tokens are those
+of the same text as a row of messages. Such a row is a prompt without completion, all of which is learned but the
+placeholders of its files: no model says them. It is so beside prompts and completions, too, such as in evaluation.
 
 [Note: lengths without pixels]
 How many tokens an image becomes is known only to the processor, and most processors compute it from the image's size,
@@ -106,8 +106,8 @@ class MediaCollator:
         texts = [self._rendered(row) for row in rows]
         prompts = [text.get("text", text.get("prompt", "")) for text in texts]
         batch = self._processed(rows, prompts)
-        lengths = batch["attention_mask"].sum(1).tolist()
-        answers = [self._answer(row, text) for row, text in zip(rows, texts, strict=True)]
+        joined, answers = zip(*(self._answer(row, text) for row, text in zip(rows, texts, strict=True)), strict=True)
+        lengths = (batch["attention_mask"].sum(1) - torch.tensor(joined)).tolist()
         for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
             self._check_length(row, ids[:length], len(answer or ()))
         pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
@@ -152,13 +152,14 @@ class MediaCollator:
         """Whether a row with images is short enough, by the sizes of the images."""
         processor: Any = self.processor
         text = self._rendered(row)
+        joined, answer = self._answer(row, text)
         sizes = [_size_of(image) for image in row["images"]]
         counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens if sizes else ())
         ids: list[int] = []
         for token in self._tokens(text.get("text", text.get("prompt", ""))):
             ids += [token] * (next(counts, 1) if token == getattr(processor, "image_token_id", None) else 1)
         try:
-            self._check_length(row, torch.tensor(ids), len(self._answer(row, text) or ()))
+            self._check_length(row, torch.tensor(ids[: len(ids) - joined]), len(answer or ()))
         except DataError:
             return False
         return True
@@ -200,16 +201,19 @@ class MediaCollator:
         """Return the tokens in whose places a model puts its features of files."""
         return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
 
-    def _answer(self, row: Row, text: Row) -> list[int] | None:
-        """Return the tokens of a completion; ``None``: the row has none. See [Note: prompts and completions apart].
+    def _answer(self, row: Row, text: Row) -> tuple[int, list[int] | None]:
+        """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on.
+
+        See [Note: prompts and completions apart]. ``None``: the row has no completion.
 
         Raises:
             DataError: One of them is the placeholder of a file.
         """
         if "completion" not in text:
-            return None
+            return 0, None
         prompt, both = self._tokens(text["prompt"]), self._tokens(text["prompt"] + text["completion"])
-        answer = both[len(prompt) :] if both[: len(prompt)] == prompt else self._tokens(text["completion"])
+        same = len(commonprefix([prompt, both]))
+        answer = both[same:]
         if found := self._places() & set(answer):
             raise DataError(
                 f"{row[WHERE]} has {self.processor.tokenizer.decode(found.pop())!r} in its answer: in this model's "
@@ -217,7 +221,7 @@ class MediaCollator:
                 expected="files before the answer",
                 hint="write it in other letters, or remove the row",
             )
-        return answer
+        return len(prompt) - same, answer
 
     def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without files."""

@@ -23,10 +23,10 @@ TEMPLATE = (
 class Processor:
     """Has a tokenizer whose tokens are letters, and that puts a space before any text, as Llama's does."""
 
-    def __init__(self) -> None:
+    def __init__(self, merges: list[tuple[str, str]]) -> None:
         letters = [chr(code) for code in range(ord("!"), ord("~"))]
-        vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", "▁", *letters])}
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+        vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", "▁", *letters, ":▁"])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         self.tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", chat_template=TEMPLATE
@@ -45,17 +45,21 @@ CHAT = {"messages": [said("user", "Why?"), said("assistant", "It is.")], WHERE: 
 PAIR = {"prompt": [said("user", "Why?")], "completion": [said("assistant", "It is.")], WHERE: "row 2"}
 
 
-def learned(*rows: dict[str, Any], completion_only: bool = True) -> list[str]:
+def learned(*rows: dict[str, Any], completion_only: bool = True, merges: Any = ()) -> list[str]:
     """Return the text that is learned of each row."""
-    processor: Any = Processor()
+    processor: Any = Processor(list(merges))
     batch = collator.MediaCollator(processor=processor, max_length=99, completion_only=completion_only)(rows)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["labels"].shape
     kept = [[token for token in labels.tolist() if token != -100] for labels in batch["labels"]]
     return ["".join(processor.tokenizer.convert_ids_to_tokens(tokens)) for tokens in kept]
 
 
 def test_an_answer_has_the_tokens_that_it_has_after_its_question() -> None:
     assert learned(PAIR) == ["▁It▁is.</s>"]
-    assert learned(PAIR, completion_only=False) == learned(CHAT, completion_only=False)
+    assert learned(PAIR, merges=[(":", "▁")]) == [":▁It▁is.</s>"]
+    for merges in ([], [(":", "▁")]):
+        both = learned(PAIR, CHAT, completion_only=False, merges=merges)
+        assert both == ["▁user:▁Why?▁assistant:▁It▁is.</s>"] * 2
 
 
 def test_a_placeholder_of_a_file_in_an_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
