@@ -189,7 +189,7 @@ class MediaCollator:
             raise refused_by_template(row[WHERE], error) from error
 
     def _written(self, row: Row) -> Row:
-        """Return the text of a chat; or of a prompt up to the answer of a model, as TRL writes rows of text, and that."""
+        """Return the text of a chat, or of a prompt and of its completion, which end and begin as in rows of text."""
         write = partial(self.processor.apply_chat_template, tokenize=False)
         if "messages" in row:
             return {"text": write(row["messages"])}
