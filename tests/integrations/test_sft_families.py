@@ -154,6 +154,8 @@ def test_a_vision_language_model_learns_from_images_and_goes_on(
     same = {name for name in before if before[name].equal(after[name])}
     assert same == {name for name in before if "vision_tower" in name}  # --freeze_vit is the default
     assert (tmp_path / "whole" / "processor_config.json").exists()
+    settings = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("llava", "whole/checkpoint-1")]
+    assert all("use_cache" not in setting for setting in settings)
 
 
 def test_blocks_that_a_model_names_and_has_not_are_left_out_for_fsdp(text_model: Path, tmp_path: Path) -> None:
