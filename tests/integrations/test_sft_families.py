@@ -103,6 +103,39 @@ def test_weights_that_are_quantised_already_are_refused(text_model: Path, tmp_pa
         train(model, tmp_path / "out", train_type=train_type)
 
 
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"eos_token": None}, "has no eos_token.*\nhint: "),
+        ({"pad_token": "<pad>"}, "pads with '<pad>', token 304, and the model has 304 tokens.*\nhint: "),
+        ({"additional_special_tokens": ["<new>"]}, "rows of .*a.jsonl have the token 304, '<new>', and the model has"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path, added: dict, said: str) -> None:
+    from transformers import AutoTokenizer
+
+    from ebbtide_recipes.grpo import data, rewards
+    from ebbtide_recipes.grpo.config import GrpoConfig
+    from ebbtide_recipes.language import models
+
+    model = make_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({name: value for name, value in added.items() if value})
+    tokenizer.save_pretrained(model)
+    if "eos_token" in added:
+        settings = json.loads((model / "tokenizer_config.json").read_text())
+        (model / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
+    rows = tmp_path / "a.jsonl"
+    rows.write_text(json.dumps({"prompt": "a <new> token", "completion": "It is.", "answer": "1"}) + "\n")
+    with pytest.raises(DataError, match=said):
+        train(model, tmp_path / "out", dataset=(str(rows),), max_length=64)
+    config = GrpoConfig(model=str(model), dataset=(str(rows),), max_prompt_length=32, max_completion_length=32)
+    with pytest.raises(DataError, match=said):
+        data.load(config.dataset, config, models.look_up(config), rewards.load(["accuracy"]))
+    if "additional_special_tokens" in added:
+        train(model, tmp_path / "out", dataset=("builtin:pydoc#2",), max_steps=1, max_length=64)
+
+
 def test_a_vision_language_model_learns_from_images_and_goes_on(
     text_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +155,8 @@ def test_a_vision_language_model_learns_from_images_and_goes_on(
     same = {name for name in before if before[name].equal(after[name])}
     assert same == {name for name in before if "vision_tower" in name}  # --freeze_vit is the default
     assert (tmp_path / "whole" / "processor_config.json").exists()
+    settings = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("llava", "whole/checkpoint-1")]
+    assert all("use_cache" not in setting for setting in settings)
 
 
 def test_blocks_that_a_model_names_and_has_not_are_left_out_for_fsdp(text_model: Path, tmp_path: Path) -> None:

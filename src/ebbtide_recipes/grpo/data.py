@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.grpo import prompts
 from ebbtide_recipes.grpo.rewards import ANSWERS
-from ebbtide_recipes.language.tables import as_dataset
+from ebbtide_recipes.language.models import tokens_of
+from ebbtide_recipes.language.tables import as_dataset, check_known
 from ebbtide_recipes.skeleton.rows import Reader
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
         part = prompts.shaped(rows, name, chat=source.chats, system=config.system)
         for reward in rewards:
             reward.check_columns([column for column in part[0] if column != "prompt"])
-        if not any(reward.judges(row) for row in part for reward in rewards):
+        judged = [reward.judges(part, name) for reward in rewards]
+        if not any(judged):
             raise DataError(
                 f"no row of {name} has an answer that a reward function judges by",
                 expected="a right answer in some rows; a number for closeness",
@@ -73,7 +75,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
                 expected="data sets with equal columns",
                 hint="train on one after the other, or give them the same columns",
             )
-        made += _short(part, name, config, source.tokenizer)
+        made += _short(part, name, config, source)
     return as_dataset(made, names)
 
 
@@ -99,9 +101,11 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
         )
 
 
-def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: Any) -> list[prompts.Row]:
+def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, source: ModelSource) -> list[prompts.Row]:
     """Return the rows with short enough prompts; log the number of dropped rows, or raise."""
-    kept = [row for row in rows if _tokens(row["prompt"], tokenizer) <= config.max_prompt_length]
+    tokens = [_tokens(row["prompt"], source.tokenizer) for row in rows]
+    check_known(tokens, [name], source.tokenizer, tokens_of(source.config))
+    kept = [row for row, ids in zip(rows, tokens, strict=True) if len(ids) <= config.max_prompt_length]
     long = len(rows) - len(kept)
     found = f"{long} of the {len(rows)} prompts of {name} are longer than {config.max_prompt_length} tokens"
     if long and not config.filter_overlong_prompts:
@@ -117,9 +121,9 @@ def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: An
     return kept
 
 
-def _tokens(prompt: Any, tokenizer: Any) -> int:
-    """Return the number of tokens of a prompt, tokenised as in the trainer."""
+def _tokens(prompt: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens of a prompt, as the trainer makes them."""
     if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
+        return tokenizer(prompt)["input_ids"]
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return len(ids["input_ids"])
+    return ids["input_ids"]

@@ -82,7 +82,9 @@ class Grpo(Recipe[GrpoConfig]):
         if config.eval_dataset is not None:
             evaluation = data.load(config.eval_dataset, config, source, functions)
         elif config.split_dataset_ratio > 0:
-            dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
+            dataset, evaluation = tables.split(
+                dataset, config.split_dataset_ratio, seed=config.seed, in_order=not config.dataset_shuffle
+            )
         data.check_count(dataset, config, processes)
         LOGGER.info("%s: %d prompts from %s", config.model, len(dataset), ", ".join(config.dataset))
         LOGGER.info(

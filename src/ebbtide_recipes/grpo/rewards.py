@@ -45,11 +45,11 @@ def truth_in(reward_model: Any) -> Any:
 def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """Return 1 for a completion with the right answer, else 0; see [Note: where an answer stands] in ``answers.py``.
 
-    ``None``, for no judgement, where the row has no answer.
+    Of a list of answers each is right. ``None``, for no judgement, where the row has no answer.
     """
     wanted = _wanted(columns, len(completions))
     return [
-        None if answer is None else float(same_answer(text_of(completion), str(answer)))
+        float(any(same_answer(text_of(completion), one) for one in right)) if (right := _right(answer)) else None
         for completion, answer in zip(completions, wanted, strict=True)
     ]
 
@@ -57,13 +57,14 @@ def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
 def closeness(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one.
 
-    ``None``, for no judgement, where the row has no number as its answer.
+    Of a list of answers the closest counts. ``None``, for no judgement, where the row has no number as its answer.
     """
     rewards: list[float | None] = []
     for completion, answer in zip(completions, _wanted(columns, len(completions)), strict=True):
-        answered, right = number_in(text_of(completion)), None if answer is None else number_in(str(answer))
-        close = 0.0 if answered is None or right is None else 1 / (1 + abs(answered - right))
-        rewards.append(None if right is None else close)
+        answered = number_in(text_of(completion))
+        numbers = [number for one in _right(answer) if (number := number_in(one)) is not None]
+        close = [0.0 if answered is None else 1 / (1 + abs(answered - number)) for number in numbers]
+        rewards.append(max(close, default=None))
     return rewards
 
 
@@ -123,11 +124,28 @@ class Reward:
                     hint=nearest(name, (*HANDED, *columns)) or f"such as {_HINT}",
                 )
 
-    def judges(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has what the function judges by; of functions in files this is not known, and assumed."""
+    def judges(self, rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+        """Whether some row has what the function judges by; of functions in files this is not known, and assumed.
+
+        Args:
+            rows: The rows.
+            name: Their data set, for errors.
+
+        Raises:
+            DataError: The right answer of a row cannot be compared with a text.
+        """
         if self.function not in (accuracy, closeness):
             return True
-        return self.function([""], **{name: [value] for name, value in row.items()}) != [None]
+        listed = [{column: [value] for column, value in row.items()} for row in rows]
+        for number, columns in enumerate(listed, start=1):
+            (answer,) = _wanted(columns, 1)
+            if any(isinstance(one, Mapping | list) for one in _each_of(answer)):
+                raise DataError(
+                    f"row {number} of data set {name!r} has the right answer {answer!r:.60}",
+                    expected="a text, a number, or a list of them, each of which is right",
+                    hint="path.py:function in --reward_funcs judges by any value",
+                )
+        return any(self.function([""], **columns) != [None] for columns in listed)
 
     def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Judge completions.
@@ -240,6 +258,15 @@ def _wanted(columns: Mapping[str, Any], count: int) -> list[Any]:
     answers = next((columns[name] for name in ANSWERS if name in columns), [None] * count)
     truths = map(truth_in, columns.get("reward_model") or [None] * count)
     return [answer if truth is None else truth for truth, answer in zip(truths, answers, strict=True)]
+
+
+def _each_of(answer: Any) -> Sequence[Any]:
+    return answer if isinstance(answer, list | tuple) else [answer]
+
+
+def _right(answer: Any) -> list[str]:
+    """Return the texts of a row's right answer, or of each of a list; none where the row has none."""
+    return [str(one) for one in _each_of(answer) if one is not None]
 
 
 def _one_by_one(function: Callable[..., Any]) -> bool:

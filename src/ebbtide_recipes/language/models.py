@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,11 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
     return is_vision_language(config) or config.model_type in others
 
 
+def tokens_of(config: PreTrainedConfig) -> int:
+    """Return how many tokens a model has embeddings of."""
+    return getattr(config.get_text_config(), "vocab_size", None) or sys.maxsize
+
+
 def media_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
     """Return the paths of the vision and audio modules: those built from these parts of the config."""
     parts = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
@@ -161,7 +167,31 @@ def look_up(config: LanguageConfig) -> ModelSource:
         check_length(config, found)
         _check_unquantised(config, found)
         reader = AutoProcessor if is_multimodal(found) else AutoTokenizer
-        return ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
+        source = ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
+    _check_tokenizer(config.model, source)
+    return source
+
+
+def _check_tokenizer(name: str, source: ModelSource) -> None:
+    """Reject a tokenizer that cannot end a text, or that pads with a token that the model does not have.
+
+    Raises:
+        DataError: It is one.
+    """
+    tokenizer, count = source.tokenizer, tokens_of(source.config)
+    if tokenizer.eos_token is None:
+        raise DataError(
+            f"the tokenizer of {name} has no eos_token",
+            expected="a token that ends a text; where there is no pad_token, batches are padded with it, too",
+            hint="name it in the model's tokenizer_config.json",
+        )
+    if tokenizer.pad_token is not None and count <= tokenizer.pad_token_id:
+        raise DataError(
+            f"the tokenizer of {name} pads with {tokenizer.pad_token!r}, token {tokenizer.pad_token_id}, and the model "
+            f"has {count} tokens",
+            expected="a token of the model",
+            hint="name another pad_token in the model's tokenizer_config.json, such as the eos_token",
+        )
 
 
 def outline(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:

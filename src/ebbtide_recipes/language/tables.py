@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.skeleton.rows import Row
@@ -46,8 +46,39 @@ def _has_more(row: Row) -> bool:
     )
 
 
-def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
+def check_known(rows: Iterable[Sequence[int]], names: Sequence[str], tokenizer: Any, count: int) -> None:
+    """Refuse a token that the model has no embedding of: some tokenizers have more tokens than their models.
+
+    Args:
+        rows: Numbers of tokens.
+        names: The data sets they are from, for errors.
+        tokenizer: Made them.
+        count: How many tokens the model has.
+
+    Raises:
+        DataError: There is one.
+    """
+    if len(tokenizer) <= count:
+        return
+    found = next((token for row in rows for token in row if token >= count), None)
+    if found is not None:
+        raise DataError(
+            f"the rows of {', '.join(names)} have the token {found}, {tokenizer.decode([found])!r}, and the model has "
+            f"{count} tokens",
+            expected="tokens of the model",
+            hint="remove it from the rows, or from the tokenizer's files; or save the model with more embeddings: "
+            "model.resize_token_embeddings(len(tokenizer))",
+        )
+
+
+def split(dataset: Dataset, ratio: float, *, seed: int, in_order: bool = False) -> tuple[Dataset, Dataset]:
     """Hold out a share of the rows for evaluation.
+
+    Args:
+        dataset: The rows.
+        ratio: The share.
+        seed: Draws the held-out rows.
+        in_order: Whether the rows to train on keep their order; else they are shuffled.
 
     Returns:
         Rows to train on, and held-out rows: at least one.
@@ -62,5 +93,9 @@ def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Datase
             expected="a share that leaves some",
             hint="give a smaller share, or --eval_dataset",
         )
+    if in_order:
+        numbered = dataset.from_dict({"number": list(range(len(dataset)))})
+        parts = numbered.train_test_split(test_size=kept, seed=seed)
+        return dataset.select(sorted(parts["train"]["number"])), dataset.select(parts["test"]["number"])
     parts = dataset.train_test_split(test_size=kept, seed=seed)
     return parts["train"], parts["test"]

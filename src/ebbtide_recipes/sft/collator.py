@@ -1,9 +1,11 @@
 """Batches of rows with images, videos and sounds, made by the model's own processor on demand.
 
 [Note: prompts and completions apart]
-The processor gets the prompt with its files; a completion is tokenised alone and appended, as TRL does with images, so
-that the learned tokens never depend on how a tokenizer joins the two. A row of messages is a prompt without completion,
-all of which is learned but the placeholders of its files: no model says them.
+The processor gets the prompt with its files; the tokens of the completion are appended. They are those by which the
+tokenised text of both goes on where it differs from the tokenised prompt: some tokenizers, as Llama's, put a space
+before any text, and a token may hold the end of the prompt and the beginning of the completion. So the tokens are those
+of the same text as a row of messages. Such a row is a prompt without completion, all of which is learned but the
+placeholders of its files: no model says them. It is so beside prompts and completions, too, such as in evaluation.
 
 [Note: lengths without pixels]
 How many tokens an image becomes is known only to the processor, and most processors compute it from the image's size,
@@ -17,12 +19,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
-from trl import apply_chat_template
 
 from ebbtide.base.errors import ConfigError, DataError, first_line
 from ebbtide_recipes.sft import decode
@@ -85,7 +88,7 @@ class MediaCollator:
     Attributes:
         processor: The model's.
         max_length: Tokens in a sequence; longer rows are cut unless that cuts a file.
-        completion_only: Whether only completions are learned.
+        completion_only: Whether only the completion is learned of a row that has one.
         cuts: Whether a longer row is cut; else it is refused.
     """
 
@@ -103,16 +106,15 @@ class MediaCollator:
         texts = [self._rendered(row) for row in rows]
         prompts = [text.get("text", text.get("prompt", "")) for text in texts]
         batch = self._processed(rows, prompts)
-        lengths = batch["attention_mask"].sum(1).tolist()
-        answers = [self._tokens(text["completion"]) if "completion" in text else None for text in texts]
+        joined, answers = zip(*(self._answer(row, text) for row, text in zip(rows, texts, strict=True)), strict=True)
+        lengths = (batch["attention_mask"].sum(1) - torch.tensor(joined)).tolist()
         for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
             self._check_length(row, ids[:length], len(answer or ()))
         pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in (*pads, "labels") if name in (*batch, "labels")}
         for index, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-            tail = batch["input_ids"].new_tensor(answer or [])
             for name in columns:
-                columns[name].append(self._column(name, batch, index, length, tail)[: self.max_length])
+                columns[name].append(self._column(name, batch, index, length, answer)[: self.max_length])
         padded = {
             name: pad_sequence(values, batch_first=True, padding_value=-100 if name == "labels" else pads[name])
             for name, values in columns.items()
@@ -150,24 +152,25 @@ class MediaCollator:
         """Whether a row with images is short enough, by the sizes of the images."""
         processor: Any = self.processor
         text = self._rendered(row)
+        joined, answer = self._answer(row, text)
         sizes = [_size_of(image) for image in row["images"]]
         counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens if sizes else ())
         ids: list[int] = []
         for token in self._tokens(text.get("text", text.get("prompt", ""))):
             ids += [token] * (next(counts, 1) if token == getattr(processor, "image_token_id", None) else 1)
         try:
-            self._check_length(
-                row, torch.tensor(ids), len(self._tokens(text["completion"])) if "completion" in text else 0
-            )
+            self._check_length(row, torch.tensor(ids[: len(ids) - joined]), len(answer or ()))
         except DataError:
             return False
         return True
 
-    def _column(self, name: str, batch: Any, index: int, length: int, tail: torch.Tensor) -> torch.Tensor:
+    def _column(self, name: str, batch: Any, index: int, length: int, answer: list[int] | None) -> torch.Tensor:
         """Return one row of a column, followed by its completion."""
+        tail = batch["input_ids"].new_tensor(answer or [])
         if name == "labels":
             head = batch["input_ids"][index, :length]
-            hidden = torch.isin(head, head.new_tensor(sorted(self._places()))) | self.completion_only
+            alone = self.completion_only and answer is not None
+            hidden = torch.isin(head, head.new_tensor(sorted(self._places()))) | alone
             return torch.cat([head.masked_fill(hidden, -100), tail])
         head = batch[name][index, :length]
         if name == "input_ids":
@@ -179,15 +182,46 @@ class MediaCollator:
         bare = _bare(row)
         try:
             try:
-                return apply_chat_template(bare, self.processor)
+                return self._written(bare)
             except TypeError:  # as of a template that joins text and a call's arguments
-                return apply_chat_template({**bare, **with_texts(bare)}, self.processor)
+                return self._written({**bare, **with_texts(bare)})
         except (TemplateError, TypeError) as error:
             raise refused_by_template(row[WHERE], error) from error
+
+    def _written(self, row: Row) -> Row:
+        """Return the text of a chat, or of a prompt and of its completion, which end and begin as in rows of text."""
+        write = partial(self.processor.apply_chat_template, tokenize=False)
+        if "messages" in row:
+            return {"text": write(row["messages"])}
+        prompt, both = write(row["prompt"], add_generation_prompt=True), write([*row["prompt"], *row["completion"]])
+        prompt = commonprefix([prompt, both])
+        return {"prompt": prompt, "completion": both[len(prompt) :]}
 
     def _places(self) -> set[int]:
         """Return the tokens in whose places a model puts its features of files."""
         return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
+
+    def _answer(self, row: Row, text: Row) -> tuple[int, list[int] | None]:
+        """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on.
+
+        See [Note: prompts and completions apart]. ``None``: the row has no completion.
+
+        Raises:
+            DataError: One of them is the placeholder of a file.
+        """
+        if "completion" not in text:
+            return 0, None
+        prompt, both = self._tokens(text["prompt"]), self._tokens(text["prompt"] + text["completion"])
+        same = len(commonprefix([prompt, both]))
+        answer = both[same:]
+        if found := self._places() & set(answer):
+            raise DataError(
+                f"{row[WHERE]} has {self.processor.tokenizer.decode(found.pop())!r} in its answer: in this model's "
+                "text it marks the position of a file",
+                expected="files before the answer",
+                hint="write it in other letters, or remove the row",
+            )
+        return len(prompt) - same, answer
 
     def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without files."""

@@ -2,8 +2,8 @@
 
 A row names its files in ``images``, ``videos`` and ``audios`` (lists) or ``image``, ``video`` and ``audio``: paths,
 relative to the data set's file; or in the parts of a message, ``{"type": "video", "video": "clip.mp4"}``. ``<image>``,
-``<video>`` and ``<audio>`` in a user's message mark the positions; without them the files precede the user's first
-words.
+``<video>`` and ``<audio>`` in a message of a user or a tool mark the positions; without them the files precede the
+user's first words. In other messages they are text.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attach(row: Row, shaped: Row, kinds: Sequence[str], folder: Path, where: str
             hint="the chat template places them in the text",
         )
     columns = [column, *(["completion"] if "completion" in shaped else [])]
-    written: Row = {name: [{**m, "content": _parts(m.get("content"), kinds)} for m in shaped[name]] for name in columns}
+    written: Row = {name: [{**m, "content": _parts(m, kinds)} for m in shaped[name]] for name in columns}
     files: dict[str, list[str]] = {}
     for kind in kinds:
         files[f"{kind}s"] = [_path(name, kind, folder, where) for name in _named(row, written, kind, where)]
@@ -186,11 +186,14 @@ def _place(written: Row, columns: Sequence[str], counts: dict[str, int], where: 
         first["content"] = missing + first["content"]
 
 
-def _parts(content: Any, kinds: Sequence[str]) -> list[Row]:
+def _parts(message: Row, kinds: Sequence[str]) -> list[Row]:
     """Return a message's content as parts: text, and placeholders for files of the data set's kinds."""
+    content = message.get("content")
     if isinstance(content, list):
         listed = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
         return [{**part, "type": _kind_of(part)} for part in listed]
+    if message["role"] not in ("user", "tool"):
+        return [{"type": "text", "text": str(content)}] if content else []
     tags = "|".join(f"<{kind}>" for kind in kinds)
     pieces = [piece for piece in re.split(f"({tags})", str(content or "")) if piece]
     return [{"type": p[1:-1]} if re.fullmatch(tags, p) else {"type": "text", "text": p} for p in pieces]

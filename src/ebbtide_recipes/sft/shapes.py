@@ -45,15 +45,17 @@ def shape_of(row: Row, name: str, *, chat: bool) -> tuple[Shape, frozenset[str]]
         DataError: The columns are not known, or the rows are chats and there is no chat template.
     """
     columns = set(row)
-    if "messages" in columns or "conversations" in columns:
-        if not chat:
-            raise DataError(
-                f"data set {name!r} holds chats, but the model's tokenizer has no chat template",
-                expected="a tokenizer with a chat template, or `prompt`+`completion` or `text` columns",
-                hint="use the model's instruct variant",
-            )
+    chats = "messages" in columns or "conversations" in columns
+    pair = {"prompt", "completion"} <= columns
+    if not chat and (chats or (pair and isinstance(row["prompt"], list))):
+        raise DataError(
+            f"data set {name!r} holds chats, but the model's tokenizer has no chat template",
+            expected="a tokenizer with a chat template, or text in `prompt`+`completion` or `text` columns",
+            hint="use the model's instruct variant",
+        )
+    if chats:
         return _chat, frozenset({"messages" if "messages" in columns else "conversations"})
-    if {"prompt", "completion"} <= columns:
+    if pair:
         return lambda row: {"prompt": row["prompt"], "completion": row["completion"]}, frozenset(
             {"prompt", "completion"}
         )
@@ -145,16 +147,24 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
         raise DataError(f"{where} does not fit: {error}", expected=ACCEPTED, hint=f"such as {EXAMPLE}") from error
     for column, value in result.items():
         # An empty prompt is allowed: the completion is learned without context.
-        if not isinstance(value, str | list) or not (value or column == "prompt"):
+        fits = isinstance(value, str if column == "text" else str | list)
+        if not fits or not (value or column == "prompt"):
             raise DataError(
                 f"{where} has {value!r:.60} as {column}",
-                expected="text, or a list of messages",
+                expected="text" if column == "text" else "text, or a list of messages",
                 hint="fix the row, or remove it from the file",
             )
         if isinstance(value, list):
             for message in value:
                 _check_message(message, where, column)
             result[column] = with_known_roles(value, where)
+    if len({type(value) for value in result.values()}) > 1:
+        raise DataError(
+            f"{where} has a {type(result['prompt']).__name__} as prompt and a "
+            f"{type(result['completion']).__name__} as completion",
+            expected="two texts, or two lists of messages",
+            hint='a message is {"role": "assistant", "content": "Hello"}',
+        )
     return result
 
 

@@ -12,7 +12,8 @@ from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
 
 from ebbtide.base.errors import DataError
-from ebbtide_recipes.language.tables import as_dataset
+from ebbtide_recipes.language.models import tokens_of
+from ebbtide_recipes.language.tables import as_dataset, check_known
 from ebbtide_recipes.sft.collator import MediaCollator, refused_by_template
 from ebbtide_recipes.sft.media import KINDS, WHERE
 from ebbtide_recipes.sft.roles import with_texts
@@ -104,9 +105,11 @@ def build(
         if where is None and isinstance(error, TypeError):
             raise
         raise refused_by_template(where or "a row", error) from error
-    if config.truncation == "error" and collator is None:
-        for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
-            if part is not None:
+    for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
+        if part is not None and collator is None:
+            tokenizer = getattr(processor, "tokenizer", processor)
+            check_known(part["input_ids"], names or config.dataset, tokenizer, tokens_of(model.config))
+            if config.truncation == "error":
                 _check_lengths(part, names or config.dataset, config.max_length)
     named = ", ".join(config.dataset)
     if config.packing:

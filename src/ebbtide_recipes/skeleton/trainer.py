@@ -46,6 +46,10 @@ class RecordedTrainer(Trainer):
     recorder: StepRecorder | None = None
     config: RecipeConfig | None = None
 
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        self._own = {name: value for name, value in _fields(model).items() if name == "use_cache"}
+        super().__init__(model, *args, **kwargs)
+
     def record_with(self, recorder: StepRecorder) -> None:
         """Report each step to this recorder from now on."""
         self.recorder = recorder
@@ -110,6 +114,16 @@ class RecordedTrainer(Trainer):
     def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="mean")
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, with the model's own ``use_cache``: transformers' trainer has set it to false."""
+        fields = _fields(self.model)
+        trained = fields.pop("use_cache", None)
+        fields.update(self._own)
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            fields["use_cache"] = trained
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones.
@@ -328,6 +342,12 @@ def name_present_blocks(model: PreTrainedModel) -> None:
     """
     names = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in model._no_split_modules or () if name in names]
+
+
+def _fields(model: Any) -> dict[str, Any]:
+    """Return what is set in a model's config, to change; nothing of a model without one."""
+    config = getattr(model, "config", None)
+    return {} if config is None else vars(config)
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide_recipes.video.objective import block_classes
 
 if TYPE_CHECKING:
     from ebbtide_recipes.video.config import VideoConfig
@@ -51,11 +52,8 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
 
 def _targets(transformer: Any, names: tuple[str, ...]) -> list[str]:
     """Return the full names of the modules that get adapters: of ``all-linear``, every linear module of the blocks."""
-    blocks = [
-        name
-        for name, part in transformer.named_modules()
-        if type(part).__name__ in (transformer._no_split_modules or ())
-    ]
+    classes = block_classes(transformer)
+    blocks = [name for name, part in transformer.named_modules() if type(part).__name__ in classes]
     linear = [name for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)]
     if names == ("all-linear",):
         return [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.wrap import find_blocks
 from ebbtide_recipes.video.families import Condition, Family, Text
 
 STEPS = 1000
@@ -76,11 +77,7 @@ class Denoiser(nn.Module):
         self.transformer = transformer
         self.family, self.condition, self.draws, self.scheduler = family, condition, draws, scheduler
         self.empty: Text = dict(empty or {})
-        self._no_split_modules = [
-            name
-            for name in getattr(transformer, "_no_split_modules", None) or ()
-            if any(type(module).__name__ == name for module in transformer.modules())
-        ]
+        self._no_split_modules = block_classes(transformer)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Let diffusers checkpoint the blocks of the trained transformers; it is non-reentrant by default."""
@@ -149,6 +146,16 @@ class FineTuning(Denoiser):
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         target = self.scheduler.get_velocity(latents, noise, timesteps)
         return nn.functional.mse_loss(self.predict(self.transformer, noisy, timesteps, text), target)
+
+
+def block_classes(transformer: nn.Module) -> list[str]:
+    """Return the names of the classes of a transformer's blocks: FSDP shards by them, and adapters are put on them.
+
+    They are those that diffusers names and the transformer has; LTX's names none, so its blocks are found by structure.
+    """
+    present = {type(module).__name__ for module in transformer.modules()}
+    named = [name for name in getattr(transformer, "_no_split_modules", None) or () if name in present]
+    return named or sorted({type(block).__name__ for block, _ in find_blocks(transformer)})
 
 
 def mix(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _check_flags(config: VideoConfig, source: Source) -> None:
     """
     family, unused = source.family, []
     if not family.velocity:
-        unused += [(name, "flow matching") for name in ("timestep_sampling", "flow_shift", *_DENSITIES)]
+        unused += [(name, "flow matching") for name in ("distill", "timestep_sampling", "flow_shift", *_DENSITIES)]
     if not family.embeds_guidance(source.transformer_config or {}):
         unused.append(("embedded_guidance", "a transformer that embeds the guidance scale, as HunyuanVideo's"))
     for name, expected in unused:
@@ -259,10 +259,10 @@ def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
     from ebbtide_recipes.video.opening import open_source
 
     other = open_source(name, seed=config.seed, use_hf=config.use_hf)
-    if not other.family.velocity or other.family.name != source.family.name or other.channels != source.channels:
+    if other.family.name != source.family.name or other.channels != source.channels:
         raise DataError(
             f"the {what} is {other.name}: {other.family.name} with {other.channels} channels",
-            expected=f"{source.family.name} with {source.channels} channels, as the student; trained by flow matching",
+            expected=f"{source.family.name} with {source.channels} channels, as the student",
             hint=f"--{what} with another pipeline of the student's family",
         )
     # FSDP gathers a block's parameters in one piece, of one type.

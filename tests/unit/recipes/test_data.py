@@ -12,6 +12,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.grpo import recipe as grpo_recipe
 from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.language import tables
 from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import data, media
 from ebbtide_recipes.sft import pydoc as sft_pydoc
@@ -170,6 +171,15 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
 
 
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_a_tag_that_no_user_wrote_is_text(tmp_path: Path, role: str) -> None:
+    (tmp_path / "0.png").touch()
+    row = {"messages": [USER, {"role": role, "content": "an <image> tag"}], "images": ["0.png"]}
+    shaped = media.attach(row, row, ("image",), tmp_path, "row 1")["messages"]
+    parts = {message["role"]: [part["text"] or part["type"] for part in message["content"]] for message in shaped}
+    assert parts["user"] == ["image", "q"] and parts[role] == ["an <image> tag"]
+
+
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").touch()
@@ -326,6 +336,12 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "t"}\n{"other": "t"}\n', "row 2 of data set .* has no 'text'; its columns are other; "),
         ("a.jsonl", '{"text": ""}\n', "row 1 of data set .* has '' as text; expected text"),
         ("a.jsonl", '{"text": 5}\n', "row 1 of data set .* has 5 as text; expected text"),
+        ("a.jsonl", '{"text": ["a", "b"]}\n', r"row 1 of data set .* has \['a', 'b'\] as text; expected text\n"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}\n',
+            "row 1 of data set .* has a list as prompt and a str as completion; expected two texts, or two lists",
+        ),
         ("a.jsonl", '{"prompt": "q", "completion": null}\n', "row 1 of data set .* has None as completion"),
         ("a.jsonl", '{"question": "q", "answer": 5}\n', "row 1 of data set .* does not fit: 5 is not text"),
         ("a.jsonl", '{"messages": []}\n', r"row 1 of data set .* has \[\] as messages"),
@@ -343,7 +359,8 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ),
         (
             "a.jsonl",
-            '{"prompt": "x", "completion": "y"}\n{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}\n',
+            '{"prompt": "x", "completion": "y"}\n{"prompt": [{"role": "user", "content": "x"}], '
+            '"completion": [{"role": "assistant", "content": "y"}]}\n',
             "row 2 of data set .* has a list as prompt, the first row a str; expected text in every row",
         ),
         ("a.jsonl", "\ufeff{broken\n", "line 1 of .*a.jsonl is not JSON: Expecting property name"),
@@ -441,6 +458,14 @@ def test_rows_that_make_no_table_are_an_error() -> None:
         as_dataset([{"text": "t"}, {"text": 5}], ["a.jsonl"])
 
 
+def test_rows_that_are_trained_in_order_keep_it_when_others_are_held_out() -> None:
+    table = as_dataset([{"number": number} for number in range(20)], ["a"])
+    shuffled, held = tables.split(table, 0.2, seed=3)
+    rest, same = tables.split(table, 0.2, seed=3, in_order=True)
+    assert list(rest["number"]) == sorted(shuffled["number"]) != list(shuffled["number"])
+    assert list(same["number"]) == list(held["number"])
+
+
 def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     name = write(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(3)])
     load(f"{name}#3")
@@ -491,8 +516,9 @@ def test_an_unknown_builtin_names_the_nearest() -> None:
         load("builtin:pydocs")
 
 
-def test_chats_need_a_chat_template(tmp_path: Path) -> None:
-    name = write(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
+@pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}])
+def test_chats_need_a_chat_template(tmp_path: Path, row: dict) -> None:
+    name = write(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match="no chat template"):
         load(name, chat=False)
 

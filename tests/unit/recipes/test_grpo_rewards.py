@@ -179,6 +179,24 @@ def test_rows_without_an_answer_are_not_judged() -> None:
     assert loaded["closeness"](**rows) == [None, 1.0, None]
 
 
+def test_each_answer_of_a_list_is_right() -> None:
+    loaded = {reward.name: reward for reward in rewards.load(("accuracy", "closeness"))}
+    rows = {"prompts": ["p"] * 4, "completions": ["18", "paris", "5", "5"]}
+    rows["answer"] = [["17", 18], ["Lyon", "Paris"], [None, "2", 4, "a"], []]  # type: ignore[list-item]
+    assert loaded["accuracy"](**rows) == [1.0, 1.0, 0.0, None]
+    assert loaded["closeness"](**rows) == [1.0, None, 0.5, None]
+    assert loaded["accuracy"].judges([{"answer": None}, {"answer": ["a"]}], "a")
+    assert not loaded["closeness"].judges([{"answer": ["a"]}], "a")
+
+
+@pytest.mark.parametrize("answer", [{"target": 98}, ["1", {"target": 98}], [["1"]]])
+def test_a_right_answer_that_is_no_text_is_refused_by_its_row(answer: Any) -> None:
+    (accuracy,) = rewards.load(("accuracy",))
+    for row in ({"answer": answer}, {"reward_model": {"ground_truth": answer}}):
+        with pytest.raises(DataError, match=r"row 2 of data set 'a' has the right answer .*\nhint: "):
+            accuracy.judges([{"answer": "1"}, row], "a")
+
+
 @pytest.mark.parametrize(
     ("returned", "taken"),
     [

@@ -107,6 +107,7 @@ def test_flags_without_effect_are_named() -> None:
         ("cogvideox", ("--flow_shift", "3"), "flow_shift is 3.0"),
         ("cogvideox", ("--timestep_sampling", "uniform"), "timestep_sampling is 'uniform'"),
         ("cogvideox", ("--logit_mean", "0.5"), "logit_mean is 0.5"),
+        ("cogvideox", ("--distill", "true"), "distill is True"),
         ("cogvideox", ("--embedded_guidance", "6"), "embedded_guidance is 6.0"),
         ("ltx", ("--embedded_guidance", "6"), "embedded_guidance is 6.0"),
         ("wan", ("--embedded_guidance", "4"), "embedded_guidance is 4.0"),

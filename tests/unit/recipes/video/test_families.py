@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.video import objective, samples
+from ebbtide.wrap import find_blocks
+from ebbtide_recipes.video import adapters, objective, samples
+from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.families import Condition, check_size, family_of, nearest_frames
 from ebbtide_recipes.video.source import Source
 from tests.helpers import video_pipelines
@@ -57,6 +59,18 @@ def test_the_loss_reaches_every_weight_and_repeats_with_its_seed(source: Source)
     losses[0].backward()
     without = [name for name, parameter in module.named_parameters() if parameter.grad is None]
     assert without == []
+
+
+def test_adapters_and_shards_are_those_of_the_blocks(source: Source) -> None:
+    module = module_of(source)
+    names = {name for name, part in module.named_modules() if type(part).__name__ in module._no_split_modules}
+    blocks = [block for block, _ in find_blocks(module.transformer)]
+    assert {id(module.get_submodule(name)) for name in names} >= set(map(id, blocks))
+    adapters.put_on(module.transformer, VideoConfig(train_type="lora", lora_rank=2))
+    within = {id(part) for name in names for part in module.get_submodule(name).modules()}
+    layers = [part for name, part in module.named_modules() if name.endswith(".lora_A.default")]
+    assert layers and {id(layer) for layer in layers} <= within
+    assert all(any(id(layer) in set(map(id, block.modules())) for layer in layers) for block in blocks)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
