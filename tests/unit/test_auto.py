@@ -192,6 +192,22 @@ def test_where_memory_counts_steps_are_measured_again_once_the_optimizer_has_its
     assert max(made) < 24, "and never again"
 
 
+@CLEARS
+def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() -> None:
+    tiny = build("llama")
+    optimizer = torch.optim.AdamW(tiny.model.parameters())
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
+        for _ in range(20):
+            tiny.loss()[0].backward()
+        assert isinstance(handle.plan, MeasuredPlan)
+        assert handle.plan.judged and handle._attachment._rest._scopes
+        before = handle.plan.profile
+        optimizer.step()
+        for _ in range(4):
+            tiny.loss()[0].backward()
+        assert handle.plan.profile is not before
+
+
 def test_a_larger_batch_is_measured_anew() -> None:
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}

@@ -180,7 +180,7 @@ class MeasuredPlan:
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
             why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
-            kept = [KEEPS + why] if self._check.keeps else []
+            kept = [KEEPS + why] if self._check.keeps and not self._check.over_budget_bytes else []
             return "\n".join([head, self._check.text(), *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "

@@ -215,7 +215,7 @@ class Check:
         )
         times = sorted(step.seconds for step in self._steps)
         if len(times) >= CHECKED:
-            self.too_slow = times[1] > self.allowed_seconds * (1 + self._noise)
+            self.too_slow = not self.keeps and times[1] > self.allowed_seconds * (1 + self._noise)
             self.measured = self._summary(times[1], times[-2])
         elif self.budget_bytes is not None and (span.peak_bytes or 0) > self.budget_bytes:
             self.measured = self._summary(times[0], times[-1])  # one such step is enough
@@ -250,8 +250,8 @@ class Check:
 
     @property
     def unjudged(self) -> bool:
-        """Whether it must be judged by steps that execute it: a plan that keeps everything is ordinary training."""
-        return not self.keeps and self.measured is None
+        """Whether steps that execute it must judge it: one that keeps everything is as fast as ordinary training."""
+        return self.measured is None and not (self.keeps and self.budget_bytes is None)
 
     @property
     def hopeless(self) -> bool:
@@ -285,7 +285,7 @@ class Check:
         else:
             parts.append(f"promised a peak of at most {format_size(self.budget_bytes)}")
         parts.append(f"predicted {slower(solution.predicted.step_seconds)}")
-        if not (solution.predicted.offloaded_bytes or solution.predicted.recomputed_bytes):
+        if self.keeps and self.budget_bytes is None:
             parts.append("not measured: it is ordinary training")
         elif measured is None:
             parts.append(f"not measured yet ({len(self._steps)} of at most {CHECKED} steps)")

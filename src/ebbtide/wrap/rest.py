@@ -2,8 +2,9 @@
 
 [Note: rest] If a plan keeps everything, blocks run as in ordinary training. A replaced forward would still cost some
 Python time per block, and two hooks per module: too much for tiny blocks. So once the plan is judged, all of it is
-removed. Only the model's own replaced forward stays. It checks once per pass whether there is a listener, or whether
-the model is called with clearly larger inputs; then everything is installed again before the first block runs.
+removed. Only the model's own replaced forward stays. It checks once per pass whether there is a listener, whether the
+model is called with clearly larger inputs, or whether what was measured no longer holds; then everything is installed
+again before the first block runs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Rest:
             self._scopes = list(scopes)
             for _, scope in self._scopes:
                 scope.leave()
-        if self._scopes and (self._engine.bus.active or elements > GROWTH * self._elements):
+        if self._scopes and timer.outdated():
+            timer.want()
+        if self._scopes and (timer.wanted or self._engine.bus.active or elements > GROWTH * self._elements):
             while self._scopes:
                 put_on(*self._scopes.pop())
         self._before = elements

@@ -779,6 +779,18 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
 
 
+def test_a_plan_that_keeps_everything_is_held_to_a_budget() -> None:
+    budget = 10_000 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    assert plan._check is not None and plan._check.keeps and "not measured yet" in plan.explain()
+    slow = [99.0] * CHECKED
+    assert not carry_out(plan, *slow, peak=budget - MB)
+    assert plan._check.keeps and "it fits" in plan.explain(), "its time is that of ordinary training"
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    assert carry_out(plan, 13.0, peak=budget + 8_500 * MB)
+    assert plan._check is not None and not plan._check.keeps and "it fits" not in plan.explain()
+
+
 def test_what_is_freed_is_returned_more_readily_as_plans_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, bool]] = []
     monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: 0)
