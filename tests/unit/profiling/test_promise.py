@@ -398,6 +398,20 @@ def test_shorter_sequences_show_neither_the_promised_time_nor_the_peak() -> None
     assert plan._check is not None and plan._check.measured is None
 
 
+def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> None:
+    plan = planned(Auto(max_slowdown=1.0))
+    before = plan.table
+    long = Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=1_600 * MB)
+    for _ in range(SETTLING + CHECKED + 1):
+        assert plan.saw_span(long)
+    assert plan.table is before and plan._check is not None and plan._check.measured is None
+    plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+    before = plan.table
+    for _ in range(SETTLING + 1):
+        plan.saw_span(long)
+    assert plan.table is not before, "the budget is that of all steps"
+
+
 # Compared with blocks without hooks
 
 
@@ -435,6 +449,19 @@ def test_a_plan_is_compared_with_blocks_of_the_same_pass(speed: float) -> None:
     kept = len(kept_blocks(plan._check.solution) & {"layers.3", "layers.7"})  # these take no longer under the plan
     assert found.seconds == pytest.approx(2.5 * (1.5 * (12 - kept) + kept) + 0.75, rel=0.02)
     assert found.low_seconds == found.seconds == found.high_seconds
+
+
+def test_whole_steps_are_not_judged_together_with_compared_ones() -> None:
+    plan = judged_plan()
+    check = plan._check
+    assert check is not None and plan.profile is not None
+    disturbed = span_of(plan, 1.9, plain=(3, 7))
+    whole = replace(disturbed, seconds=500.0, saved_bytes=plan.profile.saved_bytes)
+    alone = replace(whole, blocks=tuple(replace(block, plain=False) for block in whole.blocks))
+    for span in (disturbed, alone, disturbed, alone):
+        plan.saw_span(span)
+        assert len(check._steps) <= 2 and all(step.seconds < 100.0 for step in check._steps if check.compared)
+    assert check.compared
 
 
 def slow_backwards(span: Span, factor: float) -> Span:
