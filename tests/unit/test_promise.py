@@ -303,6 +303,37 @@ def test_hooks_come_back_for_a_larger_batch(dear_hooks: list[str]) -> None:
         assert timed.plan.table is not before
 
 
+@pytest.mark.parametrize(("kept", "frozen"), [(BLOCKS, 3), (2, 3), (BLOCKS, 0)])
+def test_hooks_come_back_for_what_was_frozen_until_it_has_shown_what_it_saves(
+    monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str], kept: int, frozen: int
+) -> None:
+    """The first layer saves nothing at all while it is frozen, so its training needs another plan."""
+    if kept < BLOCKS:
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(kept))
+    timed = Timed(max_slowdown=0.05 if kept == BLOCKS else 10.0)
+    hooked, settled = {str(place) for place in range(BLOCKS - kept)}, UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE
+
+    def steps(count: int, *, frozen_: bool) -> set[str]:
+        for weight in timed.model[frozen].parameters():
+            weight.requires_grad_(not frozen_)
+        for _ in range(count):
+            dear_hooks.clear()
+            timed.model(timed.x).square().sum().backward()
+        return set(dear_hooks)
+
+    with timed.handle:
+        assert steps(settled, frozen_=True) == hooked
+        before = timed.plan.table
+        assert str(frozen) in steps(1, frozen_=False)
+        assert steps(settled, frozen_=False) == hooked
+        assert (timed.plan.table is before) == (frozen == 3)
+        before = timed.plan.table
+        steps(1, frozen_=True)
+        for frozen_ in (True, False, True):
+            assert steps(1, frozen_=frozen_) == hooked
+        assert timed.plan.table is before
+
+
 @pytest.mark.parametrize("kept", [BLOCKS, 2])
 def test_rare_larger_batches_keep_no_more_than_the_plan(
     monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str], kept: int
