@@ -159,6 +159,19 @@ def plans_made(act: Callable[[int], object], steps: int) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_a_long_batch_in_four_is_planned_for(warms_up: bool) -> None:
+    tiny = build("llama")
+    small = {name: value[:1] for name, value in tiny.inputs.items()}
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
+        for number in range(20):
+            given = tiny.inputs if number % 4 == 0 and (warms_up or number) else small
+            tiny.loss(lambda **inputs: tiny.model(**given))[0].backward()  # noqa: B023
+        tiny.loss()[0].backward()
+        stats = handle.stats()
+        assert stats.kept_bytes == stats.unique_bytes
+
+
 @CLEARS
 def test_where_memory_counts_plans_settle_though_long_batches_are_rare() -> None:
     tiny = build("llama")

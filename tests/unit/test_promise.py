@@ -195,6 +195,20 @@ def test_a_model_of_one_block_gets_a_plan() -> None:
         assert "plain step 2 s" in timed.handle.explain()
 
 
+def test_a_second_measured_step_that_is_longer_takes_the_place_of_the_first(dear_hooks: list[str]) -> None:
+    """Blocks with larger inputs than before do not run without hooks, so that step alone has no baseline."""
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        for rows in (16, 16, *[64] * (UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)):
+            timed.x = torch.randn(rows, 8)
+            dear_hooks.clear()
+            timed.model(timed.x).square().sum().backward()
+        profile = timed.plan.profile
+        assert profile is not None and profile.saved_bytes == timed.handle.stats().unique_bytes
+        assert profile.forward_seconds == pytest.approx(BLOCKS, rel=0.05)
+        assert not dear_hooks and timed.handle._attachment._rest._scopes
+
+
 def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
     """No two of them are alike, as with padding to the longest of a batch."""
     timed = Timed(12, max_slowdown=0.5)

@@ -97,6 +97,7 @@ class _Pass:
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
+        self.saved_bytes = 0
         self.turned, self.others = False, 0  # whether its backward came, and how many others ended before
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
@@ -148,6 +149,8 @@ class StepTimer:
         self.spans: SpanTimer | None = None  # times whole passes where none is measured
         self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
+        self._enough_bytes = 0  # up to that size passes were measured often enough
+        self.expected_bytes = 0  # of the pass because of which is measured, until a plan is made
 
     def want(self) -> None:
         """Measure from the next pass on."""
@@ -180,6 +183,10 @@ class StepTimer:
 
     # What the engine tells
 
+    def planned(self, saved_bytes: int) -> None:
+        """A plan was made from a step whose blocks saved that much."""
+        self._largest_bytes, self.expected_bytes = max(saved_bytes, self._enough_bytes), 0
+
     def pass_ends(self, saved_bytes: int) -> None:
         """A forward is over. One that saved clearly more than all that were measured is worth another measurement.
 
@@ -188,13 +195,16 @@ class StepTimer:
         """
         if self._wanted:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
+            if self._pass is not None and not self._pass.saved_bytes:
+                self._pass.saved_bytes = saved_bytes
         elif saved_bytes > GROWTH * self._largest_bytes:
             self.want()
+            self.expected_bytes = saved_bytes
             self._tries = self._tries + 1 if saved_bytes <= GROWTH * self._larger_bytes else 1
             self._larger_bytes = max(self._larger_bytes, saved_bytes)
             # The time does not depend on whether the next passes are as large. The peak does, but all may be smaller.
             if not self._memory or self._tries == TRIES:
-                self._largest_bytes = self._larger_bytes
+                self._largest_bytes = self._enough_bytes = self._larger_bytes
         elif self.outdated():
             self.want()
         if self.spans is not None:
@@ -377,6 +387,7 @@ class StepTimer:
             + (0.0 if found.tail is None else own(found.tail, TAIL, [])),
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
+            saved_bytes=found.saved_bytes,
         )
         self._pass = self._open = self.recomputes = None
         self._wanted = self._done(step)

@@ -6,8 +6,8 @@ offloaded. That needs close to the least memory, so even a model that ran out of
 are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
 whose saved tensors are all kept runs without hooks. Passes that save clearly more than the measured one are measured,
-too, again under the heuristic, and get a new plan; so does the pass after the first optimizer step, where memory
-counts and the measured passes came before it.
+too, again under the heuristic, and get a new plan, for which at most ``SHORTER`` shorter ones are passed over; so does
+the pass after the first optimizer step, where memory counts and the measured passes came before it.
 
 [Note: a budget of resident memory]
 On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
@@ -35,7 +35,7 @@ from ebbtide.config import Auto
 from ebbtide.engine import Engine
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import TAIL, StepTimer
+from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import table_plan
@@ -68,6 +68,12 @@ PROBE_BYTES = 16 * 1024**2
 UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from a single one."""
 
+LONGER = 3
+"""Measured steps that are longer than the first until a plan is made without a baseline."""
+
+SHORTER = 8
+"""Steps that may pass until one as long as that because of which steps are measured."""
+
 
 class MeasuredPlan:
     """The plan of ``Auto``. See [Note: Auto's steps].
@@ -92,6 +98,8 @@ class MeasuredPlan:
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
         self._unlike = 0  # measured steps that did not run the blocks of the one before
+        self._longer = 0  # measured steps that were longer than the one before, so that no block ran without hooks
+        self._shorter = 0  # steps that were shorter than the one that made us measure
         self._memory = False  # whether it counts
         self._stepped = 0  # optimizer steps before the measured passes: none, and its state is not in their memory
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -231,10 +239,19 @@ class MeasuredPlan:
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
             self._unlike += 1
+        wanted_plain, expected_bytes = (self._timer.plain, self._timer.expected_bytes) if self._timer else ((), 0)
         self._run_plain(frozenset())
         self._kept_under_hooks = frozenset()
-        if any(block.plain for block in step.blocks) and not self._steps:
+        ran_plain = any(block.plain for block in step.blocks)
+        if ran_plain and not self._steps:
             return True  # the bytes of blocks without hooks are not known
+        if not self._steps and step.saved_bytes * GROWTH < expected_bytes and self._shorter < SHORTER:
+            self._shorter += 1
+            return True
+        longer = bool(self._steps) and step.saved_bytes > self._steps[-1].saved_bytes
+        if longer and wanted_plain and not ran_plain and self._longer < LONGER:
+            self._longer += 1
+            self._steps.clear()
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS and self._unlike < UNLIKE:
             room = self._room_bytes(step)
@@ -244,12 +261,15 @@ class MeasuredPlan:
             self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True
         first, last = self._steps[0], self._steps[-1]
-        profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
+        base = fastest(self._steps)
+        profile = profile_of(base, self._rates(), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
         if self._unlike >= UNLIKE:
             logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
         self._steps.clear()
-        self._unlike = 0
+        self._unlike = self._longer = self._shorter = 0
+        if self._timer is not None:
+            self._timer.planned(base.saved_bytes)
         self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
 

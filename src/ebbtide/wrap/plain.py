@@ -46,6 +46,7 @@ class PlainBlocks:
         leave_untraced(__name__)
         self._engine = engine
         self._trains, self._planned_bytes = b"", 0  # saved in the step that the plan was made from
+        self.ran = False
         self._pending: list[tuple[str, tuple[bytes, int], _Seen]] = []  # of the current pass
         self._seen: dict[str, dict[tuple[bytes, int], _Seen]] = {}  # by path of the block and state of training
 
@@ -56,28 +57,27 @@ class PlainBlocks:
             trains: ``Tree.trains`` of the model.
         """
         timer, saved_bytes = self._engine.timer, self._engine.last_tally.unique
-        if timer is not None and timer.wanted and not timer.plain:
+        if timer is not None and timer.wanted and not self.ran:
             self._planned_bytes = saved_bytes
+            for name, state, found in self._pending:
+                self._seen[name] = {state: found._replace(elements=GROWTH * found.elements)}
         elif saved_bytes <= GROWTH * self._planned_bytes:
             for name, state, found in self._pending:
                 known = self._seen.get(name, {})
                 if found.elements > known[state].elements if state in known else 0 < len(known) < STATES:
                     known[state] = found
-        self._trains = trains
+        self._trains, self.ran = trains, False
         self._pending.clear()
 
     def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
-        """Remember a block that ran with hooks, not in a step in which blocks run without for comparison.
+        """Remember a block that ran with hooks.
 
         Args:
             run: Its run.
             inputs: Its inputs.
         """
-        timer, name, state = self._engine.timer, run.block.name, self._state(inputs)
-        if timer is not None and timer.wanted and not timer.plain:
-            self._seen[name] = {state: _Seen(run.tally, GROWTH * _elements(inputs))}
-        elif timer is not None and not timer.wanted:
-            self._pending.append((name, state, _Seen(run.tally, _elements(inputs))))
+        if self._engine.timer is not None:
+            self._pending.append((run.block.name, self._state(inputs), _Seen(run.tally, _elements(inputs))))
 
     def knows(self, name: str, trains: bytes) -> bool:
         """Whether it is known what a block saves in a state of training, and that is hardly more than was planned."""
@@ -109,7 +109,7 @@ class PlainBlocks:
         engine = self._engine
         timer, pass_ = engine.timer, engine._pass
         where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
-        run = PlainRun(block, pass_, where)
+        run, self.ran = PlainRun(block, pass_, where), True
         if timer is not None:
             timer.block_begins(run)
         try:

@@ -58,7 +58,7 @@ class Rest:
         timer = self._engine.timer
         if timer is None:
             return False
-        if timer.wanted and not timer.plain:
+        if timer.wanted and not self._plain.ran:
             self._elements = self._before
         elements = sum(x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         if not self._scopes and 0 < elements <= GROWTH * self._elements and self._possible(scopes, trains):

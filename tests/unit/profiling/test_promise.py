@@ -101,6 +101,11 @@ def test_plain_blocks_are_the_first_of_each_kind_where_there_is_room() -> None:
     assert sample(found.blocks, None) == frozenset()
 
 
+def stand_in() -> Any:
+    """Return what stands where the timer stands."""
+    return SimpleNamespace(plain=frozenset(), unhooked=None, spans=None, expected_bytes=0, planned=lambda nbytes: None)
+
+
 def many(count: int) -> TimedStep:
     found = step()
     return replace(found, blocks=tuple(replace(found.blocks[0], name=f"layers.{i}") for i in range(count)))
@@ -129,7 +134,7 @@ def test_ordinary_training_is_measured_where_a_budget_has_no_room(
 ) -> None:
     monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: free)
     plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
-    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=None)
+    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=None, expected_bytes=0)
     plan._timer = timer
     blocks = tuple(replace(block, forward_peak_bytes=990 * MB) for block in many(12).blocks)
     for _ in range(2):
@@ -758,7 +763,7 @@ def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(mo
     for room, expected in ((10**12, 2), (None, 0)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
         plan = MeasuredPlan(Auto(max_slowdown=10.0), tier(), None, Bus())
-        plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
+        plan._timer = timer = stand_in()
         for _ in range(3):
             plan.saw_step(many(12))
         assert plan._check is not None
@@ -771,7 +776,7 @@ def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(mo
 
 def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> None:
     plan = MeasuredPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
-    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
+    plan._timer = timer = stand_in()
     for _ in range(3):
         plan.saw_step(replace(many(12), head_peak_bytes=1_300 * MB))
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
