@@ -221,6 +221,18 @@ def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() 
         assert handle.plan.profile is not before
 
 
+@CLEARS
+def test_where_memory_counts_two_graphs_together_keep_no_more_than_the_plan() -> None:
+    tiny = build("llama")
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
+        for number in range(10):
+            outputs = [tiny.model(**tiny.inputs) for _ in range(2)]
+            if number > 6:
+                assert handle._engine.kept.total <= table_of(handle).predicted.kept_bytes
+                assert handle.stats().kept_bytes < handle.stats().unique_bytes
+            torch.stack([output.logits.float().square().mean() for output in outputs]).sum().backward()
+
+
 def test_a_larger_batch_is_measured_anew() -> None:
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}

@@ -287,10 +287,16 @@ class MeasuredPlan:
     def saw_span(self, span: Span | None) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
         check = self._check
-        if check is None or (check.add(span) is None and not check.hopeless):
-            return check is not None
-        self._run_unhooked(kept_blocks(check.solution))
-        if check.measured is None:
+        if check is None:
+            return False
+        verdict, counted = check.add(span), check.budget_bytes is not None
+        if span is None and counted:
+            self._run_unhooked(frozenset())  # graphs may overlap, and only under hooks both together keep no more
+        if verdict is None and not check.hopeless:
+            return True
+        if verdict is not None or not counted:
+            self._run_unhooked(kept_blocks(check.solution))
+        if verdict is None:
             logger.info("the plan is not judged: graphs overlap, or steps run other blocks than the measured one")
             return False
         check.reserved_bytes = reserved_bytes(self._tier)
