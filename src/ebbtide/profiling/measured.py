@@ -41,7 +41,7 @@ from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks
-from ebbtide.profiling.promise import Check
+from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
@@ -188,7 +188,8 @@ class MeasuredPlan:
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
             why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
-            kept = [KEEPS + why] if self._check.keeps and not self._check.over_budget_bytes else []
+            unhooked = not (self._check.over_budget_bytes or self._check.hopeless)
+            kept = [KEEPS + why] if self._check.keeps and unhooked else []
             return "\n".join([head, self._check.text(), *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
@@ -297,7 +298,7 @@ class MeasuredPlan:
         if verdict is not None or not counted:
             self._run_unhooked(kept_blocks(check.solution))
         if verdict is None:
-            logger.info("the plan is not judged: graphs overlap, or steps run other blocks than the measured one")
+            logger.info("the plan is %s", UNJUDGED)
             return False
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)

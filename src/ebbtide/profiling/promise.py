@@ -53,6 +53,8 @@ LOWER = 0.8
 LEAST_NOISE = 0.01
 """Steps that differ by at most this share are equal on any machine."""
 
+UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks than the measured one"
+
 ALONE = 0.03
 """Assumed relative error of a single block without hooks."""
 
@@ -293,6 +295,8 @@ class Check:
         parts.append(f"predicted {slower(solution.predicted.step_seconds)}")
         if self.keeps and self.budget_bytes is None:
             parts.append("not measured: it is ordinary training")
+        elif measured is None and self.hopeless:
+            parts.append(UNJUDGED)
         elif measured is None:
             parts.append(f"not measured yet ({len(self._steps)} of at most {CHECKED} steps)")
         else:

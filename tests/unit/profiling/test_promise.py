@@ -638,7 +638,7 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
             assert plan.saw_span(other if unknown else None)
         assert not plan.saw_span(other if unknown else None)
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
-    assert "the plan is not judged" in caplog.text
+    assert "the plan is not judged" in caplog.text and "not judged: graphs overlap" in plan.explain()
 
 
 def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
