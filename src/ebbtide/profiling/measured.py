@@ -30,6 +30,7 @@ import torch
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
+from ebbtide.base.units import format_size
 from ebbtide.base.weak import weakly
 from ebbtide.config import Auto
 from ebbtide.engine import Engine
@@ -100,6 +101,7 @@ class MeasuredPlan:
         self._unlike = 0  # measured steps that did not run the blocks of the one before
         self._longer = 0  # measured steps that were longer than the one before, so that no block ran without hooks
         self._shorter = 0  # steps that were shorter than the one that made us measure
+        self._outside: list[str] = []  # a warning of what no plan lowers
         self._memory = False  # whether it counts
         self._stepped = 0  # optimizer steps before the measured passes: none, and its state is not in their memory
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -190,7 +192,7 @@ class MeasuredPlan:
             why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
             unhooked = not (self._check.over_budget_bytes or self._check.hopeless)
             kept = [KEEPS + why] if self._check.keeps and unhooked else []
-            return "\n".join([head, self._check.text(), *kept, *self._loop.story, *lines])
+            return "\n".join([head, self._check.text(), *self._outside, *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
             f"({self._aim()})"
@@ -300,6 +302,7 @@ class MeasuredPlan:
         if verdict is None:
             logger.info("the plan is %s", UNJUDGED)
             return False
+        self._look_outside(check)
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
@@ -308,6 +311,17 @@ class MeasuredPlan:
         if following is not None:
             self._carry_out(following)
         return following is not None and following.unjudged
+
+    def _look_outside(self, check: Check) -> None:
+        """Warn once of a peak above the budget that is in no forward or backward."""
+        spans, budget = None if self._timer is None else self._timer.spans, check.budget_bytes
+        peak = None if spans is None else spans.tail_peak_bytes
+        if peak is not None and budget is not None and peak > budget and not self._outside:
+            self._outside.append(
+                f"between a backward and the next forward, as in the optimizer's step, the peak is {format_size(peak)} "
+                f"and the budget is {format_size(budget)}: no plan lowers that"
+            )
+            logger.warning("%s", self._outside[0])
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""

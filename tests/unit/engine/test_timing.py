@@ -346,6 +346,16 @@ def test_passes_are_timed_and_told_two_later() -> None:
     assert [span.system_seconds for span in scene.told] == [0.75, 1.0]
 
 
+def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
+    scene = Spans(memory=True)
+    for peak in (70, 9, 30, 20):
+        scene.spend(1.0, peak)  # the optimizer of the step before
+        scene.step(1.0, peak=80)
+        assert scene.timer.spans is not None
+        assert scene.timer.spans.tail_peak_bytes == {70: None, 9: 9, 30: 30, 20: 30}[peak]
+    assert {span.peak_bytes for span in scene.told} == {80}
+
+
 def test_without_memory_the_kernels_time_is_not_asked_for() -> None:
     scene = Spans()
     for seconds in (1.0, 2.0, 3.0):

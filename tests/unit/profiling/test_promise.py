@@ -871,6 +871,16 @@ def test_a_budget_that_is_exceeded_to_the_end_is_warned_of(caplog: pytest.LogCap
     assert "no plan is known that would keep it" in caplog.text and "no plan is known" in plan.explain()
 
 
+@pytest.mark.parametrize("over", [0, MB])
+def test_a_peak_outside_forward_and_backward_is_warned_of(over: int, caplog: pytest.LogCaptureFixture) -> None:
+    budget = 1_900 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    plan._timer = timer = stand_in()
+    timer.spans = SimpleNamespace(tail_peak_bytes=budget + over)
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+    assert ("no plan lowers that" in plan.explain()) == ("no plan lowers that" in caplog.text) == bool(over)
+
+
 def test_what_a_budget_costs_the_kernel_is_shown() -> None:
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     assert "core seconds" not in plan.explain()
