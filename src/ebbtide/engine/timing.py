@@ -26,6 +26,7 @@ beginning of the stretch to its end.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -352,9 +353,11 @@ class StepTimer:
     def _finish(self, found: _Pass) -> None:
         meter, waited = self._meter, self._waited()
         prices = found.recomputes.prices()
+        executions = Counter(block.name for block in found.blocks)
 
-        def own(stretches: _Stretches, where: str, aside: list[Edges]) -> float:
-            stall = waited.get(where, 0.0) - found.waited.get(where, 0.0)
+        def own(stretches: _Stretches, edge: str, name: str, aside: list[Edges]) -> float:
+            where = f"{edge} {name}".strip()
+            stall = (waited.get(where, 0.0) - found.waited.get(where, 0.0)) / max(executions[name], 1)
             return max(stretches.seconds(meter) - stall - sum(meter.seconds(*edges) for edges in aside), 0.0)
 
         def priced(unit: TimedUnit) -> TimedUnit:
@@ -367,8 +370,8 @@ class StepTimer:
                 name=block.name,
                 kind=block.kind,
                 units=tuple(map(priced, block.units)),
-                forward_seconds=own(block.forward, f"forward {block.name}", block.aside),
-                backward_seconds=own(block.backward, f"backward {block.name}", block.beyond),
+                forward_seconds=own(block.forward, "forward", block.name, block.aside),
+                backward_seconds=own(block.backward, "backward", block.name, block.beyond),
                 forward_peak_bytes=block.forward.peak_bytes,
                 backward_peak_bytes=block.backward.peak_bytes,
                 forward_resident_bytes=block.forward.resident_bytes,
@@ -384,7 +387,7 @@ class StepTimer:
             blocks=blocks,
             head_seconds=found.between.seconds(meter),
             tail_seconds=sum(meter.seconds(*edges) for block in found.blocks for edges in block.beyond)
-            + (0.0 if found.tail is None else own(found.tail, TAIL, [])),
+            + (0.0 if found.tail is None else own(found.tail, TAIL, "", [])),
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
             saved_bytes=found.saved_bytes,

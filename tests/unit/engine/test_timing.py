@@ -137,6 +137,18 @@ def test_waits_for_copies_are_taken_out() -> None:
     assert [block.backward_seconds for block in step.blocks] == [2.0, 1.25]
 
 
+def test_waits_of_a_block_that_runs_twice_are_taken_out_once() -> None:
+    scene, one = Scene(), Pass()
+    runs = scene.forward(one, "a", "a", seconds=2.0)
+    scene.waits["forward a"] = 1.0
+    scene.backward(runs)
+    scene.waits["backward a"] = 2.0
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_seconds for block in step.blocks] == [1.75, 1.5]
+    assert [block.backward_seconds for block in step.blocks] == [1.0, 1.0]
+
+
 def test_what_others_hold_is_there_anyway() -> None:
     scene, one = Scene(memory=True), Pass()
     held = {name: storage() for name in ("a", "b", "kept")}
