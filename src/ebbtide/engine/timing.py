@@ -276,13 +276,17 @@ class StepTimer:
         if self._pass is not None and not self._pass.turned:
             self._pass.others += 1
         elif self._pass is not None and raised:
-            self._pass = self._open = self.recomputes = None
+            self.forget()
         elif self._pass is not None and self._pass.tail is None:
             self._pass.tail = _Stretches()
             first, last = self._pass.blocks[0], None if self._open is None else self._open[0]
             if first.left is not None and last is first.backward:
                 first.beyond.append((first.left, self._meter.timestamp(self._where)))
             self._cut(self._pass.tail)
+
+    def forget(self) -> None:
+        """Drop what was measured of the pass: no backward of it is expected any more."""
+        self._pass = self._open = self.recomputes = None
 
     def finish(self) -> None:
         """End the step whose backward is over, if there is one: another begins, or none follows."""
@@ -392,5 +396,5 @@ class StepTimer:
             head_resident_bytes=found.between.resident_bytes,
             saved_bytes=found.saved_bytes,
         )
-        self._pass = self._open = self.recomputes = None
+        self.forget()
         self._wanted = self._done(step)

@@ -137,6 +137,10 @@ class Attachment:
             if self._watch is None:
                 return forward(*args, **kwargs)
             return self._watch.call(self._blocks, forward, args, kwargs)
+        except BaseException:
+            if self.engine.timer is not None:
+                self.engine.timer.forget()
+            raise
         finally:
             self._depth -= 1
             self.engine.end_pass()
