@@ -206,6 +206,24 @@ def test_where_memory_counts_steps_are_measured_again_once_the_optimizer_has_its
 
 
 @CLEARS
+def test_where_memory_counts_the_state_of_each_optimizer_is_measured() -> None:
+    """One of another model that steps each time is not mistaken for the model's own, which steps late."""
+    tiny, other = build("llama"), torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (tiny.model, other)]
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")):
+
+        def act(number: int) -> None:
+            tiny.loss()[0].backward()
+            other(torch.ones(2)).sum().backward()
+            for optimizer in optimizers[number % 12 != 11 :]:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        made = plans_made(act, 30)
+    assert [number for number in made if number >= 12] == [15]
+
+
+@CLEARS
 def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() -> None:
     tiny = build("llama")
     optimizer = torch.optim.AdamW(tiny.model.parameters())

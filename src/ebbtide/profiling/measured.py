@@ -30,7 +30,6 @@ import torch
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
-from ebbtide.base.units import format_size
 from ebbtide.base.weak import weakly
 from ebbtide.config import Auto
 from ebbtide.engine import Engine
@@ -41,7 +40,7 @@ from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks
+from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks, outside_plans
 from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
@@ -65,9 +64,11 @@ IN_PIECES = 3
 PROBE_BYTES = 16 * 1024**2
 """Copied out and in to measure the rates if the measured steps copied nothing."""
 
-
 UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from a single one."""
+
+STATES = 3
+"""Times that steps are measured again because another optimizer has made its state."""
 
 LONGER = 3
 """Measured steps that are longer than the first until a plan is made without a baseline."""
@@ -103,7 +104,8 @@ class MeasuredPlan:
         self._shorter = 0  # steps that were shorter than the one that made us measure
         self._outside: list[str] = []  # a warning of what no plan lowers
         self._memory = False  # whether it counts
-        self._stepped = 0  # optimizer steps before the measured passes: none, and its state is not in their memory
+        self._optimizers = 0  # that had stepped before the measured passes; the state of others is not in their memory
+        self._states = STATES
         self._engine: Callable[[], Engine | None] = lambda: None
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
@@ -237,7 +239,7 @@ class MeasuredPlan:
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step; return whether another is wanted."""
         if not self._warm:
-            self._warm, self._stepped = True, self._optimizer_steps()
+            self._warm, self._optimizers = True, self._stepped_optimizers()
             return True
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
@@ -276,16 +278,17 @@ class MeasuredPlan:
         self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
 
-    def _optimizer_steps(self) -> int:
+    def _stepped_optimizers(self) -> int:
         engine = self._engine()
-        return 0 if engine is None else engine.guard.steps
+        return 0 if engine is None else engine.guard.optimizers
 
     def _lacks_state(self) -> bool:
-        """Whether the optimizer has made its state only after the memory of steps was measured; once."""
-        if not self._memory or self._stepped:
+        """Whether an optimizer has made its state only after the memory of steps was measured; so many times."""
+        before, self._optimizers = self._optimizers, self._stepped_optimizers()
+        if not self._memory or self._optimizers == before or not self._states:
             return False
-        self._stepped = self._optimizer_steps()
-        return self._stepped > 0
+        self._states -= 1
+        return True
 
     def saw_span(self, span: Span | None) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
@@ -302,7 +305,9 @@ class MeasuredPlan:
         if verdict is None:
             logger.info("the plan is %s", UNJUDGED)
             return False
-        self._look_outside(check)
+        spans = None if self._timer is None else self._timer.spans
+        if spans is not None and not self._outside:
+            self._outside = outside_plans(spans.tail_peak_bytes, check.budget_bytes)
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
@@ -311,17 +316,6 @@ class MeasuredPlan:
         if following is not None:
             self._carry_out(following)
         return following is not None and following.unjudged
-
-    def _look_outside(self, check: Check) -> None:
-        """Warn once of a peak above the budget that is in no forward or backward."""
-        spans, budget = None if self._timer is None else self._timer.spans, check.budget_bytes
-        peak = None if spans is None else spans.tail_peak_bytes
-        if peak is not None and budget is not None and peak > budget and not self._outside:
-            self._outside.append(
-                f"between a backward and the next forward, as in the optimizer's step, the peak is {format_size(peak)} "
-                f"and the budget is {format_size(budget)}: no plan lowers that"
-            )
-            logger.warning("%s", self._outside[0])
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""
