@@ -159,6 +159,19 @@ def plans_made(act: Callable[[int], object], steps: int) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_a_long_batch_in_four_is_planned_for(warms_up: bool) -> None:
+    tiny = build("llama")
+    small = {name: value[:1] for name, value in tiny.inputs.items()}
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
+        for number in range(20):
+            given = tiny.inputs if number % 4 == 0 and (warms_up or number) else small
+            tiny.loss(lambda **inputs: tiny.model(**given))[0].backward()  # noqa: B023
+        tiny.loss()[0].backward()
+        stats = handle.stats()
+        assert stats.kept_bytes == stats.unique_bytes
+
+
 @CLEARS
 def test_where_memory_counts_plans_settle_though_long_batches_are_rare() -> None:
     tiny = build("llama")
@@ -190,6 +203,52 @@ def test_where_memory_counts_steps_are_measured_again_once_the_optimizer_has_its
     assert min(made) < 12
     assert [number for number in made if number >= 12][:1] == [15], "one pass after it, two are measured"
     assert max(made) < 24, "and never again"
+
+
+@CLEARS
+def test_where_memory_counts_the_state_of_each_optimizer_is_measured() -> None:
+    """One of another model that steps each time is not mistaken for the model's own, which steps late."""
+    tiny, other = build("llama"), torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (tiny.model, other)]
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")):
+
+        def act(number: int) -> None:
+            tiny.loss()[0].backward()
+            other(torch.ones(2)).sum().backward()
+            for optimizer in optimizers[number % 12 != 11 :]:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        made = plans_made(act, 30)
+    assert [number for number in made if number >= 12] == [15]
+
+
+@CLEARS
+def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() -> None:
+    tiny = build("llama")
+    optimizer = torch.optim.AdamW(tiny.model.parameters())
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
+        for _ in range(20):
+            tiny.loss()[0].backward()
+        assert isinstance(handle.plan, MeasuredPlan)
+        assert handle.plan.judged and handle._attachment._rest._scopes
+        before = handle.plan.profile
+        optimizer.step()
+        for _ in range(4):
+            tiny.loss()[0].backward()
+        assert handle.plan.profile is not before
+
+
+@CLEARS
+def test_where_memory_counts_two_graphs_together_keep_no_more_than_the_plan() -> None:
+    tiny = build("llama")
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
+        for number in range(10):
+            outputs = [tiny.model(**tiny.inputs) for _ in range(2)]
+            if number > 6:
+                assert handle._engine.kept.total <= table_of(handle).predicted.kept_bytes
+                assert handle.stats().kept_bytes < handle.stats().unique_bytes
+            torch.stack([output.logits.float().square().mean() for output in outputs]).sum().backward()
 
 
 def test_a_larger_batch_is_measured_anew() -> None:

@@ -198,6 +198,20 @@ def test_a_model_of_one_block_gets_a_plan() -> None:
         assert "plain step 2 s" in timed.handle.explain()
 
 
+def test_a_second_measured_step_that_is_longer_takes_the_place_of_the_first(dear_hooks: list[str]) -> None:
+    """Blocks with larger inputs than before do not run without hooks, so that step alone has no baseline."""
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        for rows in (16, 16, *[64] * (UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)):
+            timed.x = torch.randn(rows, 8)
+            dear_hooks.clear()
+            timed.model(timed.x).square().sum().backward()
+        profile = timed.plan.profile
+        assert profile is not None and profile.saved_bytes == timed.handle.stats().unique_bytes
+        assert profile.forward_seconds == pytest.approx(BLOCKS, rel=0.05)
+        assert not dear_hooks and timed.handle._attachment._rest._scopes
+
+
 def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
     """No two of them are alike, as with padding to the longest of a batch."""
     timed = Timed(12, max_slowdown=0.5)
@@ -304,6 +318,37 @@ def test_hooks_come_back_for_a_larger_batch(dear_hooks: list[str]) -> None:
         for _ in range(MEASURED_STEPS + 1):
             timed.gradients()
         assert timed.plan.table is not before
+
+
+@pytest.mark.parametrize(("kept", "frozen"), [(BLOCKS, 3), (2, 3), (BLOCKS, 0)])
+def test_hooks_come_back_for_what_was_frozen_until_it_has_shown_what_it_saves(
+    monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str], kept: int, frozen: int
+) -> None:
+    """The first layer saves nothing at all while it is frozen, so its training needs another plan."""
+    if kept < BLOCKS:
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(kept))
+    timed = Timed(max_slowdown=0.05 if kept == BLOCKS else 10.0)
+    hooked, settled = {str(place) for place in range(BLOCKS - kept)}, UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE
+
+    def steps(count: int, *, frozen_: bool) -> set[str]:
+        for weight in timed.model[frozen].parameters():
+            weight.requires_grad_(not frozen_)
+        for _ in range(count):
+            dear_hooks.clear()
+            timed.model(timed.x).square().sum().backward()
+        return set(dear_hooks)
+
+    with timed.handle:
+        assert steps(settled, frozen_=True) == hooked
+        before = timed.plan.table
+        assert str(frozen) in steps(1, frozen_=False)
+        assert steps(settled, frozen_=False) == hooked
+        assert (timed.plan.table is before) == (frozen == 3)
+        before = timed.plan.table
+        steps(1, frozen_=True)
+        for frozen_ in (True, False, True):
+            assert steps(1, frozen_=frozen_) == hooked
+        assert timed.plan.table is before
 
 
 @pytest.mark.parametrize("kept", [BLOCKS, 2])

@@ -80,6 +80,9 @@ class Watched:
 _guards: set[weakref.ref[WeightGuard]] = set()
 """All that are alive."""
 
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped, and so have made their state."""
+
 
 @functools.cache
 def _listen_to_optimizers() -> None:
@@ -97,9 +100,12 @@ def _listen_to_optimizers() -> None:
 
     @untraced
     def after(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        first = optimizer not in _stepped
+        _stepped.add(optimizer)
         for guard in [reference() for reference in tuple(_guards)]:
             if guard is not None:
                 guard.steps += 1
+                guard.optimizers += first
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -117,6 +123,7 @@ class WeightGuard:
         self._lock, self._settle = lock, settle
         self._watched: dict[int, set[weakref.ref[Watched]]] = {}  # by storage
         self.steps = 0  # optimizer steps of this process since the guard was made
+        self.optimizers = 0  # of these, first steps
         self._logged = False
         _listen_to_optimizers()
         _guards.add(weakref.ref(self, _guards.discard))

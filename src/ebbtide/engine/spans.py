@@ -102,6 +102,9 @@ class SpanTimer:
         meter: Tells moments and memory.
         done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
+
+    Attributes:
+        tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
     """
 
     def __init__(self, meter: Meter, done: Callable[[Span | None], bool], *, memory: bool) -> None:
@@ -111,6 +114,7 @@ class SpanTimer:
         self._closed: deque[_Open] = deque()
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
         self._device: torch.device | None = None
+        self.tail_peak_bytes: int | None = None
 
     def want(self, *, wanted: bool = True) -> None:
         """Time passes from the next one on, or no longer."""
@@ -140,8 +144,9 @@ class SpanTimer:
         if self._open is None:
             if self._latest is not None and self._latest() is run.pass_:
                 return  # the rest of a pass whose backward came in between
-            if self._memory:
-                self._meter.take_peak_bytes(device)
+            peak_bytes = self._meter.take_peak_bytes(device) if self._memory else None
+            if self._latest is not None and peak_bytes is not None:
+                self.tail_peak_bytes = max(self.tail_peak_bytes or 0, peak_bytes)
             self._open = _Open(run.pass_, self._meter.timestamp(device))
             self._open.system_seconds = self._meter.system_seconds() if self._memory else None
         now, before = self._open, self._open.pass_()

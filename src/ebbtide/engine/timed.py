@@ -85,6 +85,7 @@ class TimedStep:
         tail_seconds: From the end of the first block's backward to the first block of the next pass.
         head_peak_bytes: Most memory in the former; None if not asked for, or not known.
         head_resident_bytes: Bytes that were there then though the step had not kept them.
+        saved_bytes: What its blocks saved, as the engine counts it.
     """
 
     blocks: tuple[TimedBlock, ...]
@@ -92,3 +93,4 @@ class TimedStep:
     tail_seconds: float
     head_peak_bytes: int | None
     head_resident_bytes: int = 0
+    saved_bytes: int = 0

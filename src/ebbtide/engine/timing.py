@@ -26,6 +26,7 @@ beginning of the stretch to its end.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -97,6 +98,7 @@ class _Pass:
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
+        self.saved_bytes = 0
         self.turned, self.others = False, 0  # whether its backward came, and how many others ended before
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
@@ -148,6 +150,8 @@ class StepTimer:
         self.spans: SpanTimer | None = None  # times whole passes where none is measured
         self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
+        self._enough_bytes = 0  # up to that size passes were measured often enough
+        self.expected_bytes = 0  # of the pass because of which is measured, until a plan is made
 
     def want(self) -> None:
         """Measure from the next pass on."""
@@ -175,6 +179,10 @@ class StepTimer:
 
     # What the engine tells
 
+    def planned(self, saved_bytes: int) -> None:
+        """A plan was made from a step whose blocks saved that much."""
+        self._largest_bytes, self.expected_bytes = max(saved_bytes, self._enough_bytes), 0
+
     def pass_ends(self, saved_bytes: int) -> None:
         """A forward is over. One that saved clearly more than all that were measured is worth another measurement.
 
@@ -183,13 +191,16 @@ class StepTimer:
         """
         if self.wanted:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
+            if self._pass is not None and not self._pass.saved_bytes:
+                self._pass.saved_bytes = saved_bytes
         elif saved_bytes > GROWTH * self._largest_bytes:
             self.want()
+            self.expected_bytes = saved_bytes
             self._tries = self._tries + 1 if saved_bytes <= GROWTH * self._larger_bytes else 1
             self._larger_bytes = max(self._larger_bytes, saved_bytes)
             # The time does not depend on whether the next passes are as large. The peak does, but all may be smaller.
             if not self._memory or self._tries == TRIES:
-                self._largest_bytes = self._larger_bytes
+                self._largest_bytes = self._enough_bytes = self._larger_bytes
         elif self.outdated():
             self.want()
         if self.spans is not None:
@@ -260,13 +271,17 @@ class StepTimer:
         if self._pass is not None and not self._pass.turned:
             self._pass.others += 1
         elif self._pass is not None and raised:
-            self._pass = self._open = self.recomputes = None
+            self.forget()
         elif self._pass is not None and self._pass.tail is None:
             self._pass.tail = _Stretches()
             first, last = self._pass.blocks[0], None if self._open is None else self._open[0]
             if first.left is not None and last is first.backward:
                 first.beyond.append((first.left, self._meter.timestamp(self._where)))
             self._cut(self._pass.tail)
+
+    def forget(self) -> None:
+        """Drop what was measured of the pass: no backward of it is expected any more."""
+        self._pass = self._open = self.recomputes = None
 
     def finish(self) -> None:
         """End the step whose backward is over, if there is one: another begins, or none follows."""
@@ -335,9 +350,11 @@ class StepTimer:
     def _finish(self, found: _Pass) -> None:
         meter, waited = self._meter, self._waited()
         prices = found.recomputes.prices()
+        executions = Counter(block.name for block in found.blocks)
 
-        def own(stretches: _Stretches, where: str, aside: list[Edges]) -> float:
-            stall = waited.get(where, 0.0) - found.waited.get(where, 0.0)
+        def own(stretches: _Stretches, edge: str, name: str, aside: list[Edges]) -> float:
+            where = f"{edge} {name}".strip()
+            stall = (waited.get(where, 0.0) - found.waited.get(where, 0.0)) / max(executions[name], 1)
             return max(stretches.seconds(meter) - stall - sum(meter.seconds(*edges) for edges in aside), 0.0)
 
         def priced(unit: TimedUnit) -> TimedUnit:
@@ -350,8 +367,8 @@ class StepTimer:
                 name=block.name,
                 kind=block.kind,
                 units=tuple(map(priced, block.units)),
-                forward_seconds=own(block.forward, f"forward {block.name}", block.aside),
-                backward_seconds=own(block.backward, f"backward {block.name}", block.beyond),
+                forward_seconds=own(block.forward, "forward", block.name, block.aside),
+                backward_seconds=own(block.backward, "backward", block.name, block.beyond),
                 forward_peak_bytes=block.forward.peak_bytes,
                 backward_peak_bytes=block.backward.peak_bytes,
                 forward_resident_bytes=block.forward.resident_bytes,
@@ -367,9 +384,10 @@ class StepTimer:
             blocks=blocks,
             head_seconds=found.between.seconds(meter),
             tail_seconds=sum(meter.seconds(*edges) for block in found.blocks for edges in block.beyond)
-            + (0.0 if found.tail is None else own(found.tail, TAIL, [])),
+            + (0.0 if found.tail is None else own(found.tail, TAIL, "", [])),
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
+            saved_bytes=found.saved_bytes,
         )
-        self._pass = self._open = self.recomputes = None
+        self.forget()
         self.wanted = self._done(step)

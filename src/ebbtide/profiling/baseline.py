@@ -193,7 +193,8 @@ def fastest(steps: list[TimedStep]) -> TimedStep:
     Args:
         steps: Steps that ran the same blocks; one of them had hooks on all.
     """
-    base = next(step for step in reversed(steps) if not any(block.plain for block in step.blocks))
+    hooked = [step for step in reversed(steps) if not any(block.plain for block in step.blocks)]
+    base = max(hooked, key=lambda step: sum(block.saved_bytes for block in step.blocks))
     equal_steps = [step for step in steps if abs(_size(base, step) - 1) <= EQUAL]
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):

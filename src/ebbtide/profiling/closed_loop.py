@@ -222,6 +222,23 @@ class ClosedLoop:
         return Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget_bytes)
 
 
+def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]:
+    """Return a warning, and log it, if the peak between two steps is above the budget.
+
+    Args:
+        peak_bytes: That peak; None: not known.
+        budget_bytes: The budget; None: there is none.
+    """
+    if peak_bytes is None or budget_bytes is None or peak_bytes <= budget_bytes:
+        return []
+    line = (
+        f"between a backward and the next forward, as in the optimizer's step, the peak is {format_size(peak_bytes)} "
+        f"and the budget is {format_size(budget_bytes)}: no plan lowers that"
+    )
+    logger.warning("%s", line)
+    return [line]
+
+
 def kept_blocks(solution: Solution) -> frozenset[str]:
     """Return the names of the blocks whose saved tensors a plan keeps in all their executions."""
     names = [block.name for block in solution.profile.blocks]

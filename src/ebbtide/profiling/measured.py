@@ -6,8 +6,8 @@ offloaded. That needs close to the least memory, so even a model that ran out of
 are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
 whose saved tensors are all kept runs without hooks. Passes that save clearly more than the measured one are measured,
-too, again under the heuristic, and get a new plan; so does the pass after the first optimizer step, where memory
-counts and the measured passes came before it.
+too, again under the heuristic, and get a new plan, for which at most ``SHORTER`` shorter ones are passed over; so does
+the pass after the first optimizer step, where memory counts and the measured passes came before it.
 
 [Note: a budget of resident memory]
 On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
@@ -36,13 +36,13 @@ from ebbtide.config import Auto
 from ebbtide.engine import Engine
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import TAIL, StepTimer
+from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks
-from ebbtide.profiling.promise import Check
+from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks, outside_plans
+from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
@@ -65,9 +65,17 @@ IN_PIECES = 3
 PROBE_BYTES = 16 * 1024**2
 """Copied out and in to measure the rates if the measured steps copied nothing."""
 
-
 UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from a single one."""
+
+STATES = 3
+"""Times that steps are measured again because another optimizer has made its state."""
+
+LONGER = 3
+"""Measured steps that are longer than the first until a plan is made without a baseline."""
+
+SHORTER = 8
+"""Steps that may pass until one as long as that because of which steps are measured."""
 
 
 class MeasuredPlan:
@@ -93,9 +101,13 @@ class MeasuredPlan:
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
         self._unlike = 0  # measured steps that did not run the blocks of the one before
+        self._longer = 0  # measured steps that were longer than the one before, so that no block ran without hooks
+        self._shorter = 0  # steps that were shorter than the one that made us measure
+        self._outside: list[str] = []  # a warning of what no plan lowers
         self._memory = False  # whether it counts
         self._warned = False  # that nothing is gained
-        self._stepped = 0  # optimizer steps before the measured passes: none, and its state is not in their memory
+        self._optimizers = 0  # that had stepped before the measured passes; the state of others is not in their memory
+        self._states = STATES
         self._engine: Callable[[], Engine | None] = lambda: None
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
@@ -182,8 +194,9 @@ class MeasuredPlan:
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
             why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
-            kept = [KEEPS + why] if self._check.keeps else []
-            return "\n".join([head, self._check.text(), *kept, *self._loop.story, *lines])
+            unhooked = not (self._check.over_budget_bytes or self._check.hopeless)
+            kept = [KEEPS + why] if self._check.keeps and unhooked else []
+            return "\n".join([head, self._check.text(), *self._outside, *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
             f"({self._aim()})"
@@ -228,15 +241,24 @@ class MeasuredPlan:
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step; return whether another is wanted."""
         if not self._warm:
-            self._warm, self._stepped = True, self._optimizer_steps()
+            self._warm, self._optimizers = True, self._stepped_optimizers()
             return True
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
             self._unlike += 1
+        wanted_plain, expected_bytes = (self._timer.plain, self._timer.expected_bytes) if self._timer else ((), 0)
         self._run_plain(frozenset())
         self._kept_under_hooks = frozenset()
-        if any(block.plain for block in step.blocks) and not self._steps:
+        ran_plain = any(block.plain for block in step.blocks)
+        if ran_plain and not self._steps:
             return True  # the bytes of blocks without hooks are not known
+        if not self._steps and step.saved_bytes * GROWTH < expected_bytes and self._shorter < SHORTER:
+            self._shorter += 1
+            return True
+        longer = bool(self._steps) and step.saved_bytes > self._steps[-1].saved_bytes
+        if longer and wanted_plain and not ran_plain and self._longer < LONGER:
+            self._longer += 1
+            self._steps.clear()
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS and self._unlike < UNLIKE:
             room = self._room_bytes(step)
@@ -246,35 +268,48 @@ class MeasuredPlan:
             self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True
         first, last = self._steps[0], self._steps[-1]
-        profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
+        base = fastest(self._steps)
+        profile = profile_of(base, self._rates(), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
         if self._unlike >= UNLIKE:
             logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
         self._steps.clear()
-        self._unlike = 0
+        self._unlike = self._longer = self._shorter = 0
+        if self._timer is not None:
+            self._timer.planned(base.saved_bytes)
         self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
 
-    def _optimizer_steps(self) -> int:
+    def _stepped_optimizers(self) -> int:
         engine = self._engine()
-        return 0 if engine is None else engine.guard.steps
+        return 0 if engine is None else engine.guard.optimizers
 
     def _lacks_state(self) -> bool:
-        """Whether the optimizer has made its state only after the memory of steps was measured; once."""
-        if not self._memory or self._stepped:
+        """Whether an optimizer has made its state only after the memory of steps was measured; so many times."""
+        before, self._optimizers = self._optimizers, self._stepped_optimizers()
+        if not self._memory or self._optimizers == before or not self._states:
             return False
-        self._stepped = self._optimizer_steps()
-        return self._stepped > 0
+        self._states -= 1
+        return True
 
     def saw_span(self, span: Span | None) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
         check = self._check
-        if check is None or (check.add(span) is None and not check.hopeless):
-            return check is not None
-        self._run_unhooked(kept_blocks(check.solution))
-        if check.measured is None:
-            logger.info("the plan is not judged: graphs overlap, or steps run other blocks than the measured one")
+        if check is None:
             return False
+        verdict, counted = check.add(span), check.budget_bytes is not None
+        if span is None and counted:
+            self._run_unhooked(frozenset())  # graphs may overlap, and only under hooks both together keep no more
+        if verdict is None and not check.hopeless:
+            return True
+        if verdict is not None or not counted:
+            self._run_unhooked(kept_blocks(check.solution))
+        if verdict is None:
+            logger.info("the plan is %s", UNJUDGED)
+            return False
+        spans = None if self._timer is None else self._timer.spans
+        if spans is not None and not self._outside:
+            self._outside = outside_plans(spans.tail_peak_bytes, check.budget_bytes)
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):

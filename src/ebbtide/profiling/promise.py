@@ -6,8 +6,9 @@ without hooks; memory permitting, so do a few others until the plan is judged. S
 ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
 hooks gives the ratio an error bar. The promise is kept once the bar is below it, and missed once the bars of ``MISSES``
 passes are above; otherwise, or if the plan seems to be faster than ordinary training, the median of ``CHECKED`` passes
-decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes are compared with the measured steps:
-the promise is missed if all but the fastest took longer than promised, by more than the measured steps differed.
+decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured steps, are
+compared with them: the promise is missed if all but the fastest took longer than promised, by more than the measured
+steps differed.
 
 After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
 more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
@@ -51,6 +52,8 @@ LOWER = 0.8
 
 LEAST_NOISE = 0.01
 """Steps that differ by at most this share are equal on any machine."""
+
+UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks than the measured one"
 
 ALONE = 0.03
 """Assumed relative error of a single block without hooks."""
@@ -198,8 +201,11 @@ class Check:
         if found is not None:
             self._unused = 0
             return self._judge(found)
-        if self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution):
+        if self.compared or (self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution)):
             return None  # other blocks take another time than was promised
+        over_budget = self.budget_bytes is not None and (span.peak_bytes or 0) > self.budget_bytes
+        if span.saved_bytes > GROWTH * self.solution.profile.saved_bytes and not over_budget:
+            return None  # longer sequences take longer than was promised
         self._unused = 0
         if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
@@ -215,14 +221,16 @@ class Check:
         )
         times = sorted(step.seconds for step in self._steps)
         if len(times) >= CHECKED:
-            self.too_slow = times[1] > self.allowed_seconds * (1 + self._noise)
+            self.too_slow = not self.keeps and times[1] > self.allowed_seconds * (1 + self._noise)
             self.measured = self._summary(times[1], times[-2])
-        elif self.budget_bytes is not None and (span.peak_bytes or 0) > self.budget_bytes:
+        elif over_budget:
             self.measured = self._summary(times[0], times[-1])  # one such step is enough
         return self.measured
 
     def _judge(self, found: Measured) -> Measured | None:
         """Judge the plan by the passes compared so far, if they suffice."""
+        if not self.compared:
+            self._steps.clear()  # whole steps
         self._steps.append(found)
         self.compared = True
         limit = self.allowed_seconds * (1 + LEAST_NOISE)
@@ -250,8 +258,8 @@ class Check:
 
     @property
     def unjudged(self) -> bool:
-        """Whether it must be judged by steps that execute it: a plan that keeps everything is ordinary training."""
-        return not self.keeps and self.measured is None
+        """Whether steps that execute it must judge it: one that keeps everything is as fast as ordinary training."""
+        return self.measured is None and not (self.keeps and self.budget_bytes is None)
 
     @property
     def hopeless(self) -> bool:
@@ -285,8 +293,10 @@ class Check:
         else:
             parts.append(f"promised a peak of at most {format_size(self.budget_bytes)}")
         parts.append(f"predicted {slower(solution.predicted.step_seconds)}")
-        if not (solution.predicted.offloaded_bytes or solution.predicted.recomputed_bytes):
+        if self.keeps and self.budget_bytes is None:
             parts.append("not measured: it is ordinary training")
+        elif measured is None and self.hopeless:
+            parts.append(UNJUDGED)
         elif measured is None:
             parts.append(f"not measured yet ({len(self._steps)} of at most {CHECKED} steps)")
         else:

@@ -19,7 +19,7 @@ from ebbtide.store.device import Device
 from ebbtide.store.device_memory import allowed_bytes, device_memory, take_peak_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
-from ebbtide.store.share import free_memory_bytes
+from ebbtide.store.share import free_memory_bytes, ranks_of
 from ebbtide.store.spill import SpillTier
 
 Timestamp = Any
@@ -167,14 +167,14 @@ def meter_for(tier: Tier) -> Meter:
 def room_bytes(tier: Tier) -> int | None:
     """Return the memory that a step may still take; None if unknown.
 
-    On a device: what torch's allocator may still take, and what it caches; without one: the host memory that is free
-    for this process.
+    On a device: what torch's allocator may still take, and what it caches; without one: this rank's share of the host
+    memory that is free.
 
     Args:
         tier: The store of the step's offloaded bytes.
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
-        return free_memory_bytes()
+        return free_memory_bytes() // ranks_of(os.environ)
     allowed, memory = allowed_bytes(), device_memory()
     return None if allowed is None else int(allowed + memory.memory_reserved() - memory.memory_allocated())
 

@@ -93,7 +93,7 @@ class Attachment:
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._plain = PlainBlocks(engine)
-        self._rest = Rest(engine)
+        self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
         self._scopes: list[tuple[nn.Module, Scope]] = []
         self._own: Scope | None = None  # of a model that is its own single block
@@ -124,7 +124,7 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
-        if self._rest.holds(self._scopes, self._put_on, args, kwargs):
+        if self._rest.holds(self._scopes, self._put_on, self._tree.trains(), args, kwargs):
             return forward(*args, **kwargs)
         self._agree()
         self._depth += 1
@@ -137,6 +137,10 @@ class Attachment:
             if self._watch is None:
                 return forward(*args, **kwargs)
             return self._watch.call(self._blocks, forward, args, kwargs)
+        except BaseException:
+            if self.engine.timer is not None:
+                self.engine.timer.forget()
+            raise
         finally:
             self._depth -= 1
             self.engine.end_pass()
@@ -163,6 +167,7 @@ class Attachment:
 
     def _begin_pass(self) -> None:
         self._before = None
+        self._plain.begin_pass(self._tree.trains())
         version, moves = self._moves
         if version != self._tree.version:  # as ``_agree`` saw it; FSDP may be applied after the handle
             moves = weights_move(self._model)
@@ -231,9 +236,10 @@ class Attachment:
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
                         output = self._followed_call(scope, run, called)
-                        self._plain.saw(run, called.tensors)
                 if measured and not checkpointed:
                     run.checkpointable = self._reruns.able(block, scope.module, called)
+            if not checkpointed:
+                self._plain.saw(run, called.tensors)
             self._plain.mark(run, called.tensors, output)
             return output
         finally:

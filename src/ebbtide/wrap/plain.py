@@ -20,19 +20,23 @@ from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.coverage import tensors_in
 
+STATES = 8
+"""States of training that are remembered for a block: which weights are trained, and which modules are in training."""
+
 
 class _Seen(NamedTuple):
-    """A block as it ran in the measured step that the plan was made from."""
+    """A block as it ran with hooks."""
 
     tally: Tally
-    elements: int  # of all its inputs
+    elements: float  # of all its inputs; with more it runs with hooks
 
 
 class PlainBlocks:
     """Runs blocks without hooks when the engine's timer requests it, and counts the bytes they keep.
 
     A block called with clearly larger inputs than in the measured step that the plan was made from runs with hooks: the
-    plan does not keep that much.
+    plan does not keep that much. So does each block if other weights are trained, until a pass has shown that it saves
+    hardly more.
 
     Args:
         engine: Its timer chooses, its pass counts.
@@ -41,18 +45,46 @@ class PlainBlocks:
     def __init__(self, engine: Engine) -> None:
         leave_untraced(__name__)
         self._engine = engine
-        self._seen: dict[str, _Seen] = {}  # by path of the block
+        self._trains, self._planned_bytes = b"", 0  # saved in the step that the plan was made from
+        self.ran = False
+        self._pending: list[tuple[str, tuple[bytes, int], _Seen]] = []  # of the current pass
+        self._seen: dict[str, dict[tuple[bytes, int], _Seen]] = {}  # by path of the block and state of training
+
+    def begin_pass(self, trains: bytes) -> None:
+        """A pass begins; learn from the one before.
+
+        Args:
+            trains: ``Tree.trains`` of the model.
+        """
+        timer, saved_bytes = self._engine.timer, self._engine.last_tally.unique
+        if timer is not None and timer.wanted and not self.ran:
+            self._planned_bytes = saved_bytes
+            for name, state, found in self._pending:
+                self._seen[name] = {state: found._replace(elements=GROWTH * found.elements)}
+        elif saved_bytes <= GROWTH * self._planned_bytes:
+            for name, state, found in self._pending:
+                known = self._seen.get(name, {})
+                if found.elements > known[state].elements if state in known else 0 < len(known) < STATES:
+                    known[state] = found
+        self._trains, self.ran = trains, False
+        self._pending.clear()
 
     def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
-        """Remember a block that ran with hooks in a step that a plan is made from: one in which no block runs plain.
+        """Remember a block that ran with hooks.
 
         Args:
             run: Its run.
             inputs: Its inputs.
         """
-        timer = self._engine.timer
-        if timer is not None and timer.wanted and not timer.plain:
-            self._seen[run.block.name] = _Seen(run.tally, _elements(inputs))
+        if self._engine.timer is not None:
+            self._pending.append((run.block.name, self._state(inputs), _Seen(run.tally, _elements(inputs))))
+
+    def knows(self, name: str, trains: bytes) -> bool:
+        """Whether it is known what a block saves in a state of training, and that is hardly more than was planned."""
+        return any(known == trains for known, _ in self._seen.get(name, ()))
+
+    def _state(self, inputs: Sequence[torch.Tensor]) -> tuple[bytes, int]:
+        return self._trains, sum(t.requires_grad for t in inputs)
 
     def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a block should run without hooks now.
@@ -61,10 +93,11 @@ class PlainBlocks:
             block: The block.
             inputs: Its inputs.
         """
-        timer, seen = self._engine.timer, self._seen.get(block.name)
-        if timer is None or not timer.runs_plain(block.name) or seen is None:
+        timer = self._engine.timer
+        if timer is None or not timer.runs_plain(block.name):
             return False
-        return _elements(inputs) <= GROWTH * seen.elements
+        seen = self._seen.get(block.name, {}).get(self._state(inputs))
+        return seen is not None and _elements(inputs) <= seen.elements
 
     def call(self, block: Block, called: Called) -> Any:
         """Run a block without hooks.
@@ -76,13 +109,13 @@ class PlainBlocks:
         engine = self._engine
         timer, pass_ = engine.timer, engine._pass
         where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
-        run = PlainRun(block, pass_, where)
+        run, self.ran = PlainRun(block, pass_, where), True
         if timer is not None:
             timer.block_begins(run)
         try:
             output = called.run()
         finally:
-            kept = _kept(self._seen[block.name].tally)
+            kept = _kept(self._seen[block.name][self._state(called.tensors)].tally)
             pass_.tally.add_all(kept)
             pass_.add_site(Site(block.kind, "", "plain", 0), kept.unique, Action.KEEP)
             if timer is not None:

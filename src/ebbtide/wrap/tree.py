@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 _MODULES, _PARAMETERS, _BUFFERS = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
+_REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("requires_grad", "training"))
 _REGISTRIES = (_MODULES, _PARAMETERS, _BUFFERS)
 
 
@@ -51,6 +52,11 @@ class Tree:
         modules = [module for module in map(operator.call, self._modules) if module is not None]
         found = chain(_values(_PARAMETERS, modules), _values(_BUFFERS, modules))
         return list({id(weight): weight for weight in found if weight is not None}.values())
+
+    def trains(self) -> bytes:
+        """Return which weights of ``weights`` are trained and which modules are in training: what they save depends."""
+        modules = filter(None, map(operator.call, self._modules))
+        return bytes(map(_REQUIRES_GRAD, self.weights())) + bytes(map(_TRAINING, modules))
 
     def _is_as_it_was(self) -> bool:
         modules: list[Any] = list(map(operator.call, self._modules))

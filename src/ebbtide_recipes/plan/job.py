@@ -12,7 +12,7 @@ from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import BlockProfile, Profile
 from ebbtide.wrap import find_blocks
 
-QUANTISED_BYTES = 0.5 + 1 / 64 / 4 + 4 / 64 / 256
+QUANTISED_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256
 """Of a weight in 4 bits: itself, its share of a scale of 8 bits for 64 weights, and of the scale of 256 scales.
 
 Source: Dettmers et al., QLoRA (2023), double quantization.

@@ -137,6 +137,18 @@ def test_waits_for_copies_are_taken_out() -> None:
     assert [block.backward_seconds for block in step.blocks] == [2.0, 1.25]
 
 
+def test_waits_of_a_block_that_runs_twice_are_taken_out_once() -> None:
+    scene, one = Scene(), Pass()
+    runs = scene.forward(one, "a", "a", seconds=2.0)
+    scene.waits["forward a"] = 1.0
+    scene.backward(runs)
+    scene.waits["backward a"] = 2.0
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_seconds for block in step.blocks] == [1.75, 1.5]
+    assert [block.backward_seconds for block in step.blocks] == [1.0, 1.0]
+
+
 def test_what_others_hold_is_there_anyway() -> None:
     scene, one = Scene(memory=True), Pass()
     held = {name: storage() for name in ("a", "b", "kept")}
@@ -344,6 +356,16 @@ def test_passes_are_timed_and_told_two_later() -> None:
     scene.step(4.0)
     assert [(span.seconds, span.peak_bytes, span.saved_bytes) for span in scene.told] == [(3.0, 1, 100), (4.0, 2, 100)]
     assert [span.system_seconds for span in scene.told] == [0.75, 1.0]
+
+
+def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
+    scene = Spans(memory=True)
+    for peak in (70, 9, 30, 20):
+        scene.spend(1.0, peak)  # the optimizer of the step before
+        scene.step(1.0, peak=80)
+        assert scene.timer.spans is not None
+        assert scene.timer.spans.tail_peak_bytes == {70: None, 9: 9, 30: 30, 20: 30}[peak]
+    assert {span.peak_bytes for span in scene.told} == {80}
 
 
 def test_without_memory_the_kernels_time_is_not_asked_for() -> None:

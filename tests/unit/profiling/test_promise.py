@@ -101,6 +101,11 @@ def test_plain_blocks_are_the_first_of_each_kind_where_there_is_room() -> None:
     assert sample(found.blocks, None) == frozenset()
 
 
+def stand_in() -> Any:
+    """Return what stands where the timer stands."""
+    return SimpleNamespace(plain=frozenset(), unhooked=None, spans=None, expected_bytes=0, planned=lambda nbytes: None)
+
+
 def many(count: int) -> TimedStep:
     found = step()
     return replace(found, blocks=tuple(replace(found.blocks[0], name=f"layers.{i}") for i in range(count)))
@@ -129,7 +134,7 @@ def test_ordinary_training_is_measured_where_a_budget_has_no_room(
 ) -> None:
     monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: free)
     plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
-    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=None)
+    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=None, expected_bytes=0)
     plan._timer = timer
     blocks = tuple(replace(block, forward_peak_bytes=990 * MB) for block in many(12).blocks)
     for _ in range(2):
@@ -398,6 +403,20 @@ def test_shorter_sequences_show_neither_the_promised_time_nor_the_peak() -> None
     assert plan._check is not None and plan._check.measured is None
 
 
+def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> None:
+    plan = planned(Auto(max_slowdown=1.0))
+    before = plan.table
+    long = Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=1_600 * MB)
+    for _ in range(SETTLING + CHECKED + 1):
+        assert plan.saw_span(long)
+    assert plan.table is before and plan._check is not None and plan._check.measured is None
+    plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+    before = plan.table
+    for _ in range(SETTLING + 1):
+        plan.saw_span(long)
+    assert plan.table is not before, "the budget is that of all steps"
+
+
 # Compared with blocks without hooks
 
 
@@ -435,6 +454,19 @@ def test_a_plan_is_compared_with_blocks_of_the_same_pass(speed: float) -> None:
     kept = len(kept_blocks(plan._check.solution) & {"layers.3", "layers.7"})  # these take no longer under the plan
     assert found.seconds == pytest.approx(2.5 * (1.5 * (12 - kept) + kept) + 0.75, rel=0.02)
     assert found.low_seconds == found.seconds == found.high_seconds
+
+
+def test_whole_steps_are_not_judged_together_with_compared_ones() -> None:
+    plan = judged_plan()
+    check = plan._check
+    assert check is not None and plan.profile is not None
+    disturbed = span_of(plan, 1.9, plain=(3, 7))
+    whole = replace(disturbed, seconds=500.0, saved_bytes=plan.profile.saved_bytes)
+    alone = replace(whole, blocks=tuple(replace(block, plain=False) for block in whole.blocks))
+    for span in (disturbed, alone, disturbed, alone):
+        plan.saw_span(span)
+        assert len(check._steps) <= 2 and all(step.seconds < 100.0 for step in check._steps if check.compared)
+    assert check.compared
 
 
 def slow_backwards(span: Span, factor: float) -> Span:
@@ -606,7 +638,7 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
             assert plan.saw_span(other if unknown else None)
         assert not plan.saw_span(other if unknown else None)
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
-    assert "the plan is not judged" in caplog.text
+    assert "the plan is not judged" in caplog.text and "not judged: graphs overlap" in plan.explain()
 
 
 def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
@@ -731,7 +763,7 @@ def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(mo
     for room, expected in ((10**12, 2), (None, 0)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
         plan = MeasuredPlan(Auto(max_slowdown=10.0), tier(), None, Bus())
-        plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
+        plan._timer = timer = stand_in()
         for _ in range(3):
             plan.saw_step(many(12))
         assert plan._check is not None
@@ -744,7 +776,7 @@ def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(mo
 
 def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> None:
     plan = MeasuredPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
-    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
+    plan._timer = timer = stand_in()
     for _ in range(3):
         plan.saw_step(replace(many(12), head_peak_bytes=1_300 * MB))
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
@@ -777,6 +809,18 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     assert carry_out(plan, 13.0, peak=budget + 100 * MB), "one step is enough"
     assert plan.table.predicted.peak_bytes <= before - 90 * MB
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+
+
+def test_a_plan_that_keeps_everything_is_held_to_a_budget() -> None:
+    budget = 10_000 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    assert plan._check is not None and plan._check.keeps and "not measured yet" in plan.explain()
+    slow = [99.0] * CHECKED
+    assert not carry_out(plan, *slow, peak=budget - MB)
+    assert plan._check.keeps and "it fits" in plan.explain(), "its time is that of ordinary training"
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    assert carry_out(plan, 13.0, peak=budget + 8_500 * MB)
+    assert plan._check is not None and not plan._check.keeps and "it fits" not in plan.explain()
 
 
 def test_what_is_freed_is_returned_more_readily_as_plans_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -825,6 +869,16 @@ def test_a_budget_that_is_exceeded_to_the_end_is_warned_of(caplog: pytest.LogCap
     while carry_out(plan, 13.0, peak=budget + 10 * MB):
         assert "no plan is known that would keep it" not in caplog.text
     assert "no plan is known that would keep it" in caplog.text and "no plan is known" in plan.explain()
+
+
+@pytest.mark.parametrize("over", [0, MB])
+def test_a_peak_outside_forward_and_backward_is_warned_of(over: int, caplog: pytest.LogCaptureFixture) -> None:
+    budget = 1_900 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    plan._timer = timer = stand_in()
+    timer.spans = SimpleNamespace(tail_peak_bytes=budget + over)
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+    assert ("no plan lowers that" in plan.explain()) == ("no plan lowers that" in caplog.text) == bool(over)
 
 
 def test_what_a_budget_costs_the_kernel_is_shown() -> None:

@@ -493,6 +493,8 @@ def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
     numbers = sum(m.weight.numel() for m in linear) - 512 * 64  # the head stays
     less = (named(lora, "plain").peak_bytes or 0) - (named(qlora, "plain").peak_bytes or 0)
     assert less == int(numbers * (2 - QUANTISED_BYTES)) - 2 * 128 * 64
+    bits = 8 * QUANTISED_BYTES
+    assert bits == pytest.approx(4.127, abs=1e-4), "0.127 bits of scales for a weight: QLoRA, section 3"
     assert qlora.profile.forward_seconds > lora.profile.forward_seconds
     assert [b.units for b in qlora.profile.blocks] == [b.units for b in lora.profile.blocks]
 

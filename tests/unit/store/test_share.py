@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.store import open_tier
+from ebbtide.store.meter import room_bytes
 from ebbtide.store.share import fair_share_bytes
 
 GIB = 1 << 30
@@ -33,6 +35,16 @@ def test_never_more_than_a_share_of_what_is_free(tmp_path: Path) -> None:
     root = write(tmp_path, machine(64, 20))
     assert fair_share_bytes(root=root, ranks=4) == 4 * GIB
     assert fair_share_bytes(root=write(tmp_path, machine(64, 1)), ranks=1) == 0
+
+
+def test_a_rank_plans_with_its_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.meter.free_memory_bytes", lambda: 20 * GIB)
+    tier = open_tier("disk")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert room_bytes(tier) == 20 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert room_bytes(tier) == 5 * GIB
+    tier.close()
 
 
 def test_the_tightest_group_of_version_two(tmp_path: Path) -> None:

@@ -147,3 +147,26 @@ def test_a_step_whose_backward_raised_is_measured_again() -> None:
         for _ in range(2):
             net(torch.randn(8, 4)).backward()
     assert [[block.backward_seconds for block in step.blocks] for step in steps] == [[2.0] * 3]
+
+
+def test_a_step_whose_forward_raised_is_measured_again_though_the_error_is_held() -> None:
+    clock, steps, held = Clock(), list[TimedStep](), list[BaseException]()
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("as memory that is not enough")
+
+    net = Net(clock)
+    with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:
+        timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
+        timer.marks = True
+        handle._engine.timer = timer
+        timer.want()
+        forget = net.layers[1].register_forward_pre_hook(fail)
+        try:
+            net(torch.randn(8, 4))
+        except RuntimeError as error:
+            held.append(error)
+        forget.remove()
+        for _ in range(2):
+            net(torch.randn(8, 4)).backward()
+    assert held and [[block.backward_seconds for block in step.blocks] for step in steps] == [[2.0] * 3]
