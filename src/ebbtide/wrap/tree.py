@@ -54,9 +54,10 @@ class Tree:
         return list({id(weight): weight for weight in found if weight is not None}.values())
 
     def trains(self) -> bytes:
-        """Return which weights of ``weights`` are trained and which modules are in training: what they save depends."""
-        modules = filter(None, map(operator.call, self._modules))
-        return bytes(map(_REQUIRES_GRAD, self.weights())) + bytes(map(_TRAINING, modules))
+        """Return which parameters are trained and which modules are in training: what they save depends on it."""
+        modules = [module for module in map(operator.call, self._modules) if module is not None]
+        weights = [weight for weight in _values(_PARAMETERS, modules) if weight is not None]
+        return bytes(map(_REQUIRES_GRAD, weights)) + bytes(map(_TRAINING, modules))
 
     def _is_as_it_was(self) -> bool:
         modules: list[Any] = list(map(operator.call, self._modules))
