@@ -267,8 +267,7 @@ class MeasuredPlan:
             self._run_plain(plain)
             self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True
-        first, last = self._steps[0], self._steps[-1]
-        base = fastest(self._steps)
+        first, last, base = self._steps[0], self._steps[-1], fastest(self._steps)
         profile = profile_of(base, self._rates(), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
         if self._unlike >= UNLIKE:
@@ -287,10 +286,9 @@ class MeasuredPlan:
     def _lacks_state(self) -> bool:
         """Whether an optimizer has made its state only after the memory of steps was measured; so many times."""
         before, self._optimizers = self._optimizers, self._stepped_optimizers()
-        if not self._memory or self._optimizers == before or not self._states:
-            return False
-        self._states -= 1
-        return True
+        lacks = self._memory and self._optimizers != before and self._states > 0
+        self._states -= lacks
+        return lacks
 
     def saw_span(self, span: Span | None) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
