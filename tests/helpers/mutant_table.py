@@ -525,7 +525,7 @@ MUTANTS = (
     Mutant(
         "second run: noise that was not written when it was saved is compared",
         "ebbtide/wrap/secondrun.py",
-        "    return node is None or node.name() not in _PARTLY_WRITTEN or tensor.requires_grad\n",
+        "    return node is None or node.name() not in _PARTLY_WRITTEN or dropped.requires_grad\n",
         "    return True\n",
         SECOND_RUN,
     ),
@@ -623,8 +623,29 @@ MUTANTS = (
     Mutant(
         "second run: autocast keeps its casts",
         "ebbtide/wrap/checkpointed.py",
-        "                torch.set_autocast_cache_enabled(False)\n",
-        "",
+        "                    torch.set_autocast_cache_enabled(False)\n",
+        "                    pass\n",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: casts of an open region are not read",
+        "ebbtide/wrap/secondrun.py",
+        "self._context(cast is not None and cast() is None)",
+        "self._context(True)",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: noise is read before it is written",
+        "ebbtide/wrap/secondrun.py",
+        '            if late and node.name() == "RreluWithNoiseBackward0":\n',
+        "            if False:\n",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: what a module keeps is taken for what an object keeps",
+        "ebbtide/wrap/state.py",
+        " if id(attributes) not in self._of_modules]",
+        "]",
         ONE_LAYER,
     ),
     Mutant(
@@ -665,8 +686,8 @@ MUTANTS = (
     Mutant(
         "second run: another thread's forward ends it",
         "ebbtide/engine/restore.py",
-        " if backward.thread not in others]",
-        "]",
+        "if self.backwards and not _runs_elsewhere():",
+        "if self.backwards:",
         ONE_LAYER,
     ),
     Mutant(
@@ -700,7 +721,7 @@ MUTANTS = (
     Mutant(
         "second run: autocast is that of now",
         "ebbtide/wrap/checkpointed.py",
-        "if self._casts != _casts(self._kinds):",
+        "if self._casts != casts:",
         "if False:",
         ONE_LAYER,
     ),

@@ -35,7 +35,8 @@ from ebbtide.engine.untraced import untraced
 logger = logging.getLogger("ebbtide.engine")
 
 FULL_BYTES = 64 * 1024
-"""Weights up to this size (norms, biases) are compared whole, larger ones by a sample."""
+"""Weights up to this size (norms, biases) are compared whole, larger ones by a sample, or by what is computed from
+them."""
 
 
 class Watched:

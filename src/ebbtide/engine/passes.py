@@ -47,6 +47,7 @@ class Pass:
         self.tally = Tally()
         self.checkpointed = 0
         self.offered_bytes = 0  # given to the store, or held back from it, so far
+        self.cast: weakref.ref[torch.Tensor] | None = None  # of a weight, by autocast: it dies when its region ends
         self.sites: dict[tuple[Site, Action], tuple[int, int]] = {}
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
 

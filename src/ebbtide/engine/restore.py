@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,7 +43,6 @@ class Backward:
         self.flows: dict[int, CopyIn[Entry]] = {}  # by pass
         self.restored: list[weakref.ref[Any]] = []  # of entries, and what a function may read again
         self.run: RunRecord | None = None
-        self.thread = threading.get_ident()
 
     def flow(self, run: RunRecord) -> CopyIn[Entry] | None:
         """Return the copies in of a block's pass, if they have begun."""
@@ -50,6 +51,18 @@ class Backward:
 
 def _flow_of(backward: Backward | None, run: RunRecord | None) -> CopyIn[Entry] | None:
     return backward.flow(run) if backward is not None and run is not None else None
+
+
+def _runs_elsewhere() -> bool:
+    """Whether another thread is inside of a backward."""
+    called = torch.autograd.graph._engine_run_backward.__code__
+    for thread, frame in sys._current_frames().items():
+        inside: FrameType | None = None if thread == threading.get_ident() else frame
+        while inside is not None and inside.f_code is not called:
+            inside = inside.f_back
+        if inside is not None:
+            return True
+    return False
 
 
 class Restorer:
@@ -242,10 +255,10 @@ class Restorer:
         return backward
 
     def end_raised(self) -> None:
-        """End the backwards that raised; those of other threads of Python may still run."""
-        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-        for task in [task for task, backward in self.backwards.items() if backward.thread not in others]:
-            self.end(task)
+        """End the backwards that raised, unless another thread runs one: nothing tells which."""
+        if self.backwards and not _runs_elsewhere():
+            for task in list(self.backwards):
+                self.end(task)
 
     def end(self, task: int, *, all_read: bool = False) -> None:
         """A backward is over: let go of what it restored.

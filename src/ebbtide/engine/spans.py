@@ -201,6 +201,10 @@ class SpanTimer:
         now = self._open
         if now is not None and raised:
             now.alone = False
+        if self._memory and self.wanted and (now is None or now.ended is not None):
+            peak = self._meter.take_peak_bytes(self._device)  # of a second backward: no optimizer's step
+            if now is not None:
+                now.peak_bytes = max(now.peak_bytes or 0, peak or 0)
         if now is not None and now.ended is None:
             last = now.stretch is not None and now.stretch[0] is now.blocks[0].backward
             now.ended = now.reached if last and now.reached is not None else self._meter.timestamp(self._device)

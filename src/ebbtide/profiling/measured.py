@@ -74,7 +74,7 @@ STATES = 3
 LONGER = 3
 """Measured steps that are longer than the first until a plan is made without a baseline."""
 
-SHORTER = 8
+SHORTER = 4
 """Steps that may pass until one as long as that because of which steps are measured."""
 
 

@@ -124,7 +124,7 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
-        if self._rest.holds(self._scopes, self._put_on, self._tree.trains(), args, kwargs):
+        if self._rest.holds(self._scopes, self._put_on, self._trains(), args, kwargs):
             return forward(*args, **kwargs)
         self._agree()
         self._depth += 1
@@ -165,9 +165,13 @@ class Attachment:
             self._groups += groups
         self._looked = now  # only after success: if ranks differ, every forward raises
 
+    def _trains(self) -> bytes:
+        """Return the state of training, for plans by which blocks may run without hooks."""
+        return b"" if self.engine.timer is None else self._tree.trains()
+
     def _begin_pass(self) -> None:
         self._before = None
-        self._plain.begin_pass(self._tree.trains())
+        self._plain.begin_pass(self._trains())
         version, moves = self._moves
         if version != self._tree.version:  # as ``_agree`` saw it; FSDP may be applied after the handle
             moves = weights_move(self._model)

@@ -72,15 +72,18 @@ class ForwardContext:
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     @contextmanager
-    def back(self) -> Generator[None]:
+    def back(self, region_over: bool) -> Generator[None]:
         """Restore it for the second forward, and the current context afterwards.
+
+        Args:
+            region_over: The region of autocast around the first forward is closed.
 
         Raises:
             ModifiedInPlaceError: A tensor of the modules has changed since.
         """
         instead = self._check_tensors()
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
-        caches = torch.is_autocast_cache_enabled()
+        casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
         randoms, kernels, numerics = _states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
@@ -90,13 +93,14 @@ class ForwardContext:
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
-                if self._casts != _casts(self._kinds):
+                if self._casts != casts:
                     for device_type, (enabled, dtype, cached) in self._casts.items():
                         modes.enter_context(torch.autocast(device_type, dtype, enabled, cached))
                 if self._device_mode is not None:
                     modes.enter_context(DeviceContext(self._device_mode.device))  # one that is entered twice stays
-                # A region around the backward would keep casts of these weights for the forward after their update.
-                torch.set_autocast_cache_enabled(False)
+                if region_over and any(enabled for enabled, _, _ in casts.values()):
+                    # Another region, around the backward, would keep casts for the forward after the weights' update.
+                    torch.set_autocast_cache_enabled(False)
                 yield
         finally:
             torch.set_autocast_cache_enabled(caches)

@@ -10,7 +10,6 @@ changes something twice is never checkpointed.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from types import CellType
 from typing import Any
@@ -20,7 +19,7 @@ from torch import nn
 
 from ebbtide.wrap.arrays import digest
 from ebbtide.wrap.names import classes_of, functions_of, names_in, values_named_in
-from ebbtide.wrap.roles import Role, role
+from ebbtide.wrap.roles import VALUES, Role, role
 
 LOOKS = 4
 """Forwards of a kind of block around which is looked."""
@@ -96,6 +95,14 @@ def _inside(value: Any) -> list[Any]:
     return list(value) if role(type(value)) is Role.CONTAINER else list(getattr(value, "__dict__", {}).values())
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal and of a class that nothing can change, such as numbers."""
+    if one is other:
+        return True
+    kind = type(one)
+    return kind is type(other) and kind in VALUES and bool(one == other)
+
+
 class Snapshot:
     """Objects, and the versions of the tensors among them.
 
@@ -111,6 +118,6 @@ class Snapshot:
         """Whether these are the same objects, at the same versions."""
         return (
             len(objects) == len(self._objects)
-            and all(map(operator.is_, objects, self._objects))
+            and all(map(_same, objects, self._objects))
             and Snapshot(objects)._versions == self._versions
         )

@@ -59,12 +59,17 @@ class PlainBlocks:
         timer, saved_bytes = self._engine.timer, self._engine.last_tally.unique
         if timer is not None and timer.wanted and not self.ran:
             self._planned_bytes = saved_bytes
+            for name, _, _ in self._pending:
+                self._seen[name] = {}
             for name, state, found in self._pending:
-                self._seen[name] = {state: found._replace(elements=GROWTH * found.elements)}
+                self._seen[name][state] = found._replace(elements=GROWTH * found.elements)
         elif saved_bytes <= GROWTH * self._planned_bytes:
             for name, state, found in self._pending:
                 known = self._seen.get(name, {})
-                if found.elements > known[state].elements if state in known else 0 < len(known) < STATES:
+                most = max((each.elements for each in known.values()), default=0)
+                if found.elements <= most and (state not in known or known[state].elements < found.elements):
+                    if state not in known and len(known) == STATES:
+                        del known[list(known)[1]]  # the first one was measured
                     known[state] = found
         self._trains, self.ran = trains, False
         self._pending.clear()
@@ -81,7 +86,8 @@ class PlainBlocks:
 
     def knows(self, name: str, trains: bytes) -> bool:
         """Whether it is known what a block saves in a state of training, and that is hardly more than was planned."""
-        return any(known == trains for known, _ in self._seen.get(name, ()))
+        states = self._seen.get(name)
+        return states is None or any(known == trains for known, _ in states)
 
     def _state(self, inputs: Sequence[torch.Tensor]) -> tuple[bytes, int]:
         return self._trains, sum(t.requires_grad for t in inputs)
@@ -107,7 +113,7 @@ class PlainBlocks:
             called: Its call.
         """
         engine = self._engine
-        timer, pass_ = engine.timer, engine._pass
+        timer, pass_, state = engine.timer, engine._pass, self._state(called.tensors)
         where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
         run, self.ran = PlainRun(block, pass_, where), True
         if timer is not None:
@@ -115,7 +121,7 @@ class PlainBlocks:
         try:
             output = called.run()
         finally:
-            kept = _kept(self._seen[block.name][self._state(called.tensors)].tally)
+            kept = _kept(self._seen[block.name][state].tally)
             pass_.tally.add_all(kept)
             pass_.add_site(Site(block.kind, "", "plain", 0), kept.unique, Action.KEEP)
             if timer is not None:

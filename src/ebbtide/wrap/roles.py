@@ -38,13 +38,13 @@ class Role(Enum):
     OBJECT = "object"  # its attributes and slots are followed
 
 
-_PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
+VALUES = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 
 
 @functools.lru_cache(4096)
 def role(kind: type) -> Role:
     """Return the role of a class; cached, since a module reaches hundreds of values of a few dozen classes."""
-    if kind in _PLAIN:
+    if kind in VALUES:
         return Role.PLAIN
     if issubclass(kind, torch.Tensor):
         return Role.TENSOR

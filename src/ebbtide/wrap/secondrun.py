@@ -10,10 +10,11 @@ first of these tensors, and ends with an exception at the last one. As in torch,
 [Note: checked checkpoints]
 The first forward records each tensor's version and a fingerprint. The version is compared when the tensor is read: an
 in-place change that ordinary autograd rejects is rejected. Its bytes are compared when the second forward saves it: a
-second forward with other values is an error before any gradient is computed from it, unless a third one shows that its
-kernels add up in another order each time (``index_put_`` with several threads): then the kind is not checkpointed any
-more. That includes a weight written
-through ``.data`` since; a weight that nothing saved is computed from may change, as in ordinary autograd.
+second forward with other values is an error before any gradient is computed from it. So a weight that was written
+through ``.data`` since is one; a weight that nothing saved is computed from may change, as in ordinary autograd.
+
+Kernels that add up in another order each time (``index_put_`` with several threads) are no error: where the values
+differ by rounding, a third forward shows it, and the kind is not checkpointed any more.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
 
+TRIES = 3
+"""Forwards that may show that kernels add up in another order: of a few orders, two runs may take the same one."""
+
 _SEEDS = 2
 """Most numbers that attention saves of its random state."""
 
@@ -68,7 +72,8 @@ class _Dropped:
     """A saved tensor of the first forward: its version and fingerprint, and what the second forward saved there."""
 
     __slots__ = (
-        "__weakref__", "again", "again_version", "dtype", "fingerprint", "probe", "same", "size", "stride", "version",
+        "__weakref__", "again", "again_version", "dtype", "fingerprint", "probe", "requires_grad", "same", "size",
+        "stride", "version",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +83,7 @@ class _Dropped:
         self.version = 0 if probe is None else probe._version
         self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tensor.shape
         self.stride = tensor.stride() if type(fingerprint) is bytes else ()
+        self.requires_grad = tensor.requires_grad
         self.again: torch.Tensor | None = None
         self.again_version = 0
         self.same: torch.Tensor | bool = True
@@ -113,11 +119,13 @@ class SecondRun:
     Args:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
-        context: Opens the context of the first forward; raises what ``ForwardContext.back`` does.
+        context: See ``ForwardContext.back``.
         varies: Called when kernels of the block were found to add up in another order each time.
     """
 
-    def __init__(self, run: BlockRun, called: Called, context: Callable[[], Any], varies: Callable[[], object]) -> None:
+    def __init__(
+        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[], object]
+    ) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
             inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
@@ -130,6 +138,7 @@ class SecondRun:
         # torch.utils.checkpoint.set_checkpoint_early_stop(False): blocks whose tail must run again.
         self._early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
         self._sampled = run.compared is Compared.SAMPLE
+        self._casts = any(map(torch.is_autocast_enabled, {"cpu", run.device_type}))
         self._empty = torch.empty(0, device="cpu")  # whatever the default device
 
     @property
@@ -152,9 +161,20 @@ class SecondRun:
             self._dropped.append(None)
             place = "(block)", run.block.name
             return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
+        if self._casts:
+            self._note_cast(tensor)
         dropped = self._drop(tensor)
         self._dropped.append(weakref.ref(dropped))
         return dropped
+
+    def _note_cast(self, tensor: torch.Tensor) -> None:
+        """Remember a cast that autocast keeps while its region is open: that of a leaf."""
+        base = tensor if tensor._base is None else tensor._base
+        node, pass_ = base.grad_fn, self.run.pass_
+        if node is not None and node.name() == "ToCopyBackward0" and (pass_.cast is None or pass_.cast() is None):
+            source = node.next_functions[0][0]
+            if source is not None and source.name() == "torch::autograd::AccumulateGrad":
+                pass_.cast = weakref.ref(base)
 
     def _drop(self, tensor: torch.Tensor) -> _Dropped:
         run = self.run
@@ -184,13 +204,16 @@ class SecondRun:
         if probe is not None and probe._version != dropped.version:
             raise self._modified(dropped, probe._version, dropped.version)
         task = torch._C._current_graph_task_id()
+        node = torch._C._current_autograd_node()
         with self._lock:
+            late = self._early_stop and task != -1 and not dropped.requires_grad
+            if late and node.name() == "RreluWithNoiseBackward0":
+                self._early_stop, dropped.again = False, None  # its noise is written after it is saved
             if dropped.again is None:
                 self._run_again(task)
             tensor = dropped.again
             if tensor is None:
                 raise _saved_less(self.run.block.name, self._position, len(self._dropped))
-            node = torch._C._current_autograd_node()
             if task == -1:
                 self.restored = None
             elif not isinstance(node, FunctionCtx):  # a custom function may read it again in the same backward
@@ -198,7 +221,7 @@ class SecondRun:
         version = 0 if tensor.is_inference() else tensor._version
         if version != dropped.again_version:
             raise self._modified(dropped, version, dropped.again_version)
-        if dropped.same is not True and (dropped.same is not False or _was_written(node, tensor)):
+        if dropped.same is not True and (dropped.same is not False or _was_written(node, dropped)):
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
             failed = functools.partial(_differs, self.run.block.name, dropped.size)
@@ -222,7 +245,8 @@ class SecondRun:
             with torch.enable_grad(), _outside_vmap():
                 inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
                 args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
-                with self._context(), saved_tensors_hooks(save, _as_it_is):
+                cast = self.run.pass_.cast
+                with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
                     self._forward(*args, **kwargs)
         except _LastSaved:
             return
@@ -241,7 +265,8 @@ class SecondRun:
         if self._rounds is None:
             found = [reference and reference() for reference in self._dropped]
             kept = {n: tensor if d is dropped else d.again for n, d in enumerate(found) if d and d.same is False}
-            self._rounds = self._third_differs({n: value for n, value in kept.items() if value is not None})
+            kept = {n: value for n, value in kept.items() if value is not None}
+            self._rounds = any(self._third_differs(kept) for _ in range(TRIES))
             if self._rounds:
                 self._varies()
         return self._rounds
@@ -257,7 +282,7 @@ class SecondRun:
         def save(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal position, equal, near
             second = kept.get(position)
-            if second is not None and not torch.equal(second, tensor):
+            if second is not None and not _equal(second, tensor):
                 equal, near = False, near and nearly_equal(second, tensor.detach())
             position += 1
             if position > max(kept) and self._early_stop:
@@ -298,6 +323,13 @@ def runs_again(pack: Any) -> bool:
     return isinstance(getattr(pack, "__self__", None), SecondRun)
 
 
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, also where they are no numbers."""
+    if one.is_floating_point() and one.shape == other.shape:
+        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.equal(one, other)
+
+
 @contextmanager
 def _outside_vmap() -> Generator[None]:
     """Leave the ``vmap`` of a batched backward, in which nothing can be drawn: what is run again is of the forward."""
@@ -329,11 +361,11 @@ def _has_only_values(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or tensor.device.type == "cpu" or not tensor.is_floating_point()
 
 
-def _was_written(node: Any, tensor: torch.Tensor) -> bool:
+def _was_written(node: Any, dropped: _Dropped) -> bool:
     """Whether a saved tensor had its values when the node that unpacks it saved it."""
     # The noise of rrelu is saved before it is written, if it is written at all; with another noise other saved tensors
     # differ, too. The table of CTC is written up to each row's length.
-    return node is None or node.name() not in _PARTLY_WRITTEN or tensor.requires_grad
+    return node is None or node.name() not in _PARTLY_WRITTEN or dropped.requires_grad
 
 
 def _differs(block: str, size: tuple[int, ...]) -> RestoreError:

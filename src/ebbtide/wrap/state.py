@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import operator
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any
@@ -43,7 +43,7 @@ PROVEN = 2
 _SIZED = (dict, OrderedDict, set, list)
 """Classes whose instances' length is certainly the number of what they hold."""
 
-_COPIED = (dict, OrderedDict, list, set, deque)
+_COPIED = (dict, OrderedDict, defaultdict, list, set, deque)
 _MAPPINGS = (dict, OrderedDict)
 _VALUES = operator.methodcaller("values")
 
@@ -143,17 +143,18 @@ class State:
         hold the graphs of the step before, and so on. So would a list that is replaced in each step: it is copied.
 
         Returns:
-            False: an object holds one, which cannot be copied.
+            False: an object that is no module holds one, or a container of another class: these cannot be copied.
         """
-        instead: dict[int, Any] = {id(t): t.detach().requires_grad_() for t in self.tensors if _is_computed(t)}
+        instead: dict[int, Any] = {id(t): _without_graph(t) for t in self.tensors if _is_computed(t)}
         found = len(instead)
         while found:  # what holds a container that is copied is copied too
             stay = self._of_modules | instead.keys()
             more = [container for container, then in self._held if id(container) not in stay and _holds(then, instead)]
-            objects = any(_holds(attributes, instead) for attributes in self._attributes)
+            own = [attributes for attributes in self._attributes if id(attributes) not in self._of_modules]
+            objects = any(_holds(attributes, instead) for attributes in own)
             if objects or any(type(container) not in _COPIED for container in more):
                 return False
-            instead |= {id(container): type(container)() for container in more}
+            instead |= {id(container): _empty(container) for container in more}
             found = len(more)
         if not instead:
             return True
@@ -340,8 +341,27 @@ def _exchanged_value(value: Any, instead: Mapping[int, Any]) -> Any:
     if role(type(value)) is Role.TUPLE:
         values = [_exchanged_value(x, instead) for x in value]
         if any(map(operator.is_not, values, value)):
-            return getattr(type(value), "_make", type(value))(values)
+            return _tuple_of(type(value), values)
     return instead.get(id(value), value)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    leaf = tensor.detach().requires_grad_()
+    vars(leaf).update(vars(tensor))
+    return leaf
+
+
+def _tuple_of(kind: Any, values: list[Any]) -> Any:
+    try:
+        return tuple.__new__(kind, values)
+    except TypeError:  # as torch.return_types, which are made by C
+        return kind(values)
+
+
+def _empty(container: Any) -> Any:
+    if type(container) is deque:
+        return deque(maxlen=container.maxlen)
+    return defaultdict(container.default_factory) if type(container) is defaultdict else type(container)()
 
 
 def _is_computed(tensor: torch.Tensor) -> bool:
@@ -357,8 +377,8 @@ def _is_computed(tensor: torch.Tensor) -> bool:
 def _holds(contents: Any, these: Mapping[int, Any]) -> bool:
     """Whether a container's contents, or a tuple among them, include one of these values."""
     values = contents.values() if isinstance(contents, dict) else contents
-    return isinstance(values, Iterable) and any(
-        id(x) in these or (role(type(x)) is Role.TUPLE and _holds(x, these)) for x in values
+    return isinstance(contents, (dict, list, set, tuple)) and any(
+        id(x) in these or (issubclass(type(x), tuple) and _holds(x, these)) for x in values
     )
 
 

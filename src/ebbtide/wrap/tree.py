@@ -57,7 +57,7 @@ class Tree:
         """Return which parameters are trained and which modules are in training: what they save depends on it."""
         modules = [module for module in map(operator.call, self._modules) if module is not None]
         weights = [weight for weight in _values(_PARAMETERS, modules) if weight is not None]
-        return bytes(map(_REQUIRES_GRAD, weights)) + bytes(map(_TRAINING, modules))
+        return bytes(map(_REQUIRES_GRAD, weights)) + bytes(map(operator.truth, map(_TRAINING, modules)))
 
     def _is_as_it_was(self) -> bool:
         modules: list[Any] = list(map(operator.call, self._modules))

@@ -10,6 +10,7 @@ import itertools
 import random
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -597,6 +598,36 @@ def test_weights_that_are_updated_in_the_autocast_region_of_a_backward() -> None
     assert torch.is_autocast_cache_enabled()
 
 
+def test_two_steps_in_one_autocast_region() -> None:
+    """Plain training reads the casts of the first step's weights in the second one, too."""
+
+    def act(model: Model) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                loss(model).backward()
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        weight.sub_(weight.grad)
+
+    assert alike(Block, act)[1] == 4
+
+
+class DropsNegatives(Block):
+    """Its last operator writes what it saved after saving it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rrelu(hard(self.up(x)), training=True)
+
+
+def test_noise_that_is_written_after_it_was_saved() -> None:
+    def act(model: Model) -> None:
+        for step in range(4):
+            torch.manual_seed(step)
+            loss(model).backward()
+
+    assert alike(DropsNegatives, act)[1] == 8
+
+
 def test_batched_gradients_over_dropout() -> None:
     def act(model: Model) -> Tensor:
         torch.manual_seed(0)
@@ -656,6 +687,38 @@ def test_a_metric_with_its_graph_holds_no_block_of_earlier_steps(form: Callable[
         gc.collect()
         assert [run() is None for run in runs[:8]] == [True] * 8
         assert all(block.metric is not None for block in model.blocks) and len(runs) == 12
+
+
+class Pair(tuple[Any, ...]):
+    def __new__(cls, one: Any, other: Any) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: deque([x.mean(), x.sum()], maxlen=2),
+        lambda x: Pair(x.mean(), np.array(1.0)),
+        lambda x: [np.zeros(()), defaultdict(list, x=[x.mean()])],
+    ],
+    ids=["deque", "tuple of its own", "array and defaultdict"],
+)
+def test_a_metric_in_other_containers_is_what_it_was(form: Callable[[Tensor], Any]) -> None:
+    assert alike(metric_in(form), lambda model: loss(model).backward())[1] == 2
+
+
+class LogsBelow(Block):
+    """A module inside of the block keeps what was computed, with an attribute."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        before = getattr(self.up, "metric", None)
+        self.up.metric = x.mean()
+        self.up.metric.scale = 2.0
+        return x if before is None else x * before.scale
+
+
+def test_a_module_of_the_block_may_keep_a_metric() -> None:
+    assert alike(LogsBelow, lambda model: [loss(model), loss(model).backward()])[1] == 2
 
 
 def test_a_metric_in_an_object_is_not_checkpointed(caplog: pytest.LogCaptureFixture) -> None:
