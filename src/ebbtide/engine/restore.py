@@ -56,8 +56,10 @@ def _flow_of(backward: Backward | None, run: RunRecord | None) -> CopyIn[Entry] 
 def _runs_elsewhere() -> bool:
     """Whether another thread is inside of a backward."""
     called = torch.autograd.graph._engine_run_backward.__code__
-    for thread, frame in sys._current_frames().items():
-        inside: FrameType | None = None if thread == threading.get_ident() else frame
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that held itself would keep its callers' tensors
+    for frame in frames.values():
+        inside: FrameType | None = frame
         while inside is not None and inside.f_code is not called:
             inside = inside.f_back
         if inside is not None:
