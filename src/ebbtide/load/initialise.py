@@ -90,8 +90,11 @@ class Initialiser:
     """
 
     def __init__(self, model: nn.Module, init: Callable[[nn.Module], object] | None, *, seed: int) -> None:
+        # Those that hooks compute from parameters cannot be copied, and are computed in each forward.
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        memo: dict[int, Any] = {id(v): v.detach() for v in attributes if isinstance(v, torch.Tensor) and not v.is_leaf}
         # Those of bitsandbytes cannot be copied on meta, and are never given first values.
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
+        memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
         self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}

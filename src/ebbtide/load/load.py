@@ -19,6 +19,7 @@ from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
+from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_present, open_checkpoint
 from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
@@ -29,7 +30,7 @@ from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
-from ebbtide.load.targets import Target, attach, on_meta, owners_of, rename, targets_of, tensor_of
+from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.pages import use_huge_pages
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.base.errors import ConfigError
+from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.fourbit import is_four_bit
-from ebbtide.load.targets import on_meta, owners_of, rename, tensor_of
+from ebbtide.load.targets import owners_of, tensor_of
 
 
 def is_loaded(model: object) -> bool:
