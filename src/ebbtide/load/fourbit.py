@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.load.attributes import plain_name
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, SourceLayout
-from ebbtide.load.targets import Target, fsdp2_params, owners_of, plain_name, tensor_of
+from ebbtide.load.targets import Target, fsdp2_params, owners_of, tensor_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
 

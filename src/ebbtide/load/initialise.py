@@ -90,8 +90,11 @@ class Initialiser:
     """
 
     def __init__(self, model: nn.Module, init: Callable[[nn.Module], object] | None, *, seed: int) -> None:
+        # Those that hooks compute from parameters cannot be copied, and are computed in each forward.
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        memo: dict[int, Any] = {id(v): v.detach() for v in attributes if isinstance(v, torch.Tensor) and not v.is_leaf}
         # Those of bitsandbytes cannot be copied on meta, and are never given first values.
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
+        memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
         self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
@@ -144,18 +147,13 @@ class Initialiser:
             touched[name] = touched.get(name, False) or complete
         real: dict[str, torch.Tensor] = {}
         with self._placed(touched, device, real), torch.no_grad():
-            for name, complete in touched.items():
-                if not complete:
-                    real[name].fill_(_unset(real[name].dtype))
-            cards = [] if device.type == "cpu" else [device]
-            for call in calls:
-                with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
-                    digest = hashlib.sha256(f"{self._seed} {call.name}".encode()).digest()
-                    # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
-                    seed = torch.manual_seed if cards else torch.default_generator.manual_seed
-                    seed(int.from_bytes(digest[:7], "little"))
-                    _run(call)
-            halves = [name for name in members if not touched[first[name]] and _has_unset(real[first[name]])]
+            incomplete = [real[name] for name, complete in touched.items() if not complete]
+            self._run_all(calls, device, incomplete)
+            marks = {name: _marked(real[first[name]]) for name in members if not touched[first[name]]}
+            halves = [name for name, marked in marks.items() if marked.any()]
+            if halves:  # or it sets what marks: the values are the same with other marks
+                self._run_all(calls, device, incomplete, again=True)
+                halves = [name for name in halves if (marks[name] & _marked(real[first[name]], again=True)).any()]
             if halves:
                 raise DataError(
                     f"{few(halves)}: the initializer sets only a part",
@@ -164,6 +162,21 @@ class Initialiser:
                 )
             for name in members:
                 yield name, real[first[name]].detach()
+
+    def _run_all(
+        self, calls: Iterable[_Call], device: torch.device, incomplete: Iterable[torch.Tensor], *, again: bool = False
+    ) -> None:
+        """Mark the elements of tensors that calls may set in part, and make the calls, each with its own seed."""
+        for tensor in incomplete:
+            tensor.fill_(_unset(tensor.dtype, again=again))
+        cards = [] if device.type == "cpu" else [device]
+        for call in calls:
+            with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
+                digest = hashlib.sha256(f"{self._seed} {call.name}".encode()).digest()
+                # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
+                seed = torch.manual_seed if cards else torch.default_generator.manual_seed
+                seed(int.from_bytes(digest[:7], "little"))
+                _run(call)
 
     @contextlib.contextmanager
     def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
@@ -270,20 +283,24 @@ def _run(call: _Call) -> None:
         raise DataError(
             f"the initializer {call.name.lstrip('.')} failed ({type(error).__name__}: {error})",
             expected="a function that reads and sets tensors of its own module",
-            hint="give the module its values in another function, and pass it as init=",
+            hint="init= is called with every module: return for those that it does not know"
+            if call.name.endswith(".init")
+            else "give the module its values in another function, and pass it as init=",
         ) from error
 
 
-def _unset(dtype: torch.dtype) -> complex | int:
-    """Return the value that marks an element as not set."""
+def _unset(dtype: torch.dtype, *, again: bool = False) -> complex | int:
+    """Return the value that marks an element as not set; ``again``: another one, where dtypes have only real values."""
     if dtype.is_complex:
         return complex(math.nan, math.nan)
-    return math.nan if dtype.is_floating_point else dtype == torch.bool or torch.iinfo(dtype).max
+    if dtype.is_floating_point:
+        return math.nan
+    return not again if dtype == torch.bool else torch.iinfo(dtype).max - again
 
 
-def _has_unset(tensor: torch.Tensor) -> bool:
-    number = _unset(tensor.dtype)
-    return bool((tensor.isnan() if number != number else tensor == number).any())
+def _marked(tensor: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+    number = _unset(tensor.dtype, again=again)
+    return tensor.isnan() if number != number else tensor == number
 
 
 def _check_adapters(model: Any, names: Iterable[str]) -> None:

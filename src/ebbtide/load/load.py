@@ -19,6 +19,7 @@ from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
+from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_present, open_checkpoint
 from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
@@ -26,10 +27,10 @@ from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.names import NameMap, check_plan, make_plan, values_of
 from ebbtide.load.optimizers import Rebinding
-from ebbtide.load.prepare import check_model, empty, is_loaded, set_dtype
+from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
-from ebbtide.load.targets import Target, attach, check_attributes, targets_of
+from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.pages import use_huge_pages
 
@@ -102,8 +103,7 @@ class Loading:
 
         def act() -> dict[str, Any]:
             with self._reading_ahead():
-                sharded = (shard(self.model) if shard else None) or self.model
-                check_attributes(sharded)  # second names of what was sharded are left behind
+                sharded = self._sharded(shard)
                 targets = targets_of(sharded, device)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)
@@ -127,6 +127,17 @@ class Loading:
         BUS.emit(
             "load", edge="end", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=round(seconds, 3)
         )
+        return sharded
+
+    def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
+        """Shard the model; second names of its tensors follow them, and others that stay on meta are named."""
+        before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
+        sharded = (shard(self.model) if shard else None) or self.model
+        now = owners_of(sharded)
+        rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
+        if (left := on_meta(sharded)) and self.ranks.me == 0:
+            shown = few(left, count=8)
+            logger.warning("%d attributes have tensors on meta, which are not loaded: %s", len(left), shown)
         return sharded
 
     def _agree(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> None:

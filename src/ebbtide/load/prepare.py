@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.base.errors import ConfigError
+from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.fourbit import is_four_bit
-from ebbtide.load.targets import owners_of, rename, tensor_of
+from ebbtide.load.targets import owners_of, tensor_of
 
 
 def is_loaded(model: object) -> bool:
@@ -92,6 +93,24 @@ def check_model(model: object, *, loaded: bool = False) -> None:
             expected="the model itself",
             hint="load it first, then wrap it: DDP needs materialized parameters",
         )
+
+
+def check_attributes(model: nn.Module) -> None:
+    """Refuse a tensor on meta that is a plain attribute: nothing can give it values, and a forward would fail.
+
+    Those in lists, dicts, tuples and sets are often scratch memory, and are named after sharding.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, held in on_meta(model).items():
+        if not held:
+            raise ConfigError(
+                f"{name!r} is on meta, and neither a parameter nor a buffer",
+                expected="tensors that a checkpoint or an initializer gives their values",
+                hint="build the model under accelerate.init_empty_weights(), which keeps such tensors off meta, or "
+                "register it as a buffer",
+            )
 
 
 def check_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

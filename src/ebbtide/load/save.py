@@ -23,13 +23,14 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.units import format_size
+from ebbtide.load.attributes import plain_name
 from ebbtide.load.checkpoint import INDEX_SUFFIX
 from ebbtide.load.fourbit import scales_in
 from ebbtide.load.header import DTYPES, METADATA, CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.prepare import check_tensors
 from ebbtide.load.reader import place_of, spans_of
-from ebbtide.load.targets import Target, held_by, plain_name, reshard
+from ebbtide.load.targets import Target, held_by, reshard
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.buffers import view_memory
 

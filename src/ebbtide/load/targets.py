@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError
+from ebbtide.load.attributes import plain_name, rename
 from ebbtide.load.layout import Box
 
 _Memory = Callable[[torch.Tensor, torch.device], torch.Tensor]
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,11 +53,6 @@ class Target:
         """Copy this rank's part from a whole tensor."""
         for box, view in self.boxes:
             view.copy_(box.of(tensor))
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def owners_of(model: nn.Module) -> dict[str, tuple[nn.Module, str, bool]]:
@@ -324,67 +319,6 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
     with torch.no_grad():
         for param in fsdp2_params(model):
             param.reset_sharded_param()
-
-
-def rename(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
-    """Put tensors into plain attributes, such as second names of parameters, in place of those of these identities."""
-    for module in model.modules():
-        for name, value in _plain_attributes(module):
-            vars(module)[name] = _replaced(value, lambda tensor: new.get(id(tensor), tensor))
-
-
-def check_attributes(model: nn.Module) -> None:
-    """Raise if a tensor on meta is a plain attribute: nothing can give it values, and a forward would fail.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    for prefix, module in model.named_modules():
-        kept = {*module._parameters, *module._buffers}
-        for name, value in _plain_attributes(module):
-            # Weight norm, spectral norm and pruning compute such an attribute from another in each forward.
-            if kept.intersection((f"{name}_g", f"{name}_orig")):
-                continue
-
-            def check(tensor: torch.Tensor, name: str = f"{prefix}.{name}" if prefix else name) -> torch.Tensor:
-                if tensor.is_meta and id(tensor) not in owned:
-                    raise ConfigError(
-                        f"{plain_name(name)!r} is on meta, and neither a parameter nor a buffer",
-                        expected="tensors that a checkpoint or an initializer gives their values",
-                        hint="build the model under accelerate.init_empty_weights(), which keeps such tensors off "
-                        "meta, or register it as a buffer",
-                    )
-                return tensor
-
-            _replaced(value, check)
-
-
-def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(n, v) for n, v in vars(module).items() if n not in ("_parameters", "_buffers", "_modules")]
-
-
-def _replaced(value: Any, function: Callable[[torch.Tensor], torch.Tensor], *within: int) -> Any:
-    """Return a value with the function's tensors for its own, in lists, dicts, tuples and sets of them, too.
-
-    Lists and dicts are changed in place; ``within`` has the identities of those around the value.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if not isinstance(value, (list, dict, tuple, set)) or id(value) in within:
-        return value
-    items: Any = list(value.values() if isinstance(value, dict) else value)
-    made = [_replaced(item, function, *within, id(value)) for item in items]
-    if all(new is old for new, old in zip(made, items, strict=True)):
-        return value
-    if isinstance(value, dict):
-        value.update(zip(list(value), made, strict=True))
-    elif isinstance(value, list):
-        value[:] = made
-    else:
-        kind: Any = type(value)
-        return kind(*made) if hasattr(value, "_fields") else kind(made)
-    return value
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,43 @@ def test_an_initialiser_sets_all_of_a_tensor(dtype: torch.dtype) -> None:
         list(Initialiser(half, None, seed=1).values(["table"], torch.device("cpu")))
 
 
+def rows_of(made: torch.Tensor, *, rows: int = 4) -> torch.Tensor:
+    """Set rows of a causal mask, or of its opposite in numbers, where no value is free to mark an element."""
+    for row in range(rows):
+        ahead = torch.arange(4) > row
+        made[row] = ~ahead if made.dtype == torch.bool else ahead * torch.iinfo(made.dtype).max
+    return made
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64])
+def test_an_initialiser_may_set_every_value_that_its_dtype_has(dtype: torch.dtype, rows: int) -> None:
+    class Mask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.empty(4, 4, dtype=dtype, device="meta"))
+
+        def reset_parameters(self) -> None:
+            rows_of(self.mask, rows=rows)
+
+    made = Initialiser(Mask(), None, seed=1).values(["mask"], torch.device("cpu"))
+    if rows == 4:
+        assert torch.equal(next(made)[1], rows_of(torch.empty(4, 4, dtype=dtype)))
+        return
+    with pytest.raises(DataError, match="mask: the initializer sets only a part"):
+        next(made)
+
+
+def test_a_function_that_fails_for_modules_that_it_does_not_know_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.PReLU())
+    model[2].register_parameter("scale", nn.Parameter(torch.empty(2, device="meta")))
+    with pytest.raises(
+        DataError, match=r"2\.init failed \(AttributeError.*\nhint: init= is called with every module: ret"
+    ):
+        list(Initialiser(model, lambda m: m.absent.fill_(1), seed=1).values(["2.scale"], torch.device("cpu")))
+
+
 def test_an_initialiser_that_only_scales_sets_nothing() -> None:
     with torch.device("meta"):
         scaled = Parts(factor=0.5)

@@ -468,11 +468,15 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_tensors_in_lists_and_dicts_follow_the_parameters_or_are_named(path: Path, kind: str) -> None:
+def test_tensors_in_lists_and_dicts_follow_the_parameters_or_are_named(
+    path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = meta()
     model.norm.kept = HOLDERS[kind](torch.ones(3, device="meta"))
-    with pytest.raises(ConfigError, match=r"'norm\.kept' is on meta"):
-        ebbtide.load_sharded(model, path)
+    model.norm.queue = [torch.empty(0, device="meta")]  # nothing to lose
+    assert ebbtide.load_sharded(model, path) is model
+    assert "1 attributes have tensors on meta, which are not loaded: norm.kept" in caplog.text
+    model = meta()
     model.norm.kept = HOLDERS[kind](model.norm.weight)
     loaded = ebbtide.load_sharded(model, path)
     found = str(loaded.norm.kept)
@@ -482,15 +486,40 @@ def test_tensors_in_lists_and_dicts_follow_the_parameters_or_are_named(path: Pat
     assert ebbtide.load_sharded(loaded).norm.kept[0] is loaded.norm.weight
 
 
-def test_a_second_name_that_sharding_leaves_behind_is_named(path: Path) -> None:
-    model = meta()
+@pytest.mark.parametrize("loaded", [False, True])
+def test_second_names_follow_what_is_sharded_and_what_is_left_behind_is_named(
+    path: Path, loaded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model() if loaded else meta()
     model.norm.__dict__["second"] = model.norm.weight
+    model.trained = list(model.parameters())
 
     def shard(model: nn.Module) -> None:
         model.norm.weight = nn.Parameter(torch.empty(4, device="meta"))
+        model.norm.__dict__["other"] = torch.empty(4, device="meta")
 
-    with pytest.raises(ConfigError, match=r"'norm\.second' is on meta"):
-        ebbtide.load_sharded(model, path, shard=shard)
+    assert ebbtide.load_sharded(model, None if loaded else path, shard=shard) is model
+    assert model.norm.__dict__["second"] is model.norm.weight and not model.norm.weight.is_meta
+    assert [held is now for held, now in zip(model.trained, model.parameters(), strict=True)] == [True] * 4
+    assert "1 attributes have tensors on meta, which are not loaded: norm.other" in caplog.text
+
+
+NORMS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+    "old weight norm": nn.utils.weight_norm,
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "old spectral norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_modules_whose_weights_are_computed_are_loaded(norm: str, kind: Any) -> None:
+    real = NORMS[norm](kind(4, 4), "weight_hh_l0").eval()
+    with torch.device("meta"):
+        model = NORMS[norm](kind(4, 4), "weight_hh_l0").eval()
+    ebbtide.load_sharded(model, {key: value.clone() for key, value in real.state_dict().items()})
+    assert torch.equal(model(torch.ones(1, 3, 4))[0], real(torch.ones(1, 3, 4))[0])
 
 
 def test_an_attribute_of_a_similar_name_hides_no_tensor_on_meta(path: Path) -> None:
