@@ -196,7 +196,8 @@ def _check_tokenizer(config: LanguageConfig, source: ModelSource) -> None:
     Raises:
         DataError: It ends no text, or pads with a token that the model does not have.
     """
-    tokenizer, count = source.tokenizer, tokens_of(source.config)
+    tokenizer: Any = source.tokenizer
+    count = tokens_of(source.config)
     if config.always_ends or tokenizer.pad_token is None:
         check_end(config.model, tokenizer)
     if tokenizer.pad_token is None or tokenizer.pad_token_id < count:
