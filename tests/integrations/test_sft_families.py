@@ -48,6 +48,18 @@ def train(model: Path, folder: Path, /, **changes: object) -> dict[str, Any]:
     return {"losses": losses, "summary": json.loads((folder / "summary.json").read_text())}
 
 
+def with_tokens(model: Path, added: dict[str, Any]) -> Path:
+    """Add special tokens to a saved tokenizer, and remove those that are ``None``."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({name: value for name, value in added.items() if value})
+    tokenizer.save_pretrained(model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
+    return model
+
+
 def both(model: Path, folder: Path, **changes: object) -> dict[str, Any]:
     """Train plainly and with ebbtide; the losses are the same, and bytes were saved."""
     plain = train(model, folder / "plain", **changes)
@@ -112,28 +124,42 @@ def test_weights_that_are_quantised_already_are_refused(text_model: Path, tmp_pa
     ],
 )
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path, added: dict, said: str) -> None:
-    from transformers import AutoTokenizer
-
     from ebbtide_recipes.grpo import data, rewards
     from ebbtide_recipes.grpo.config import GrpoConfig
     from ebbtide_recipes.language import models
 
-    model = make_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_special_tokens({name: value for name, value in added.items() if value})
-    tokenizer.save_pretrained(model)
-    if "eos_token" in added:
-        settings = json.loads((model / "tokenizer_config.json").read_text())
-        (model / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
+    model = with_tokens(make_tiny_model(tmp_path / "model"), added)
     rows = tmp_path / "a.jsonl"
     rows.write_text(json.dumps({"prompt": "a <new> token", "completion": "It is.", "answer": "1"}) + "\n")
     with pytest.raises(DataError, match=said):
-        train(model, tmp_path / "out", dataset=(str(rows),), max_length=64)
+        train(model, tmp_path / "out", dataset=(str(rows),), max_length=64, per_device_train_batch_size=2)
     config = GrpoConfig(model=str(model), dataset=(str(rows),), max_prompt_length=32, max_completion_length=32)
     with pytest.raises(DataError, match=said):
         data.load(config.dataset, config, models.look_up(config), rewards.load(["accuracy"]))
     if "additional_special_tokens" in added:
         train(model, tmp_path / "out", dataset=("builtin:pydoc#2",), max_steps=1, max_length=64)
+
+
+CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It returns the value."}]
+
+
+@pytest.mark.parametrize(
+    ("added", "changes"),
+    [
+        ({"pad_token": "<pad>"}, {"packing": True, "per_device_train_batch_size": 2}),
+        ({"pad_token": "<pad>"}, {"per_device_train_batch_size": 1}),
+        ({"eos_token": None}, {}),
+    ],
+)
+def test_a_tokenizer_is_taken_that_fits_the_rows(tmp_path: Path, added: dict, changes: dict) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = with_tokens(make_tiny_model(tmp_path / "model"), added)
+    rows = tmp_path / "a.jsonl"
+    rows.write_text((json.dumps({"messages": CHAT}) + "\n") * 16)
+    changes = {"dataset": (str(rows),), "max_steps": 1, "max_length": 32, "save": True, **changes}
+    assert train(model, tmp_path / "out", **changes)["losses"][1] > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # no pad_token without an embedding was saved
 
 
 def test_a_vision_language_model_learns_from_images_and_goes_on(

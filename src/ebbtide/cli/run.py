@@ -35,6 +35,8 @@ _HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, sig
 """Schedulers announce the end of a job with SIGUSR1 or SIGUSR2, as `sbatch --signal` and submitit do."""
 
 _KNOWN = ("python", "python3", "torchrun", "accelerate")
+_ELSEWHERE = ("srun", "salloc", "mpirun", "mpiexec", "ssh", "pdsh")
+"""Programs that start their command on other machines."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -70,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     check_command(command, verb="run")
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
-    disk_path = None if own.disk_path is None else _directory(own.disk_path)
+    disk_path = None if own.disk_path is None else _directory(own.disk_path, command[0])
     out = None if own.out is None else _folder(Path(own.out))
     with tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True) as folder:
         request = Request(
@@ -144,9 +146,16 @@ def _policy(policy: str | None) -> str | None:
     return str(Path(policy).absolute())
 
 
-def _directory(path: str) -> str:
+def _directory(path: str, program: str) -> str:
+    """Return the absolute path of a directory for offloaded bytes, checked where this machine trains.
+
+    Raises:
+        DiskError: It cannot hold offloaded bytes.
+    """
     from ebbtide.store.location import check_directory  # imports torch
 
+    if Path(program).name in _ELSEWHERE:  # enabling checks it on the machine that trains
+        return str(Path(path).expanduser().absolute())
     return str(check_directory(path))
 
 
@@ -172,7 +181,7 @@ def _record(code: int, out: Path) -> None:
     """Write the command's exit code into the record of a script that reported no error, such as ``sys.exit(3)``."""
     from ebbtide.track import write_summary
 
-    with contextlib.suppress(OSError, DataError):  # a record must not change the end of a command
+    with contextlib.suppress(Exception):  # a record, even a damaged one, must not change the end of a command
         end = read_events(out / EVENTS_FILE)[-1]
         if end["event"] == "run_end" and end["status"] == "ok":
             with (out / EVENTS_FILE).open("a") as file:

@@ -108,7 +108,6 @@ class StepMarker:
         try:
             yield
         finally:
-            self.settle()
             self._hand_phases, self._hand_steps = hands
 
     def settle(self) -> None:
@@ -342,6 +341,7 @@ def marked(model: nn.Module | None) -> Generator[StepMarker, None, None]:
             with nullcontext() if model is None else marker.follow(model):
                 yield marker
         finally:
+            marker.settle()  # a record that began earlier may end earlier
             _records.pop()
             if not _records:
                 marker.__exit__()

@@ -67,6 +67,8 @@ class LanguageConfig(RecipeConfig):
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     length_flags: ClassVar[tuple[str, ...]] = ("max_length",)
     """Flags whose sum is the number of tokens in the longest sequence."""
+    always_ends: ClassVar[bool] = True
+    """Whether every text ends with the tokenizer's ``eos_token``."""
 
     model: str = "builtin:smollm2"
     train_type: Literal["full", "lora", "qlora", "adapter"] = "full"
@@ -79,6 +81,11 @@ class LanguageConfig(RecipeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_adapters()
+
+    @property
+    def pads(self) -> bool:
+        """Whether sequences of a batch may differ in length."""
+        return True
 
     @property
     def adapter_kind(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ebbtide.integrations.pretrained import Found
     from ebbtide_recipes.language.config import LanguageConfig
 
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 BUILTIN = ("builtin:smollm2",)
 PLACES = f"a folder with config.json, weights and tokenizer, a hub name, or one of {', '.join(BUILTIN)}"
@@ -134,8 +136,8 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
     """Whether a config is of a model that takes images, videos or sounds with text."""
     from transformers.models.auto import modeling_auto
 
-    every = getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {})  # transformers 4 has no such list
-    others = set(every) - set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    every = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    others = every - set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     return is_vision_language(config) or config.model_type in others
 
 
@@ -156,7 +158,7 @@ def look_up(config: LanguageConfig) -> ModelSource:
     """Find the model, and read its config and tokenizer.
 
     Raises:
-        DataError: The model cannot be found or read.
+        DataError: The model cannot be found or read, or its tokenizer cannot end or pad texts.
         ConfigError: Sequences are longer than the model allows.
     """
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
@@ -168,30 +170,50 @@ def look_up(config: LanguageConfig) -> ModelSource:
         _check_unquantised(config, found)
         reader = AutoProcessor if is_multimodal(found) else AutoTokenizer
         source = ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
-    _check_tokenizer(config.model, source)
+    _check_tokenizer(config, source)
     return source
 
 
-def _check_tokenizer(name: str, source: ModelSource) -> None:
-    """Reject a tokenizer that cannot end a text, or that pads with a token that the model does not have.
+def check_end(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Reject a tokenizer that cannot end a text.
 
     Raises:
-        DataError: It is one.
+        DataError: It has no ``eos_token``.
     """
-    tokenizer, count = source.tokenizer, tokens_of(source.config)
     if tokenizer.eos_token is None:
         raise DataError(
             f"the tokenizer of {name} has no eos_token",
             expected="a token that ends a text; where there is no pad_token, batches are padded with it, too",
             hint="name it in the model's tokenizer_config.json",
         )
-    if tokenizer.pad_token is not None and count <= tokenizer.pad_token_id:
+
+
+def _check_tokenizer(config: LanguageConfig, source: ModelSource) -> None:
+    """Reject a tokenizer that cannot end or pad texts. Where nothing is padded, let it pad with a token of the model.
+
+    A trained model names its ``pad_token``, and one that has no embedding of it cannot be loaded.
+
+    Raises:
+        DataError: It ends no text, or pads with a token that the model does not have.
+    """
+    tokenizer: Any = source.tokenizer
+    count = tokens_of(source.config)
+    if config.always_ends or tokenizer.pad_token is None:
+        check_end(config.model, tokenizer)
+    if tokenizer.pad_token is None or tokenizer.pad_token_id < count:
+        return
+    found = (
+        f"the tokenizer of {config.model} pads with {tokenizer.pad_token!r}, token {tokenizer.pad_token_id}, and the "
+        f"model has {count} tokens"
+    )
+    if config.pads or tokenizer.eos_token is None or tokenizer.eos_token_id >= count:
         raise DataError(
-            f"the tokenizer of {name} pads with {tokenizer.pad_token!r}, token {tokenizer.pad_token_id}, and the model "
-            f"has {count} tokens",
+            found,
             expected="a token of the model",
             hint="name another pad_token in the model's tokenizer_config.json, such as the eos_token",
         )
+    LOGGER.warning("%s: nothing is padded here, and its pad_token is now the eos_token", found)
+    tokenizer.pad_token = tokenizer.eos_token
 
 
 def outline(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:

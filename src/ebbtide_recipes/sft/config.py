@@ -50,6 +50,7 @@ class SftConfig(LanguageConfig):
     translate = staticmethod(verl.translate)
     groups: ClassVar[Mapping[str, str]] = GROUPS
     page: ClassVar[str] = "docs/reference/sft-flags.md"
+    always_ends: ClassVar[bool] = False  # a chat ends as its template does
 
     dataset: tuple[str, ...] = ("builtin:pydoc",)
     max_length: int = 1024
@@ -78,3 +79,10 @@ class SftConfig(LanguageConfig):
                 hint=f"--{other} COLUMN",
             )
         at_least("dataset_num_proc", self.dataset_num_proc, 1, "leave it out for one process")
+
+    @property
+    def pads(self) -> bool:
+        """Whether sequences of a batch may differ in length: the last of packed ones is left out only in training."""
+        return (self.per_device_train_batch_size > 1 and not self.packing) or (
+            self.evaluates and self.per_device_eval_batch_size > 1
+        )

@@ -75,6 +75,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
 
     from ebbtide_recipes.language import adapters, meta, models, tables
     from ebbtide_recipes.sft import collator, data, media, trainer
+    from ebbtide_recipes.sft.shapes import is_chat
 
     trainer.arguments(config)  # also joins the other ranks
     launch.check_device(config)
@@ -95,6 +96,8 @@ def _prepared(config: SftConfig) -> SftTrainer:
             batches.check(part)
             if config.fsdp_strategy != "none" and launch.world_size() > 1:
                 media.check_even(part)
+    elif not all(is_chat(part[0]) for part in (dataset, evaluation) if part is not None):
+        models.check_end(config.model, source.tokenizer)
     model, weights = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
     trained: Any = model if made is None else adapters.put_on(model, made, config)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, DiskError
 from ebbtide.cli import children
 from ebbtide.cli import run as run_module
 from ebbtide.cli.children import Child
@@ -141,3 +141,18 @@ def test_a_hangup_that_was_ignored_stays_so() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_empty_record_leaves_the_commands_exit_code(tmp_path: Path) -> None:
+    script = f"import sys; open({str(tmp_path / 'run.jsonl')!r}, 'w').close(); sys.exit(9)"
+    assert run_module.run(["--out", str(tmp_path), "--", sys.executable, "-I", "-c", script]) == 9
+
+
+def test_a_directory_on_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:
+    launcher = tmp_path / "srun"
+    launcher.symlink_to("/bin/true")
+    argv = ["--disk_path", str(tmp_path / "scratch"), "--"]
+    assert run_module.run([*argv, str(launcher)]) == 0
+    assert run_module._directory("scratch", "srun") == str(Path("scratch").absolute())
+    with pytest.raises(DiskError, match="does not exist"):
+        run_module.run([*argv, "true"])

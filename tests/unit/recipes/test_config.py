@@ -316,3 +316,17 @@ def test_a_wrong_key_in_a_section_is_named_whole(tmp_path: Path) -> None:
     file.write_text("actor_rollout_ref:\n  model:\n    enable_activation_offloading: true\n")
     with pytest.raises(ConfigError, match="unknown key 'actor_rollout_ref.model.enable_activation_offloading'"):
         read_arguments(SftConfig, [str(file)], prog="ebbtide sft")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pads"),
+    [
+        ({}, False),
+        ({"per_device_train_batch_size": 2}, True),
+        ({"per_device_train_batch_size": 2, "packing": True}, False),
+        ({"per_device_eval_batch_size": 2}, False),
+        ({"per_device_eval_batch_size": 2, "packing": True, "split_dataset_ratio": 0.1}, True),
+    ],
+)
+def test_batches_are_padded_where_their_sequences_differ_in_length(changes: dict, pads: bool) -> None:
+    assert SftConfig(**changes).pads is pads

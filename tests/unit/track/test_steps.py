@@ -121,6 +121,18 @@ def test_a_record_in_another_goes_on_counting_and_leaves_the_other_its_later_ste
     assert spans(tmp_path / "outer", 6) == ["forward", "backward", "optimizer"]
 
 
+def test_a_record_that_ends_before_one_begun_later_has_its_last_step(tmp_path: Path) -> None:
+    model, records = model_of(), [ebbtide.track_memory(tmp_path / name) for name in ("first", "second")]
+    optimizer = adam(model)
+    for record in records:
+        record.__enter__()
+    for record in records:
+        list(loop(model, optimizer, steps=2))
+        record.__exit__(None, None, None)
+    assert [e["step"] for e in marks(tmp_path / "first", "step")] == [1, 2]
+    assert [e["step"] for e in marks(tmp_path / "second", "step")] == [1, 2, 3, 4]
+
+
 def test_figures_of_a_step_that_another_has_marked_are_logged_and_counted(tmp_path: Path) -> None:
     """As under `ebbtide run`, which marks the steps of a script that has a record of its own."""
     model = model_of()
