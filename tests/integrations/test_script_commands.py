@@ -145,12 +145,15 @@ def test_ctrl_c_ends_the_script_and_closes_its_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGTERM"])
 def test_signals_reach_the_command_and_its_code_comes_back(name: str) -> None:
     script = f'trap "exit 4" {name[3:]}; echo ready; for i in $(seq 600); do sleep 0.05; done'
-    argv = ebbtide_command("run", "--", "sh", "-c", script)
-    with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as run:
-        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
-        run.send_signal(getattr(signal, name))
-        code = run.wait(60)
-        assert code == 4
+    argv, number = ebbtide_command("run", "--", "sh", "-c", script), getattr(signal, name)
+    before = signal.signal(number, signal.SIG_DFL)  # ignored by the shell that started the tests, it would be here, too
+    try:
+        with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as run:
+            assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+            run.send_signal(number)
+            assert run.wait(60) == 4
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ class Rest:
                 scope.leave()
         if self._scopes and timer.outdated():
             timer.want()
-        if self._scopes and all(self._plain.knows(scope.block.name, trains) for _, scope in self._scopes):
+        if trains != self._trains and all(self._plain.knows(scope.block.name, trains) for _, scope in self._scopes):
             self._trains = trains
         other = trains != self._trains or elements > GROWTH * self._elements
         if self._scopes and (timer.wanted or self._engine.bus.active or other):
