@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -279,11 +280,18 @@ def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
     return reader
 
 
-def _read_file(path: Path, limit: int | None, example: str) -> list[Row]:
-    """Read a local file by its suffix."""
-    reader = _reader(path)
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Name a data file that cannot be read, or is no text in UTF-8.
+
+    Args:
+        path: The file that is read inside.
+
+    Raises:
+        DataError: It cannot be read.
+    """
     try:
-        rows = list(islice(reader(path, example), limit))
+        yield
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8: {error.reason} at byte {error.start}",
@@ -296,6 +304,13 @@ def _read_file(path: Path, limit: int | None, example: str) -> list[Row]:
             expected="a file you may read",
             hint="check its rights",
         ) from error
+
+
+def _read_file(path: Path, limit: int | None, example: str) -> list[Row]:
+    """Read a local file by its suffix."""
+    reader = _reader(path)
+    with reading(path):
+        rows = list(islice(reader(path, example), limit))
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise DataError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.errors import DataError, nearest
-from ebbtide_recipes.skeleton.rows import FIRST_ROWS, LARGEST_DOCUMENT_BYTES, split_name
+from ebbtide_recipes.skeleton.rows import FIRST_ROWS, LARGEST_DOCUMENT_BYTES, reading, split_name
 
 VIDEOS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v", ".gif")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -94,17 +94,8 @@ def read(path: Path, limit: int | None = None) -> list[tuple[Path, str]]:
         DataError: It cannot be read, or a row names no clip that is there, or no caption.
     """
     try:
-        rows = list(islice(_rows(path), limit))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8", expected="text in UTF-8", hint="check whether it is compressed"
-        ) from error
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or error})",
-            expected="a file you may read",
-            hint="check its rights",
-        ) from error
+        with reading(path):
+            rows = list(islice(_rows(path), limit))
     except (json.JSONDecodeError, csv.Error) as error:
         raise DataError(
             f"{path} cannot be read: {error}", expected="rows with video and caption", hint=_EXAMPLE

@@ -74,6 +74,14 @@ def measured(clock: Clock) -> tuple[TimedStep, Span]:
     return steps[0], spans[0]
 
 
+def measure_next(handle: ebbtide.Handle, clock: Clock, steps: list[TimedStep]) -> None:
+    """Let a handle measure its next step into a list."""
+    timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
+    timer.marks = True
+    handle._engine.timer = timer
+    timer.want()
+
+
 def recomputed(step: TimedStep) -> list[TimedUnit]:
     found = [unit for block in step.blocks for unit in block.units if unit.action is Action.RECOMPUTE]
     assert found
@@ -111,9 +119,7 @@ def test_a_block_can_be_checkpointed_that_was_first_watched_in_the_measured_step
     clock, steps = Clock(), list[TimedStep]()
     net = Net(clock)
     with ebbtide.enable_activation_offloading(net, min_bytes=0, policy="minimal") as handle:
-        timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
-        handle._engine.timer = timer
-        timer.want()
+        measure_next(handle, clock, steps)
         net(torch.randn(8, 4)).backward()
         net(torch.randn(8, 4))
     assert [block.checkpointable for block in steps[0].blocks] == [True] * 3
@@ -135,10 +141,7 @@ def test_a_step_whose_backward_raised_is_measured_again() -> None:
     clock, steps = Clock(), list[TimedStep]()
     net = Net(clock)
     with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:
-        timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
-        timer.marks = True
-        handle._engine.timer = timer
-        timer.want()
+        measure_next(handle, clock, steps)
         forget = net.layers[1].register_forward_pre_hook(lambda module, args: Fails.apply(*args))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="as an interrupt"):
@@ -157,10 +160,7 @@ def test_a_step_whose_forward_raised_is_measured_again_though_the_error_is_held(
 
     net = Net(clock)
     with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:
-        timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
-        timer.marks = True
-        handle._engine.timer = timer
-        timer.want()
+        measure_next(handle, clock, steps)
         forget = net.layers[1].register_forward_pre_hook(fail)
         try:
             net(torch.randn(8, 4))
