@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +52,6 @@ def test_rates_of_a_device_whose_events_keep_no_time() -> None:
     tier.close()
     for rate in (found.out_bytes_per_second, found.in_bytes_per_second):
         assert 0 < rate <= 1e9  # what the host waited is at least what the copy took
-    assert found.both_ways is not None and math.isfinite(found.both_ways)
 
 
 @pytest.fixture

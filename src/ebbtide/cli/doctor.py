@@ -97,7 +97,6 @@ def as_values(found: Examination) -> dict[str, Any]:
     return {
         "healthy": found.healthy,
         "machine": facts.pop("machine"),
-        "both_ways": facts.pop("both_ways"),
         "findings": [asdict(finding) for finding in found.findings],
         "facts": facts,
     }

@@ -11,7 +11,7 @@ from ebbtide.doctor.facts import ALLOCATORS, BLOCKING, OF_NPU, OFFLOADERS, Facts
 from ebbtide.doctor.place_rules import Advice, accelerated
 
 _SLOW_LINK = 6e9
-_FREE_SHARE, _BOTH_WAYS_SHARE, _BUSY_SHARE = 0.9, 0.75, 0.5
+_FREE_SHARE, _BUSY_SHARE = 0.9, 0.5
 
 _EXPANDABLE = "expandable_segments:true"
 _OFF = frozenset({"0", "false", "no", "off", "none"})
@@ -114,16 +114,6 @@ def slow_link(facts: Facts) -> Advice | None:
     return (
         f"the link moves {rate / 1e9:.1f} GB/s, less than four lanes of PCIe 4 do",
         "check the width and speed of the link, and whether other processes copy; offload less: policy minimal or auto",
-    )
-
-
-def one_link(facts: Facts) -> Advice | None:
-    """EBB033: copies both ways slow each other."""
-    if facts.target != "host" or facts.both_ways is None or facts.both_ways >= _BOTH_WAYS_SHARE:
-        return None
-    return (
-        f"copies both ways at once reach {facts.both_ways:.2f} of both rates alone",
-        "at the turn from forward to backward both run: offload less (policy auto) if steps show stalls there",
     )
 
 

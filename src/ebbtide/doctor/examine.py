@@ -95,13 +95,12 @@ def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
     if facts.target == "disk" and facts.disk.refused is not None:
         return replace(facts, unmeasured=facts.disk.refused)
     try:
-        speed = measured_speed(facts.target, disk_path)
-        machine = machine_with(speed)
+        machine = machine_with(measured_speed(facts.target, disk_path))
     except EbbtideError as error:
         return replace(facts, unmeasured=error.found, advice=error.hint or None)
     # An idle device lowers the speed of its link; it has just been busy.
     bus = None if facts.bus is None else look_at_bus(facts.device.address, root=root)
-    return replace(facts, machine=machine, both_ways=speed.both_ways, bus=bus)
+    return replace(facts, machine=machine, bus=bus)
 
 
 @contextmanager

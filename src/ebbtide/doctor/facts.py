@@ -164,7 +164,6 @@ class Facts:
         ranks: Ranks of this node, from ``LOCAL_WORLD_SIZE``.
         environment: Those of ``VARIABLES`` that are set.
         machine: Measured rates; ``None``: measuring failed.
-        both_ways: Sum of both rates while copies run both ways, relative to the sum of each alone.
         unmeasured: Why measuring failed.
         advice: The hint of that error.
     """
@@ -179,7 +178,6 @@ class Facts:
     ranks: int
     environment: Mapping[str, str]
     machine: Machine | None = None
-    both_ways: float | None = None
     unmeasured: str | None = None
     advice: str | None = None
 

@@ -104,7 +104,6 @@ RULES = (
     Rule("EBB030", "note", "the PCIe link has fewer lanes than the device", device_rules.fewer_lanes),
     Rule("EBB031", "note", "the PCIe link is slower than the device", device_rules.slower_lanes),
     Rule("EBB032", "note", "the link moves less than 6 GB/s", device_rules.slow_link),
-    Rule("EBB033", "note", "copies both ways slow each other", device_rules.one_link),
     Rule("EBB034", "note", "the process is not bound to the device's node", device_rules.far_node),
     Rule("EBB035", "note", "host memory cannot feed all links", device_rules.thin_host),
     Rule("EBB040", "note", "variables of other offloaders", device_rules.other_offloaders),

@@ -50,7 +50,7 @@ def _measured_rows(facts: Facts) -> list[Row]:
         return [("rates", ABSENT, "not measured: see the findings")]
     out, into = machine.out_bytes_per_second, machine.in_bytes_per_second
     balance = machine.flop_per_second * (1 / out + 1 / into)
-    rows = [
+    return [
         (
             "matrix products",
             _flop(machine.flop_per_second),
@@ -62,15 +62,6 @@ def _measured_rows(facts: Facts) -> list[Row]:
         ("copy-in", _rate(into), f"and is back in {_seconds(1024**3 / into)}"),
         ("a byte out and in", f"{balance:,.0f} FLOP", "cheaper tensors are recomputed faster than copied"),
     ]
-    if facts.both_ways is not None:
-        rows.append(("both ways at once", f"x{facts.both_ways:.2f}", _both(facts.both_ways)))
-    return rows
-
-
-def _both(share: float) -> str:
-    if share >= 0.9:
-        return "copies out and in do not slow each other"
-    return "copies out and in share the rate" if share < 0.75 else "copies out and in slow each other somewhat"
 
 
 def _place_rows(facts: Facts) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The copy rates of a tier: each way alone, and both ways at once.
+"""The copy rates of a tier.
 
 [Note: bytes that tell] The bytes are noise: a disk that skips zeros or compresses would appear faster. All pieces are
 copied out before the first is copied in, so that none is read from a cache. The tier's counters measure the time, as in
@@ -8,7 +8,6 @@ from before a copy is queued until the device is idle.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ebbtide.store.meter import keeps_time
 from ebbtide.store.protocol import Slot, Tier
 
 PIECES = 8
-_SECONDS = 2.4
+_SECONDS = 1.6
 """Approximate time of a measurement; at a rate below some MB/s it takes longer."""
 
 _LEAST_PIECES = 3
@@ -33,15 +32,12 @@ class Speed:
     """The copy rates of a tier.
 
     Attributes:
-        out_bytes_per_second: Copy-outs alone.
-        in_bytes_per_second: Copy-ins alone.
-        both_ways: Sum of the rates in both directions at once, relative to that of each alone: 1, neither slows the
-            other; 0.5, they share one link. ``None``: both at once could not be measured.
+        out_bytes_per_second: Copy-outs, while nothing is copied in.
+        in_bytes_per_second: Copy-ins, while nothing is copied out.
     """
 
     out_bytes_per_second: float
     in_bytes_per_second: float
-    both_ways: float | None
 
 
 def noise(nbytes: int, where: torch.device) -> torch.Tensor:
@@ -87,19 +83,14 @@ class _Trial:
         self._source = noise(self._piece_bytes(first), self._where)
         slots: list[Slot] = []
         try:
-            out = self._alone_out(slots)
-            into = self._alone_in(slots)
-            both = self._both(slots, out, into)
+            return Speed(out_bytes_per_second=self._all_out(slots), in_bytes_per_second=self._all_in(slots))
         finally:
             for slot in slots:
                 slot.free()
-        return Speed(
-            out_bytes_per_second=out, in_bytes_per_second=into, both_ways=None if both is None else both / (out + into)
-        )
 
     def _piece_bytes(self, rate: float) -> int:
-        """Return the size of a piece, so that all pieces each way, and again both ways, fit into time and memory."""
-        wanted = min(rate * _SECONDS / (3 * PIECES), self._most_bytes / (2 * PIECES), _MOST_BYTES)
+        """Return the size of a piece, so that all pieces each way fit into time and memory."""
+        wanted = min(rate * _SECONDS / (2 * PIECES), self._most_bytes / (2 * PIECES), _MOST_BYTES)
         return max(_LEAST_BYTES, 1 << int(wanted).bit_length() - 1) if wanted >= 1 else _LEAST_BYTES
 
     def _out(self, slots: list[Slot]) -> float:
@@ -111,7 +102,7 @@ class _Trial:
         slots.append(slot)
         return self._rate(before, self._read(), 0)
 
-    def _alone_out(self, slots: list[Slot]) -> float:
+    def _all_out(self, slots: list[Slot]) -> float:
         rates: list[float] = []
         began = time.perf_counter()
         while len(rates) < PIECES and not self._late(began, rates):
@@ -123,7 +114,7 @@ class _Trial:
                 break
         return statistics.median(rates)
 
-    def _alone_in(self, slots: list[Slot]) -> float:
+    def _all_in(self, slots: list[Slot]) -> float:
         rates: list[float] = []
         began = time.perf_counter()
         for slot in slots:
@@ -135,39 +126,8 @@ class _Trial:
             rates.append(self._rate(before, self._read(), 2))
         return statistics.median(rates)
 
-    def _both(self, slots: list[Slot], out: float, into: float) -> float | None:
-        """Return the sum of the rates while copies run both ways, numbered to end at about the same time."""
-        inward = slots[: max(1, min(len(slots), round(len(slots) * into / out)))]
-        wanted = max(1, min(len(slots), round(len(inward) * out / into)))
-        if self._tier.name == "host":  # allocating pinned or device memory would serialize the two
-            self._cross(inward, wanted)
-        before = self._read()
-        crossed = self._cross(inward, wanted)
-        after = self._read()
-        return self._rate(before, after, 0) + self._rate(before, after, 2) if crossed else None
-
-    def _cross(self, inward: list[Slot], wanted: int) -> bool:
-        """Copy out some pieces while others come in; returns whether any went out."""
-        outward: list[Slot] = []
-        try:
-            for number in range(max(len(inward), wanted)):
-                if number < wanted:
-                    with contextlib.suppress(DiskFullError, CapError):
-                        outward.append(self._tier.park(self._source))
-                if number < len(inward):
-                    inward[number].prefetch()
-            for slot in outward:
-                slot.wait_parked()
-            for slot in inward:
-                slot.take()
-            self._settle()
-        finally:
-            for slot in outward:
-                slot.free()
-        return bool(outward)
-
     def _late(self, began: float, rates: list[float]) -> bool:
-        return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > _SECONDS / 3
+        return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > _SECONDS / 2
 
     def _settle(self) -> None:
         if self._where.type != "cpu":

@@ -29,7 +29,6 @@ SERVER = Facts(
     ranks=1,
     environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     machine=MACHINES["h200"],
-    both_ways=0.95,
 )  # fmt: skip
 
 SMALL = replace(
@@ -50,7 +49,6 @@ SMALL = replace(
         attention_flop_per_second=0.25e12, memory_bytes_per_second=22e9, out_bytes_per_second=1.25e9,
         in_bytes_per_second=1.25e9, host_memory_bytes=23 * GIB, host_bytes_per_second=24e9,
     ),
-    both_ways=0.5,
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         module,
         "measured_speed",
-        lambda target, path: Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9, both_ways=0.5),
+        lambda target, path: Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9),
     )
     monkeypatch.setattr(module, "machine_with", lambda speed: SMALL.machine)
     return module
@@ -36,7 +36,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
 @no_accelerator
 def test_this_machine(room: Any, tmp_path: Path) -> None:
     found = the_function(environment={"LOCAL_WORLD_SIZE": "2", "HOME": "x"})
-    assert found.facts.machine is SMALL.machine and found.facts.both_ways == 0.5
+    assert found.facts.machine is SMALL.machine
     assert (found.facts.target, found.facts.ranks, found.facts.bus) == ("disk", 2, None)
     assert found.facts.environment == {"LOCAL_WORLD_SIZE": "2"}
     assert found.findings == findings(found.facts)
@@ -72,7 +72,7 @@ def test_what_fails_while_it_is_measured_is_told(room: Any, monkeypatch: pytest.
 
 def test_a_broken_disk_does_not_keep_the_link_from_being_measured(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
-    speed = Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9, both_ways=0.5)
+    speed = Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9)
     monkeypatch.setattr(room, "measured_speed", lambda target, path: asked.append((target, path)) or speed)
     facts = changed(SERVER, machine=None, disk__requested=True, disk__path="/x")
     room.measure(changed(facts, disk__refused="it is missing"))

@@ -94,7 +94,6 @@ CASES: dict[str, Case] = {
         {"machine__out_bytes_per_second": 6.1e9},
         "the link moves 3.2 GB/s",
     ),
-    "EBB033": (SERVER, {"both_ways": 0.5}, {"both_ways": 0.8}, "reach 0.50 of both rates"),
     "EBB034": (
         SERVER,
         {"host__cpus": frozenset(range(96))},

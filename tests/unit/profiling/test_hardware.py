@@ -15,7 +15,7 @@ from ebbtide.store.location import filesystem_of
 from ebbtide.store.speed import Speed
 
 CPU = torch.device("cpu")
-SPEED = Speed(out_bytes_per_second=2e9, in_bytes_per_second=1e9, both_ways=0.5)
+SPEED = Speed(out_bytes_per_second=2e9, in_bytes_per_second=1e9)
 
 
 class Clock:
