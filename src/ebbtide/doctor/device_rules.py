@@ -8,7 +8,8 @@ from __future__ import annotations
 from ebbtide.base.extras import is_older
 from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import ALLOCATORS, BLOCKING, OF_NPU, OFFLOADERS, Facts
-from ebbtide.doctor.place_rules import Advice, accelerated
+from ebbtide.doctor.place_rules import accelerated
+from ebbtide.doctor.rules import Advice, rule
 
 _SLOW_LINK = 6e9
 _FREE_SHARE, _BUSY_SHARE = 0.9, 0.5
@@ -17,8 +18,8 @@ _EXPANDABLE = "expandable_segments:true"
 _OFF = frozenset({"0", "false", "no", "off", "none"})
 
 
-def old_torch(facts: Facts) -> Advice | None:
-    """EBB001: torch is older than the tested versions."""
+@rule("EBB001", "problem", "torch is older than the tested versions")
+def _old_torch(facts: Facts) -> Advice | None:
     if facts.torch_oldest is None or not is_older(facts.torch, facts.torch_oldest):
         return None
     return (
@@ -27,8 +28,8 @@ def old_torch(facts: Facts) -> Advice | None:
     )
 
 
-def no_bfloat16(facts: Facts) -> Advice | None:
-    """EBB003: the device has no native bfloat16."""
+@rule("EBB003", "note", "the device has no native bfloat16")
+def _no_bfloat16(facts: Facts) -> Advice | None:
     if facts.device.bfloat16:
         return None
     return (
@@ -37,8 +38,8 @@ def no_bfloat16(facts: Facts) -> Advice | None:
     )
 
 
-def device_in_use(facts: Facts) -> Advice | None:
-    """EBB004: other processes use a tenth of the device's memory."""
+@rule("EBB004", "note", "other processes use a tenth of the device's memory")
+def _device_in_use(facts: Facts) -> Advice | None:
     device = facts.device
     if not accelerated(facts) or device.free_bytes >= _FREE_SHARE * device.memory_bytes:
         return None
@@ -49,8 +50,8 @@ def device_in_use(facts: Facts) -> Advice | None:
     )
 
 
-def disk_with_device(facts: Facts) -> Advice | None:
-    """EBB005: disk target with an accelerator."""
+@rule("EBB005", "note", "disk target with an accelerator")
+def _disk_with_device(facts: Facts) -> Advice | None:
     if facts.target != "disk" or not accelerated(facts):
         return None
     return (
@@ -59,8 +60,8 @@ def disk_with_device(facts: Facts) -> Advice | None:
     )
 
 
-def more_ranks(facts: Facts) -> Advice | None:
-    """EBB006: more ranks on the node than devices."""
+@rule("EBB006", "problem", "more ranks on the node than devices")
+def _more_ranks(facts: Facts) -> Advice | None:
     if not accelerated(facts) or facts.ranks <= facts.device.count:
         return None
     return (
@@ -69,8 +70,8 @@ def more_ranks(facts: Facts) -> Advice | None:
     )
 
 
-def busy(facts: Facts) -> Advice | None:
-    """EBB007: other work runs on the CPUs."""
+@rule("EBB007", "note", "other work runs on the CPUs")
+def _busy(facts: Facts) -> Advice | None:
     host = facts.host
     load, cpus = host.load, sum(len(cpus) for cpus in host.nodes.values()) or len(host.cpus)
     if load is None or not cpus or load < _BUSY_SHARE * cpus:
@@ -82,8 +83,8 @@ def busy(facts: Facts) -> Advice | None:
     )
 
 
-def fewer_lanes(facts: Facts) -> Advice | None:
-    """EBB030: the PCIe link has fewer lanes than the device."""
+@rule("EBB030", "note", "the PCIe link has fewer lanes than the device")
+def _fewer_lanes(facts: Facts) -> Advice | None:
     bus = facts.bus
     if bus is None or bus.width is None or bus.most_width is None or bus.width >= bus.most_width:
         return None
@@ -93,8 +94,8 @@ def fewer_lanes(facts: Facts) -> Advice | None:
     )
 
 
-def slower_lanes(facts: Facts) -> Advice | None:
-    """EBB031: the PCIe link is slower than the device."""
+@rule("EBB031", "note", "the PCIe link is slower than the device")
+def _slower_lanes(facts: Facts) -> Advice | None:
     bus = facts.bus
     if bus is None or bus.speed is None or bus.most_speed is None or bus.speed >= bus.most_speed:
         return None
@@ -104,8 +105,8 @@ def slower_lanes(facts: Facts) -> Advice | None:
     )
 
 
-def slow_link(facts: Facts) -> Advice | None:
-    """EBB032: the link moves less than 6 GB/s."""
+@rule("EBB032", "note", "the link moves less than 6 GB/s")
+def _slow_link(facts: Facts) -> Advice | None:
     if facts.target != "host" or facts.machine is None:
         return None
     rate = min(facts.machine.out_bytes_per_second, facts.machine.in_bytes_per_second)
@@ -117,8 +118,8 @@ def slow_link(facts: Facts) -> Advice | None:
     )
 
 
-def far_node(facts: Facts) -> Advice | None:
-    """EBB034: the process is not bound to the device's node."""
+@rule("EBB034", "note", "the process is not bound to the device's node")
+def _far_node(facts: Facts) -> Advice | None:
     node = facts.bus.node if facts.bus is not None else None
     if node is None or len(facts.host.nodes) < 2 or not facts.host.cpus:
         return None
@@ -131,8 +132,8 @@ def far_node(facts: Facts) -> Advice | None:
     )
 
 
-def thin_host(facts: Facts) -> Advice | None:
-    """EBB035: host memory cannot feed all links."""
+@rule("EBB035", "note", "host memory cannot feed all links")
+def _thin_host(facts: Facts) -> Advice | None:
     machine, ranks = facts.machine, max(facts.ranks, facts.device.count)
     if facts.target != "host" or machine is None or ranks < 2:
         return None
@@ -146,8 +147,8 @@ def thin_host(facts: Facts) -> Advice | None:
     )
 
 
-def other_offloaders(facts: Facts) -> Advice | None:
-    """EBB040: variables of other offloaders."""
+@rule("EBB040", "note", "variables of other offloaders")
+def _other_offloaders(facts: Facts) -> Advice | None:
     found = [name for name in OFFLOADERS if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found:
         return None
@@ -158,8 +159,8 @@ def other_offloaders(facts: Facts) -> Advice | None:
     )
 
 
-def blocking(facts: Facts) -> Advice | None:
-    """EBB041: variables that serialize copies and compute."""
+@rule("EBB041", "note", "variables that serialize copies and compute")
+def _blocking(facts: Facts) -> Advice | None:
     found = [name for name in BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found or not accelerated(facts):
         return None
@@ -169,8 +170,8 @@ def blocking(facts: Facts) -> Advice | None:
     )
 
 
-def unset(facts: Facts) -> Advice | None:
-    """EBB042: the allocator's or the runtime's usual variables are not set."""
+@rule("EBB042", "note", "usual variables of the allocator or of torch_npu are not set")
+def _unset(facts: Facts) -> Advice | None:
     names = ALLOCATORS.get(facts.device.kind)
     if names is None:
         return None

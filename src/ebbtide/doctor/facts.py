@@ -126,7 +126,6 @@ class Host:
         swap_bytes: Swap space.
         swap_used_bytes: Used part of it.
         locked_bytes: Limit of locked memory per process; ``None``: unlimited.
-        open_files: Limit of open files per process; ``None``: unlimited.
         nodes: Memory node → its CPUs.
         cpus: CPUs this process may run on; empty if not known.
         huge_pages: ``"always"``, ``"madvise"`` or ``"never"``.
@@ -141,7 +140,6 @@ class Host:
     swap_bytes: int
     swap_used_bytes: int
     locked_bytes: int | None
-    open_files: int | None
     nodes: Mapping[int, frozenset[int]]
     cpus: frozenset[int]
     huge_pages: str | None
@@ -193,7 +191,7 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
         The facts.
     """
     memory = _pairs(root / "proc/meminfo")
-    limits = _limits(root / "proc/self/limits")
+    locked = re.search(r"Max locked memory\s+(\d+)\s", _text(root / "proc/self/limits") or "")
     limit = memory_limit_bytes(root=root)
     total = _kib(memory, "MemTotal") or limit
     swap = _kib(memory, "SwapTotal") or 0
@@ -206,8 +204,7 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
         share_bytes=fair_share_bytes(root=root, ranks=ranks),
         swap_bytes=swap,
         swap_used_bytes=swap - min(swap, _kib(memory, "SwapFree") or 0),
-        locked_bytes=limits.get("Max locked memory"),
-        open_files=limits.get("Max open files"),
+        locked_bytes=int(locked[1]) if locked else None,
         nodes=_nodes(root / "sys/devices/system/node"),
         cpus=_cpus(_pairs(root / "proc/self/status").get("Cpus_allowed_list", "")),
         huge_pages=chosen[1] if chosen else None,
@@ -311,16 +308,6 @@ def _pairs(path: Path) -> dict[str, str]:
 def _kib(pairs: Mapping[str, str], name: str) -> int | None:
     found = pairs.get(name, "").split(" ")[0]
     return int(found) * 1024 if found.isdecimal() else None
-
-
-def _limits(path: Path) -> dict[str, int]:
-    """Return the soft limits of ``/proc/self/limits``; ``unlimited`` is ``None``."""
-    found: dict[str, int] = {}
-    for line in (_text(path) or "").splitlines():
-        row = re.match(r"(Max [a-z ]+?)\s{2,}(\d+)\s", line)
-        if row:
-            found[row[1]] = int(row[2])
-    return found
 
 
 def _cpus(text: str) -> frozenset[int]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import Facts
+from ebbtide.doctor.rules import Advice, rule
 from ebbtide.store.location import RAM_FILESYSTEMS
-
-Advice = tuple[str, str]
-"""The observation and the remedy."""
 
 NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs", "afs"}
@@ -20,7 +18,6 @@ LAYERED_FILESYSTEMS = frozenset({"overlay", "aufs", "fuse-overlayfs"})
 _GIB = 1024**3
 _LEAST_DISK_BYTES = _GIB
 _LEAST_SHARE_BYTES = _GIB
-_LEAST_FILES = 1024
 _SLOW_DISK = 200e6
 _SWAPPED_BYTES = _GIB // 4
 
@@ -35,8 +32,16 @@ def wants_disk(facts: Facts) -> bool:
     return facts.target == "disk" or facts.disk.requested
 
 
-def in_ram(facts: Facts) -> Advice | None:
-    """EBB010: the disk path is in RAM."""
+@rule("EBB002", "problem", "the machine could not be measured")
+def _unmeasured(facts: Facts) -> Advice | None:
+    explained = facts.target == "disk" and any(check(facts) is not None for check in (_in_ram, _no_disk, _full_disk))
+    if facts.unmeasured is None or explained:
+        return None
+    return f"this machine could not be measured: {facts.unmeasured}", facts.advice or "see the other findings"
+
+
+@rule("EBB010", "problem", "the disk path is in RAM")
+def _in_ram(facts: Facts) -> Advice | None:
     if not wants_disk(facts) or facts.disk.filesystem not in RAM_FILESYSTEMS:
         return None
     return (
@@ -45,16 +50,16 @@ def in_ram(facts: Facts) -> Advice | None:
     )
 
 
-def no_disk(facts: Facts) -> Advice | None:
-    """EBB011: the disk path is unusable."""
-    known = in_ram(facts) or full_disk(facts)
+@rule("EBB011", "problem", "the disk path is unusable")
+def _no_disk(facts: Facts) -> Advice | None:
+    known = _in_ram(facts) or _full_disk(facts)
     if not wants_disk(facts) or facts.disk.refused is None or known is not None:
         return None
     return facts.disk.refused, "choose a writable directory on a local disk with --disk_path"
 
 
-def nothing_behind(facts: Facts) -> Advice | None:
-    """EBB012: no disk behind host memory."""
+@rule("EBB012", "note", "no disk behind host memory")
+def _nothing_behind(facts: Facts) -> Advice | None:
     if wants_disk(facts) or facts.disk.refused is None:
         return None
     return (
@@ -63,10 +68,10 @@ def nothing_behind(facts: Facts) -> Advice | None:
     )
 
 
-def full_disk(facts: Facts) -> Advice | None:
-    """EBB013: less than 1 GiB free on the disk."""
+@rule("EBB013", "problem", "less than 1 GiB free on the disk")
+def _full_disk(facts: Facts) -> Advice | None:
     free = facts.disk.free_bytes
-    if not wants_disk(facts) or free is None or free >= _LEAST_DISK_BYTES or in_ram(facts) is not None:
+    if not wants_disk(facts) or free is None or free >= _LEAST_DISK_BYTES or _in_ram(facts) is not None:
         return None
     return (
         f"{format_size(free)} are free in {facts.disk.path}",
@@ -74,10 +79,10 @@ def full_disk(facts: Facts) -> Advice | None:
     )
 
 
-def small_disk(facts: Facts) -> Advice | None:
-    """EBB014: less free on the disk than the machine's memory."""
+@rule("EBB014", "note", "less free on the disk than the machine's memory")
+def _small_disk(facts: Facts) -> Advice | None:
     free, scarce = facts.disk.free_bytes, facts.device.memory_bytes
-    if facts.target != "disk" or free is None or not _LEAST_DISK_BYTES <= free < scarce or in_ram(facts) is not None:
+    if facts.target != "disk" or free is None or not _LEAST_DISK_BYTES <= free < scarce or _in_ram(facts) is not None:
         return None
     return (
         f"{format_size(free)} are free in {facts.disk.path}, less than the {format_size(scarce)} of memory",
@@ -85,8 +90,8 @@ def small_disk(facts: Facts) -> Advice | None:
     )
 
 
-def network_disk(facts: Facts) -> Advice | None:
-    """EBB015: the disk path is on a network."""
+@rule("EBB015", "note", "the disk path is on a network")
+def _network_disk(facts: Facts) -> Advice | None:
     kind = facts.disk.filesystem
     if not wants_disk(facts) or not (kind in NETWORK_FILESYSTEMS or kind.startswith("fuse.")):
         return None
@@ -96,8 +101,8 @@ def network_disk(facts: Facts) -> Advice | None:
     )
 
 
-def layered_disk(facts: Facts) -> Advice | None:
-    """EBB016: the disk path is in a container's layer."""
+@rule("EBB016", "note", "the disk path is in a container's layer")
+def _layered_disk(facts: Facts) -> Advice | None:
     if not wants_disk(facts) or facts.disk.filesystem not in LAYERED_FILESYSTEMS:
         return None
     return (
@@ -106,8 +111,8 @@ def layered_disk(facts: Facts) -> Advice | None:
     )
 
 
-def buffered(facts: Facts) -> Advice | None:
-    """EBB017: direct I/O is refused."""
+@rule("EBB017", "note", "direct I/O is refused")
+def _buffered(facts: Facts) -> Advice | None:
     if not wants_disk(facts) or facts.disk.direct is not False:
         return None
     return (
@@ -117,8 +122,8 @@ def buffered(facts: Facts) -> Advice | None:
     )
 
 
-def slow_disk(facts: Facts) -> Advice | None:
-    """EBB018: the disk moves less than 200 MB/s."""
+@rule("EBB018", "note", "the disk moves less than 200 MB/s")
+def _slow_disk(facts: Facts) -> Advice | None:
     if facts.target != "disk" or facts.machine is None:
         return None
     rate = min(facts.machine.out_bytes_per_second, facts.machine.in_bytes_per_second)
@@ -130,8 +135,8 @@ def slow_disk(facts: Facts) -> Advice | None:
     )
 
 
-def grouped(facts: Facts) -> Advice | None:
-    """EBB020: a control group limits memory below the machine's."""
+@rule("EBB020", "note", "a control group limits memory below the machine's")
+def _grouped(facts: Facts) -> Advice | None:
     host = facts.host
     if host.limit_bytes >= host.memory_bytes:
         return None
@@ -141,8 +146,8 @@ def grouped(facts: Facts) -> Advice | None:
     )
 
 
-def little_share(facts: Facts) -> Advice | None:
-    """EBB021: less than 1 GiB of host memory for a rank."""
+@rule("EBB021", "problem", "less than 1 GiB of host memory for a rank")
+def _little_share(facts: Facts) -> Advice | None:
     if not accelerated(facts) or facts.target != "host" or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
         return None
     return (
@@ -151,8 +156,8 @@ def little_share(facts: Facts) -> Advice | None:
     )
 
 
-def little_memory(facts: Facts) -> Advice | None:
-    """EBB022: less than 1 GiB of memory free, on a CPU."""
+@rule("EBB022", "note", "less than 1 GiB of memory free, on a CPU")
+def _little_memory(facts: Facts) -> Advice | None:
     if accelerated(facts) or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
         return None
     return (
@@ -161,8 +166,8 @@ def little_memory(facts: Facts) -> Advice | None:
     )
 
 
-def swapping(facts: Facts) -> Advice | None:
-    """EBB023: the system swaps."""
+@rule("EBB023", "note", "the system swaps")
+def _swapping(facts: Facts) -> Advice | None:
     if facts.host.swap_used_bytes < _SWAPPED_BYTES:
         return None
     return (
@@ -171,8 +176,8 @@ def swapping(facts: Facts) -> Advice | None:
     )
 
 
-def not_pinned(facts: Facts) -> Advice | None:
-    """EBB024: host memory cannot be pinned."""
+@rule("EBB024", "problem", "host memory cannot be pinned")
+def _not_pinned(facts: Facts) -> Advice | None:
     if facts.device.pinned is not False:
         return None
     limit = facts.host.locked_bytes
@@ -183,31 +188,11 @@ def not_pinned(facts: Facts) -> Advice | None:
     )
 
 
-def halting(facts: Facts) -> Advice | None:
-    """EBB025: the device's copies are synchronous."""
+@rule("EBB025", "note", "the device's copies are synchronous")
+def _halting(facts: Facts) -> Advice | None:
     if facts.device.asynchronous is not False or facts.device.pinned is False:
         return None
     return (
         f"copies are synchronous on {facts.device.name}: each one stalls compute",
         "recompute more and offload less: policy minimal, or both flags of `ebbtide sft`",
-    )
-
-
-def few_files(facts: Facts) -> Advice | None:
-    """EBB026: fewer than 1024 open files."""
-    if facts.host.open_files is None or facts.host.open_files >= _LEAST_FILES:
-        return None
-    return (
-        f"a process may have {facts.host.open_files} files open",
-        f"`ulimit -n {_LEAST_FILES}` or more: checkpoints in many files and data loaders need them",
-    )
-
-
-def other_libc(facts: Facts) -> Advice | None:
-    """EBB027: the C library is not glibc, on a CPU."""
-    if accelerated(facts) or facts.host.libc is not None:
-        return None
-    return (
-        "the C library is not glibc: its allocator decides whether freed memory is returned",
-        "watch resident memory; if it does not fall, preload jemalloc or use a system with glibc",
     )

@@ -108,7 +108,6 @@ def _host_rows(facts: Facts) -> list[Row]:
         "CUDA's pinned memory is not counted" if facts.device.kind == "cuda" else "a driver may count pinned memory"
     )
     rows.append(("locked memory", locked, "not needed on a CPU" if cpu else counted))
-    rows.append(("open files", "no limit" if host.open_files is None else str(host.open_files), "of a process"))
     if host.nodes:
         rows.append(("memory nodes", str(len(host.nodes)), _node(facts)))
     if host.huge_pages is not None:

@@ -22,7 +22,7 @@ SERVER = Facts(
     disk=Disk(path="/var/tmp", requested=False, filesystem="ext4", free_bytes=900 * GIB, direct=True, refused=None),
     host=Host(
         memory_bytes=2048 * GIB, limit_bytes=2048 * GIB, available_bytes=2000 * GIB, share_bytes=1900 * GIB,
-        swap_bytes=0, swap_used_bytes=0, locked_bytes=8 << 20, open_files=65536,
+        swap_bytes=0, swap_used_bytes=0, locked_bytes=8 << 20,
         nodes={0: frozenset(range(48)), 1: frozenset(range(48, 96))}, cpus=frozenset(range(48)),
         huge_pages="madvise", libc="glibc 2.39", load=0.5,
     ),

@@ -45,7 +45,7 @@ def test_host_memory_and_limits(tmp_path: Path) -> None:
     assert (found.memory_bytes, found.limit_bytes, found.available_bytes) == (64 * GIB, 16 * GIB, 50 * GIB)
     assert found.share_bytes == (16 - 1 - 1) * GIB // 3
     assert (found.swap_bytes, found.swap_used_bytes) == (2 * GIB, GIB)
-    assert (found.open_files, found.locked_bytes) == (1024, 8 << 20)
+    assert found.locked_bytes == 8 << 20
     assert found.nodes == {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
     assert found.cpus == {0, 1, 2, 5}
     assert (found.huge_pages, found.load) == ("madvise", 1.25)
@@ -54,14 +54,14 @@ def test_host_memory_and_limits(tmp_path: Path) -> None:
 def test_a_system_that_says_nothing(tmp_path: Path) -> None:
     found = look_at_host(ranks=1, root=tmp_path)
     assert found.memory_bytes == found.limit_bytes > 0
-    assert (found.locked_bytes, found.open_files, found.huge_pages, found.available_bytes) == (None, None, None, None)
+    assert (found.locked_bytes, found.huge_pages, found.available_bytes) == (None, None, None)
     assert (found.nodes, found.cpus, found.swap_bytes, found.load) == ({}, frozenset(), 0, None)
 
 
 def test_no_limit_is_none(tmp_path: Path) -> None:
     files = {"proc/self/limits": LIMITS.replace("8388608  ", "unlimited"), "proc/self/cgroup": "0::/\n"}
     found = look_at_host(ranks=1, root=write(tmp_path, {**machine(64, 60), **files}))
-    assert found.locked_bytes is None and found.open_files == 1024
+    assert found.locked_bytes is None
     assert found.limit_bytes == found.memory_bytes
 
 

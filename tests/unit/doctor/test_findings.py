@@ -84,8 +84,6 @@ CASES: dict[str, Case] = {
         {"device__asynchronous": False, "device__pinned": False},
         "copies are synchronous on NVIDIA H200",
     ),
-    "EBB026": (SMALL, {"host__open_files": 256}, {"host__open_files": None}, "256 files open"),
-    "EBB027": (SMALL, {"host__libc": None}, {"host__libc": "glibc 2.31"}, "is not glibc"),
     "EBB030": (SERVER, {"bus__width": 8}, {"bus__width": 16}, "8 of 16 lanes"),
     "EBB031": (SERVER, {"bus__speed": 2.5}, {"bus__speed": None}, "2.5 of 32 GT/s"),
     "EBB032": (

@@ -36,7 +36,6 @@ def test_a_small_machine() -> None:
         ["a rank's share", "20.0 GiB", "what one rank could have, less a margin"],
         ["swap", "none", "a process that does not fit is killed"],
         ["locked memory", "8.0 MiB", "not needed on a CPU"],
-        ["open files", "65536", "of a process"],
         ["memory nodes", "1", "all memory is equally near"],
         ["huge pages", "madvise", "torch asks for them with THP_MEM_ALLOC_ENABLE=1"],
         ["freed memory", "serves the next step", "leaves the process after each backward where a memory budget is set"],
