@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.files import near
 from ebbtide.cli.build import FlagValue, Values, build, call_tyro, takes_several
 from ebbtide.cli.translation import FALSE, NOTHING, TRUE, Translation
 from ebbtide.cli.unknown import near_flags, near_keys
@@ -371,7 +372,6 @@ def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
 def _no_file(path: Path, names: _Names) -> DataError:
     """Return the error for a missing YAML file."""
     name = str(path).partition("=")[0]
-    others = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    hint = f"flags begin with two hyphens: --{name}" if names.known(name) else nearest(path.name, others)
+    hint = f"flags begin with two hyphens: --{name}" if names.known(name) else near(path, "*.y*ml")
     usage = f"{names.prog} [file.yaml] [--flag value ...]"
     return DataError(f"there is no file {str(path)!r}", expected=usage, hint=hint or "give a YAML file, or only flags")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import DataError
+from ebbtide.base.files import check_writable
 from ebbtide.cli import versions
 from ebbtide.cli.parsing import Parser, choice
 
@@ -118,8 +119,4 @@ def _check_out(path: Path) -> None:
             expected="a name that ends in .json",
             hint="such as --out machine.json",
         )
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
-        raise DataError(
-            f"{str(path)!r} {what}", expected="a file in an existing folder", hint="create the folder first"
-        )
+    check_writable(path, repr(str(path)), hint="such as --out machine.json, in a folder that you may write to")

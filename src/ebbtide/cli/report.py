@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.files import check_writable
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
@@ -128,22 +128,13 @@ def _loaded(folder: Path, force: bool) -> Run:
 
 
 def _target(output: Path | None, default: Path | None, force: bool) -> Path | None:
-    """Return the file to write, after a check; ``None``: print."""
+    """Return the file to write, checked before anything is read; ``None``: print."""
     target = default if output is None else None if str(output) == "-" else output
     if target is not None:
-        _check_target(target, replaces=output is None or force)
+        check_writable(target, str(target), hint="name one with --output")
+        if target.exists() and output is not None and not force:
+            raise DataError(f"{target} already exists", expected="a new file", hint="pass --force to replace it")
     return target
-
-
-def _check_target(target: Path, *, replaces: bool) -> None:
-    """Check that a file can be written, before anything is read."""
-    if target.is_dir() or not target.parent.is_dir():
-        what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
-        raise DataError(f"{target} {what}", expected="a file in an existing folder", hint="name one with --output")
-    if target.exists() and not replaces:
-        raise DataError(f"{target} already exists", expected="a new file", hint="pass --force to replace it")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise DataError(f"{target} cannot be written", expected="a writable file", hint="choose another with --output")
 
 
 def _put(words: str, target: Path | None) -> Path | None:

@@ -15,7 +15,6 @@ callbacks no reference to the trainer; the list is taken from the calling ``Call
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from ebbtide import Handle, Stats, enable_activation_offloading
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError, ConflictError, DataError, StrategyError
 from ebbtide.base.events import BUS
+from ebbtide.base.files import json_object
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.integrations.options import check_options
 from ebbtide.wrap import check_strategy
@@ -278,16 +278,9 @@ def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any
     hint = f'such as {{"{SWITCH}": true}}'
     read: Any = fsdp_config
     if isinstance(read, str):
-        text = read
-        try:
-            text = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
-            read = json.loads(text)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"fsdp_config {fsdp_config!r:.80} cannot be read: {error}",
-                expected="a JSON file with FSDP's settings, or a dict",
-                hint=hint,
-            ) from error
+        source = read if read.lstrip().startswith("{") else Path(read).expanduser()
+        expected = "a JSON file with FSDP's settings, or a dict"
+        read = json_object(source, f"fsdp_config {read!r:.80}", expected=expected, hint=hint)
     if read is not None and not isinstance(read, Mapping):
         raise DataError(f"fsdp_config is {read!r:.80}", expected="FSDP's settings by name", hint=hint)
     settings = dict(cast("Mapping[str, Any]", read or {}))

@@ -12,9 +12,9 @@ import re
 from dataclasses import asdict, dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
+from ebbtide.base.files import json_object, write_text
 from ebbtide.planner.profile import Rates
 
 
@@ -81,14 +81,7 @@ class Machine:
         Raises:
             DataError: It cannot be written.
         """
-        try:
-            Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise DataError(
-                f"{str(path)!r} cannot be written ({error.strerror})",
-                expected="a place for a machine file",
-                hint="name a file in a folder that you may write to",
-            ) from error
+        write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
 
 
 _GIB = 1024**3
@@ -200,20 +193,15 @@ def machine_named(named: str | PathLike[str] | Machine) -> Machine:
             expected="one of " + ", ".join(MACHINES) + ", or a JSON file that describes one",
             hint=nearest(text.lower(), MACHINES) or "`ebbtide doctor --out machine.json` writes the one it runs on",
         )
+    hint = "`ebbtide doctor --out machine.json` writes the one it runs on"
+    found = json_object(Path(text), repr(text), expected="a file that describes a machine", hint=hint)
     try:
-        found: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))
         return Machine(**found)
-    except OSError as error:
-        raise DataError(
-            f"{text!r} cannot be read ({error.strerror})",
-            expected="a file that describes a machine",
-            hint="`ebbtide doctor --out machine.json` writes the one it runs on",
-        ) from error
     except EbbtideError:
         raise
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{text!r} describes no machine ({error})",
             expected="the fields " + ", ".join(field.name for field in fields(Machine)),
-            hint="`ebbtide doctor --out machine.json` writes the one it runs on",
+            hint=hint,
         ) from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
 from ebbtide.base.errors import ConfigError, DataError, few
+from ebbtide.base.files import write_text
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.planner.rules import plan_for
@@ -178,14 +179,7 @@ class TablePlan:
             "reasons": list(self.reasons),
             "actions": rows,
         }
-        try:
-            Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise DataError(
-                f"{str(path)!r} cannot be written ({error.strerror})",
-                expected="a place for a plan file",
-                hint="name a file in a folder that you may write to",
-            ) from error
+        write_text(Path(path), json.dumps(document, indent=1) + "\n")
 
 
 def table_plan(solution: Solution, name: str) -> TablePlan:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
+from ebbtide.base.files import json_object
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -36,25 +36,14 @@ def settings_of(text: str) -> dict[str, Any]:
     """
     if not text.endswith(".json") and "/" not in text:
         return {"peft_type": _kind(text, "adapter_config")}
-    path = Path(text).expanduser()
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        others = [o.name for o in path.parent.glob("*.json")] if path.parent.is_dir() else []
-        raise DataError(
-            f"adapter_config file {text!r} cannot be read ({error.strerror})",
-            expected=f"a file in the form of PEFT's {FILE}, or one of {', '.join(KINDS)}",
-            hint=nearest(path.name, others) or f"such as {_EXAMPLE}",
-        ) from error
-    except ValueError as error:
-        raise DataError(
-            f"adapter_config file {text!r} is not JSON: {error}",
-            expected="a JSON object of settings",
-            hint=f"such as {_EXAMPLE}",
-        ) from error
-    if not isinstance(content, dict) or not isinstance(cast("dict[str, Any]", content).get("peft_type"), str):
+    document = json_object(
+        Path(text).expanduser(),
+        f"adapter_config file {text!r}",
+        expected=f"a file in the form of PEFT's {FILE}, or one of {', '.join(KINDS)}",
+        hint=f"such as {_EXAMPLE}",
+    )
+    if not isinstance(document.get("peft_type"), str):
         raise DataError(f"{text} names no peft_type", expected="a JSON object with one", hint=f"such as {_EXAMPLE}")
-    document = cast("dict[str, Any]", content)
     settings = {name: value for name, value in document.items() if value is not None and name not in _OF_A_RUN}
     return {**settings, "peft_type": _kind(document["peft_type"], f"peft_type in {text}")}
 

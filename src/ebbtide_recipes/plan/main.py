@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError, first_line
+from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError, first_line
 from ebbtide.base.extras import check_installed
+from ebbtide.base.files import check_writable, write_text
 from ebbtide.base.units import format_size
 from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
@@ -52,9 +53,9 @@ def main(
     from ebbtide_recipes.plan.picture import pareto
     from ebbtide_recipes.plan.result import Result
 
-    for name in ("out", "svg"):
-        if getattr(config, name) is not None:
-            model.check_file(getattr(config, name), name)
+    for flag, path, example in (("out", config.out, "plan.json"), ("svg", config.svg, "plan.svg")):
+        if path is not None:
+            check_writable(Path(path).expanduser(), f"{flag} {path!r}", hint=f"such as --{flag} {example}")
     subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     machine = _machine(config, begin)
     begin(f"making {config.name} without weights")
@@ -172,14 +173,7 @@ def draw(result: Result, path: str) -> str:
 
     points = result.pareto or picture.pareto(result.profile, result.options)
     drawn = picture.svg(points, f"{result.config.name}, {result.outline.amount}, {result.machine.name}")
-    try:
-        Path(path).expanduser().write_text(drawn + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"svg {path!r} cannot be written ({error.strerror})",
-            expected="a writable file",
-            hint="name a file in a folder that you may write to",
-        ) from error
+    write_text(Path(path).expanduser(), drawn + "\n")
     return f"drawn    {path}: slowdown over peak memory"
 
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ebbtide_recipes.sft.config import SftConfig
 
 
-_ENDINGS = {"out": "json", "svg": "svg"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """A model without weights, and facts about it.
@@ -204,19 +201,3 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
         made = adapters.chosen(config, models.outline(config, found, dtype), without=frozen)
         with torch.device("meta"):
             return peft.get_peft_model(models.outline(config, found, dtype), made)
-
-
-def check_file(path: str, flag: str = "out") -> None:
-    """Raise if a file cannot be written, before the model is simulated.
-
-    Raises:
-        DataError: It cannot be written.
-    """
-    target = Path(path).expanduser()
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
-        raise DataError(
-            f"{flag} {path!r} {what}",
-            expected="a file in an existing folder",
-            hint=f"such as --{flag} plan.{_ENDINGS[flag]}",
-        )

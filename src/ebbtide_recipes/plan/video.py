@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import DataError
+from ebbtide.base.files import json_object
 from ebbtide.wrap import find_blocks
 from ebbtide_recipes.plan.model import Outline
 from ebbtide_recipes.video import adapters
@@ -130,14 +130,9 @@ class _Alone(Source):
 
     def __init__(self, path: Path) -> None:
         self.folder, self.name, self.index, self.vae_config = path.parent, str(path), {}, None
-        try:
-            self.transformer_config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} cannot be read: {error}",
-                expected="the config.json of a transformer of diffusers",
-                hint="the folder transformer/ of a pipeline holds one",
-            ) from error
+        expected = "the config.json of a transformer of diffusers"
+        hint = "the folder transformer/ of a pipeline holds one"
+        self.transformer_config = json_object(path, str(path), expected=expected, hint=hint)
         self.family = family_of(str(self.transformer_config.get("_class_name")), None)
         self.family.check(self.transformer_config, self.index)
 

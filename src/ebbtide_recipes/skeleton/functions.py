@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.errors import ConfigError, nearest
+from ebbtide.base.files import near
 
 
 def load_function(place: str, names: Sequence[str], *, what: str, example: str) -> Callable[..., Any]:
@@ -27,11 +28,10 @@ def load_function(place: str, names: Sequence[str], *, what: str, example: str) 
     """
     path = Path(place).expanduser()
     if not path.is_file():
-        names = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise ConfigError(
             f"there is no file {place!r} with {what}",
             expected="path.py:function",
-            hint=nearest(path.name, names) or f"looked in {path.parent.resolve()}",
+            hint=near(path, "*.py") or f"looked in {path.parent.resolve()}",
         )
     found = vars(_module(path))
     for name in names:

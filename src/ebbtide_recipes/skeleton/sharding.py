@@ -9,14 +9,14 @@ default overrides the file.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, nearest
+from ebbtide.base.files import json_object
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig, Strategy
@@ -161,7 +161,8 @@ def _read_settings(written: str, flag: str) -> Sharding:
     """Read JSON or a JSON file: settings, or ``fsdp`` words with ``fsdp_config`` settings."""
     inline = written.lstrip().startswith("{")
     path = flag if inline else Path(written).expanduser()
-    content = _parsed(written, flag) if isinstance(path, str) else _file(path, flag)
+    what, expected = flag if inline else f"{flag} file {str(path)!r}", "a JSON object with FSDP's settings"
+    content = json_object(written if isinstance(path, str) else path, what, expected=expected, hint=_GUIDE)
     outer = {k: v for k, v in content.items() if not k.startswith("_")}
     words, inner = outer.pop("fsdp", None), outer.pop("fsdp_config", {})
     if not isinstance(inner, dict):
@@ -176,30 +177,6 @@ def _read_settings(written: str, flag: str) -> Sharding:
         version=settings.version or named.version,
         settings={**named.settings, **settings.settings},
     )
-
-
-def _file(path: Path, flag: str) -> dict[str, Any]:
-    """Return what a JSON file holds."""
-    try:
-        return _parsed(path.read_text(encoding="utf-8"), f"{flag} file {str(path)!r}")
-    except OSError as error:
-        others = [o.name for o in path.parent.glob("*.json")] if path.parent.is_dir() else []
-        raise DataError(
-            f"{flag} file {str(path)!r} cannot be read ({error.strerror})",
-            expected="a JSON file with FSDP's settings",
-            hint=nearest(path.name, others) or _GUIDE,
-        ) from error
-
-
-def _parsed(text: str, where: str) -> dict[str, Any]:
-    """Return the settings that JSON holds."""
-    try:
-        content: object = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}", expected="a JSON object of settings", hint=_GUIDE) from error
-    if not isinstance(content, dict):
-        raise DataError(f"{where} holds {content!r:.60}", expected="a JSON object of settings", hint=_GUIDE)
-    return cast("dict[str, Any]", content)
 
 
 def _from_words(text: str, found: str) -> Sharding:

@@ -15,6 +15,7 @@ import torch
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
+from ebbtide.base.files import json_object
 from ebbtide_recipes.video.families import Family, Text, family_of
 
 LOGGER = logging.getLogger("ebbtide.video")
@@ -57,10 +58,7 @@ class Source:
         path = self.folder / part / "config.json"
         if not path.is_file():
             return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}", expected="a config", hint="fetch it again") from error
+        return json_object(path, str(path), expected="a config", hint="fetch it again")
 
     @property
     def ratios(self) -> tuple[int, int]:
@@ -237,10 +235,7 @@ def _index(folder: Path) -> Mapping[str, Any]:
     path = folder / INDEX
     if not path.is_file():
         return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}", expected="a pipeline's index", hint="fetch it again") from error
+    return json_object(path, str(path), expected="a pipeline's index", hint="fetch it again")
 
 
 def _layout_hint(folder: Path) -> str:

@@ -241,8 +241,8 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     for given, said in (
         ("nowhere.json", "fsdp_config 'nowhere.json' cannot be read"),
-        ("{broken", "cannot be read"),
-        (str(tmp_path / "list.json"), r"fsdp_config is \[1\]; expected FSDP's settings"),
+        ("{broken", "fsdp_config .{broken. is not JSON"),
+        (str(tmp_path / "list.json"), r"fsdp_config '.*list.json' is \[1\]; expected a JSON file with FSDP's settings"),
         ({"fsdp_config": "nowhere.json"}, "fsdp_config 'nowhere.json' cannot be read"),
         ({"fsdp_config": [1]}, r"fsdp_config is \[1\]; expected FSDP's settings"),
     ):

@@ -553,7 +553,7 @@ def test_the_points_are_in_the_json_and_the_picture_in_its_file(qwen: str, tmp_p
     assert recipe.draw(drawn, str(tmp_path / "plan.svg")).startswith("drawn    ")
     assert (tmp_path / "plan.svg").read_text().startswith("<svg ")
     assert page.as_values(result)["pareto"] is None
-    with pytest.raises(DataError, match="svg .* cannot be written"):
+    with pytest.raises(DataError, match="cannot be written"):
         recipe.draw(drawn, str(tmp_path))
 
 

@@ -108,7 +108,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"(?s)the transformer is a UNet2DModel.*hint: "):
         found(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"(?s)cannot be read.*hint: "):
+    with pytest.raises(DataError, match=r"(?s)is not JSON.*hint: "):
         found(tmp_path)
 
 

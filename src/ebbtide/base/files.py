@@ -1,0 +1,67 @@
+"""Files that a user names: read JSON, write text, and check early that a file can be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide.base.errors import DataError, nearest
+
+
+def near(path: Path, pattern: str) -> str:
+    """Return a hint: the file of the folder that matches ``pattern`` and resembles a missing one, or nothing."""
+    return nearest(path.name, [other.name for other in path.parent.glob(pattern)])
+
+
+def json_object(source: Path | str, what: str, *, expected: str, hint: str) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Args:
+        source: A file, or the JSON text itself.
+        what: Name of the source in errors.
+        expected: What errors expect.
+        hint: Hint of errors, unless a file has a similar name.
+
+    Raises:
+        DataError: The file cannot be read, or its text is no JSON object.
+    """
+    try:
+        content: object = json.loads(source if isinstance(source, str) else source.read_text(encoding="utf-8"))
+    except OSError as error:
+        close = near(source, "*.json") if isinstance(source, Path) else ""
+        found = f"{what} cannot be read ({error.strerror})"
+        raise DataError(found, expected=expected, hint=close or hint) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is not JSON: {error}", expected=expected, hint=hint) from error
+    if not isinstance(content, dict):
+        raise DataError(f"{what} is {content!r:.60}", expected=expected, hint=hint)
+    return cast("dict[str, Any]", content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        found = f"{str(path)!r} cannot be written ({error.strerror})"
+        hint = "name a file in a folder that you may write to"
+        raise DataError(found, expected="a writable file", hint=hint) from error
+
+
+def check_writable(path: Path, what: str, *, hint: str) -> None:
+    """Raise if a file cannot be written, before the work whose result it is to hold; arguments as for ``json_object``.
+
+    Raises:
+        DataError: It is a folder, there is no folder for it, or it may not be written.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        found = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
+        raise DataError(f"{what} {found}", expected="a file in an existing folder", hint=hint)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DataError(f"{what} cannot be written", expected="a writable file", hint=hint)

@@ -1,0 +1,44 @@
+"""Files that a user names: what errors name, and that a file which may not be written is found early."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.files import check_writable, json_object, write_text
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("{", "x is not JSON: "), ("[" * 99999, "x is not JSON: "), ("[1]", r"x is \[1\]")]
+)
+def test_text_that_is_no_object_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    for source in (text, tmp_path / "a.json"):
+        with pytest.raises(DataError, match=f"{found}.*; expected an object\nhint: do this"):
+            json_object(source, "x", expected="an object", hint="do this")
+
+
+def test_a_missing_file_is_compared_with_its_neighbors(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text("{}")
+    with pytest.raises(DataError, match=r"x cannot be read \(No such file.*\nhint: did you mean 'machine.json'"):
+        json_object(tmp_path / "machin.json", "x", expected="an object", hint="do this")
+    with pytest.raises(DataError, match="hint: do this"):
+        json_object(tmp_path / "none" / "machine.json", "x", expected="an object", hint="do this")
+
+
+def test_a_file_that_may_not_be_written_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_writable(tmp_path / "a.json", "x", hint="do this")
+    with pytest.raises(DataError, match="x is a folder; .*\nhint: do this"):
+        check_writable(tmp_path, "x", hint="do this")
+    with pytest.raises(DataError, match="x cannot be written: there is no folder"):
+        check_writable(tmp_path / "none" / "a.json", "x", hint="do this")
+    with pytest.raises(DataError, match=r"a.json' cannot be written \(No such file"):
+        write_text(tmp_path / "none" / "a.json", "")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(DataError, match="x cannot be written; expected a writable file\nhint: do this"):
+        check_writable(tmp_path / "a.json", "x", hint="do this")
