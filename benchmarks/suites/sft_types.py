@@ -43,7 +43,7 @@ OURS = "--activation_cpu_offload true"
 def command(flags: str) -> list[str]:
     """Return what is run: ebbtide itself, or torchrun with the shim for what is sharded."""
     if "--fsdp_strategy" not in flags:
-        return [sys.executable, "-m", "ebbtide.cli", "sft", *shlex.split(flags)]
+        return [sys.executable, "-m", "ebbtide", "sft", *shlex.split(flags)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.helpers.cpu_fsdp"]
     return [sys.executable, *torchrun, "sft", *shlex.split(flags)]
 

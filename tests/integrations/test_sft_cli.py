@@ -23,7 +23,7 @@ ENVIRONMENT = {
 
 
 def command(*argv: object) -> list[str]:
-    return [sys.executable, "-m", "ebbtide.cli", "sft", *map(str, argv)]
+    return [sys.executable, "-m", "ebbtide", "sft", *map(str, argv)]
 
 
 def events(folder: Path) -> list[dict]:

@@ -69,7 +69,7 @@ def compare(
         modes: Keys of ``MODES``.
         rounds: How often each mode is run.
         out: The output folder; must not hold a comparison.
-        command: Starts a child; default: this Python and ``-m ebbtide.cli RECIPE``.
+        command: Starts a child; default: this Python and ``-m ebbtide RECIPE``.
         console: A rich console; the terminal's if ``None``.
 
     Returns:
@@ -93,7 +93,7 @@ def compare(
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")
     if config is not None:
         _check_recipe(recipe, arguments, modes, out)
-    program = [sys.executable, "-m", "ebbtide.cli", recipe] if command is None else list(command)
+    program = [sys.executable, "-m", "ebbtide", recipe] if command is None else list(command)
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         return [*program, *arguments, *_flags(recipe, mode, arguments, folder)], dict(os.environ)

@@ -162,7 +162,7 @@ def torchrun(verb: str, argv: Sequence[str], count: int, environment: Mapping[st
         command += ["--master_port", environment[_PORT].strip()]
     elif not environment.get("NNODES", "").strip():
         command.append("--standalone")  # any free port, so that two runs on one machine do not collide
-    return [*command, "-m", "ebbtide.cli", verb, *argv]
+    return [*command, "-m", "ebbtide", verb, *argv]
 
 
 def start(verb: str, argv: Sequence[str], count: int) -> int:

@@ -76,7 +76,7 @@ def test_who_is_the_main_process() -> None:
 def test_torchrun_is_told_of_the_other_nodes() -> None:
     alone = launch.torchrun("sft", ["--max_steps", "3"], 2, {})
     assert alone[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert alone[3:] == ["--nproc_per_node", "2", "--standalone", "-m", "ebbtide.cli", "sft", "--max_steps", "3"]
+    assert alone[3:] == ["--nproc_per_node", "2", "--standalone", "-m", "ebbtide", "sft", "--max_steps", "3"]
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "MASTER_PORT": "29501"}
     many = " ".join(launch.torchrun("sft", [], 8, nodes))
     assert "--nnodes 2 --node_rank 1 --master_addr first --master_port 29501" in many
