@@ -17,7 +17,6 @@ from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.grpo.recipe import RECIPE
 from ebbtide_recipes.skeleton import run
-from ebbtide_recipes.skeleton.checkpoints import SEAL
 from tests.helpers.pairs import all_pairs
 from tests.integrations import rewards
 from tests.integrations.conftest import make_tiny_model
@@ -250,28 +249,6 @@ def test_a_rollout_of_other_sizes_is_dropped_and_a_new_one_starts(
     assert list(rest["steps"]) == [4, 5, 6, 7] and began == starts
     assert "the order of rows changes from here on" in caplog.text
     assert "checkpoint-3 is not used (" in caplog.text and "a new one starts" in caplog.text
-
-
-def test_a_rollout_that_names_no_sizes_is_used_by_as_many_ranks(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    changes = {"num_iterations": 4, "save_steps": 3, "max_steps": 5}
-    whole = train(model, tmp_path / "whole", **changes)
-    checkpoint = tmp_path / "whole" / "checkpoint-3"
-    written = torch.load(checkpoint / "rollout_0.pt", weights_only=True)
-    del written["sizes"]
-    torch.save(written, checkpoint / "rollout_0.pt")
-    seal = checkpoint / SEAL
-    content = json.loads(seal.read_text())
-    content["files"]["rollout_0.pt"] = (checkpoint / "rollout_0.pt").stat().st_size
-    seal.write_text(json.dumps(content))
-    rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(checkpoint))
-    assert rest["steps"] == {step: whole["steps"][step] for step in (4, 5)}
-    assert "is not used" not in caplog.text
-    content["world_size"] = 2
-    seal.write_text(json.dumps(content))
-    train(model, tmp_path / "other", **changes, resume_from_checkpoint=str(checkpoint))
-    assert "checkpoint-3 is not used (world_size 2, now 1)" in caplog.text
 
 
 def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path, tmp_path: Path) -> None:

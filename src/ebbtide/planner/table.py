@@ -23,9 +23,6 @@ logger = logging.getLogger("ebbtide")
 SCHEMA = 2
 """Schema of the plan file."""
 
-_SCHEMA_1 = {"remade_bytes": "recomputed_bytes"}
-"""Names of prediction fields in schema 1, which is still read."""
-
 MILLISECONDS_PER_MB = 1e3 * 1e6
 """In one second per byte."""
 
@@ -216,15 +213,12 @@ def load_plan(path: str | Path) -> TablePlan:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-        if document["schema"] not in (1, SCHEMA):
+        if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']!r}")
-        predicted: dict[str, Any] = {
-            _SCHEMA_1.get(str(name), str(name)): v for name, v in document["predicted"].items()
-        }
         return TablePlan(
             name=str(document["name"]),
             actions={_key(row): Action(row[5]) for row in document["actions"]},
-            predicted=Prediction(**predicted),
+            predicted=Prediction(**document["predicted"]),
             reasons=tuple(map(str, document["reasons"])),
         )
     except OSError as error:

@@ -29,7 +29,6 @@ from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.rewards import Reward, text_of
-from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -251,9 +250,6 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         """Read the rollout of the checkpoint; one of other sizes is dropped, and a new one starts."""
         progress, now = rollouts.read(folder, self.args.process_index, self.accelerator.device), self._sizes()
         then = {} if progress is None else progress.sizes
-        if progress is not None and not then:  # an older checkpoint, whose ranks alone are known
-            sealed, _ = read_seal(folder)
-            then = {} if sealed is None else {**now, "world_size": sealed.world_size}
         if progress is None or then != now:
             others = [f"{name} {then[name]}, now {now.get(name)}" for name in then if then[name] != now.get(name)]
             LOGGER.warning(

@@ -127,17 +127,6 @@ def test_a_plan_file_comes_back_the_same(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.json") == found
 
 
-def test_a_plan_file_of_schema_1_is_read(tmp_path: Path) -> None:
-    found, path = plan(), tmp_path / "plan.json"
-    found.save(path)
-    document = json.loads(path.read_text())
-    assert document["schema"] == 2
-    document["schema"] = 1
-    document["predicted"]["remade_bytes"] = document["predicted"].pop("recomputed_bytes")
-    path.write_text(json.dumps(document))
-    assert load_plan(path) == found
-
-
 def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be written.*\nhint:"):
         plan().save(tmp_path / "no" / "such" / "folder.json")
