@@ -86,8 +86,13 @@ def _names(verb: str) -> list[list[tuple[str, str]]]:
     return [
         [(f"`{other}`", f"`--{name}`") for other, name in config.aliases.items()],
         [(f"`{key}`", sets) for key, sets in getattr(config, "translated", {}).items()],
-        [(f"`--{name}`", _OMIT.sub("", hint) or "–") for name, hint in config.unsupported.items()],
+        [(_flag(name), _OMIT.sub("", hint) or "–") for name, hint in config.unsupported.items()],
     ]
+
+
+def _flag(name: str) -> str:
+    """Return a name as a flag; one that ends in a dot means all keys of a section."""
+    return f"`--{name}*`" if name.endswith(".") else f"`--{name}`"
 
 
 def _merged(rows: list[tuple[str, str]]) -> list[str]:

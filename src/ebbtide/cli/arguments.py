@@ -38,11 +38,11 @@ def read_arguments(
     Args:
         kind: A dataclass. Optional class attributes: ``unsupported`` maps known but unsupported flags to a hint; they
             are rejected unless their value turns them off (``none``, ``false``), or is one of ``granted`` for a name
-            that has values there. ``aliases`` maps other names to fields; a dotted one is a key inside a section of
-            the file, or ``section.key=value``. ``translated`` has the keys, with a description, that the function
-            ``translate`` turns into fields. ``groups`` maps the first parts of dotted keys of another program to its
-            name: all of its keys that are in no table are refused in one error. ``page`` lists all names. Fields in
-            ``mappings`` also take a mapping in the file, as JSON.
+            that has values there; a name that ends in a dot means a section. ``aliases`` maps other names to fields; a
+            dotted one is a key inside a section of the file, or ``section.key=value``. ``translated`` has the keys,
+            with a description, that the function ``translate`` turns into fields. ``groups`` maps the first parts of
+            dotted keys of another program to its name: all of its keys that are in no table are refused in one error.
+            ``page`` lists all names. Fields in ``mappings`` also take a mapping in the file, as JSON.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
         others: Names of flags read elsewhere, used only as suggestions for unknown flags.
@@ -117,7 +117,12 @@ class _Names:
         """Return the field of a written name, where hyphen equals underscore; ``None`` if there is none."""
         name = written.replace("-", "_")
         name = self.aliases.get(name, name)
-        return name if name in self.fields or name in self.others_keys else None
+        return name if name in self.fields or name in self.others_keys or self.hint(name) else None
+
+    def hint(self, name: str) -> str | None:
+        """Return the hint of an unsupported name, or of its section; ``None``: it is not unsupported."""
+        section = next((key for key in self.unsupported if key.endswith(".") and name.startswith(key)), "")
+        return self.unsupported.get(name) or self.unsupported.get(section)
 
     def override(self, token: str) -> re.Match[str] | None:
         """Return the key and value of an argument in hydra's form; ``None`` if it is not one."""
@@ -186,10 +191,10 @@ class _Names:
                     hint="leave one out",
                 )
             return None
-        if name in self.unsupported:
+        if (hint := self.hint(name)) is not None:
             harmless = (*NOTHING, *self.granted.get(name, FALSE))
             if any(value.lower() not in harmless for value in flag.texts):
-                self.refused[f"{flag.shown} {flag.text}"] = self.unsupported[name]
+                self.refused[f"{flag.shown} {flag.text}"] = hint
             return None
         if name in self.booleans:
             word = flag.texts[0].lower() if len(flag.texts) == 1 else ""
@@ -340,7 +345,7 @@ def _read_file(path: Path, names: _Names) -> Values:
         if name in names.mappings and isinstance(value, dict):
             value = json.dumps(value)
         items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
-        if name in names.others_keys:
+        if name not in names.fields:
             items = [str(item) for item in items]
         if not items or any(isinstance(item, (dict, list)) or item is None for item in items):
             several = name in names.repeatable

@@ -102,20 +102,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "algorithm.adv_estimator": "GRPO's advantages are what this verb is about",
     "algorithm.kl_penalty": "the reward has log p - log p_reference of each token (kl): leave it out",
     "algorithm.kl_ctrl.type": "its weight in the reward is fixed: leave it out",
-    "critic.strategy": _NO_CRITIC,
-    "critic.model.path": _NO_CRITIC,
-    "critic.model.enable_activation_offload": _NO_CRITIC,
-    "critic.model.enable_gradient_checkpointing": _NO_CRITIC,
-    "critic.optim.lr": _NO_CRITIC,
-    "critic.model.use_remove_padding": _NO_CRITIC,
-    "critic.model.fsdp_config.param_offload": _NO_CRITIC,
-    "critic.model.fsdp_config.grad_offload": _NO_CRITIC,
-    "critic.model.fsdp_config.optimizer_offload": _NO_CRITIC,
-    "critic.ppo_micro_batch_size": _NO_CRITIC,
-    "critic.ppo_micro_batch_size_per_gpu": _NO_CRITIC,
-    "reward_model.enable": _REWARD,
-    "reward_model.model.path": _REWARD,
-    "reward_model.reward_manager": _REWARD,
+    "critic.": _NO_CRITIC,
+    "reward_model.": _REWARD,
     "trainer.critic_warmup": _NO_CRITIC,
     "trainer.max_critic_ckpt_to_keep": _NO_CRITIC,
     "trainer.default_hdfs_dir": "checkpoints stay in --output_dir: copy them afterwards",
@@ -123,9 +111,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "trainer.resume_mode": "--resume_from_checkpoint latest",
     "trainer.resume_from_path": "--resume_from_checkpoint FOLDER",
     "trainer.balance_batch": "leave it out",
-    "ray_kwargs.ray_init.num_cpus": "leave it out: torchrun starts the processes, not Ray",
+    "ray_kwargs.": "leave it out: torchrun starts the processes, not Ray",
 }
-"""verl's keys with no twin, and what to do instead."""
+"""verl's keys with no twin, and what to do instead; a name that ends in a dot means all keys of a section."""
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("grpo",),

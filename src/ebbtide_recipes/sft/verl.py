@@ -36,12 +36,7 @@ _OFFLOAD = "--fsdp_config '{\"cpu_offload\": true}'; for activations --activatio
 _REINFORCE = "`ebbtide grpo` trains by rewards"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "critic.strategy": _NO_CRITIC,
-    "critic.model.path": _NO_CRITIC,
-    "critic.model.enable_activation_offload": _NO_CRITIC,
-    "critic.model.enable_gradient_checkpointing": _NO_CRITIC,
-    "critic.optim.lr": _NO_CRITIC,
-    "critic.ppo_micro_batch_size_per_gpu": _NO_CRITIC,
+    "critic.": _NO_CRITIC,
     "data.multiturn.enable": "rows with `messages` are chats: leave it out",
     "data.multiturn.messages_key": "the column is `messages`",
     "data.balance_dp_token": "leave it out",
@@ -68,7 +63,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "trainer.resume_path": "--resume_from_checkpoint FOLDER",
     "trainer.resume_mode": "--resume_from_checkpoint latest",
 }
-"""verl's keys with no twin, and what to do instead."""
+"""verl's keys with no twin, and what to do instead; a name that ends in a dot means all keys of a section."""
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "data.multiturn.messages_key": ("messages",),

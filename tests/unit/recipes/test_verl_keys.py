@@ -276,6 +276,9 @@ def test_numbers_that_do_not_fit_are_refused(words: list[str], said: str, hint: 
         ("algorithm.kl_ctrl.kl_coef=0.001", "algorithm.use_kl_in_reward=True"),
         ("algorithm.kl_ctrl.type=adaptive", "fixed"),
         ("algorithm.kl_penalty=low_var_kl", "log p_reference"),
+        # Keys of a section of which none has a meaning here.
+        ("critic.cliprange_value=0.5", "no critic"),
+        ("reward_model.rollout.n=4", "--reward_funcs"),
     ],
 )
 def test_a_value_without_a_meaning_here_is_refused_by_its_key(word: str, hint: str) -> None:
