@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -197,76 +196,47 @@ class RunProgress:
 
 
 class WorkProgress:
-    """Print the phases of work in this process, and how long the current one has taken.
-
-    A thread looks once a second, because the work itself does not. Use it as a context.
+    """Print the phases of work in this process; use it as a context.
 
     Args:
-        stream: Where to print. On a terminal one line changes in place; elsewhere lines are printed when a phase begins
-            and at intervals.
-        clock: Returns seconds.
+        stream: Where to print. On a terminal one line changes in place; elsewhere a line is printed for each phase.
     """
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
-        self._phase, self._began, self._shown_at = "", 0.0, 0.0
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._status: Any = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ebbtide-progress", daemon=True)
 
     def __enter__(self) -> WorkProgress:
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._thread.join()
         if self._status is not None:
             self._status.stop()
 
     def begin(self, phase: str) -> None:
         """Print that a phase begins."""
-        self._phase, self._began = phase, self._clock()
-        if self._status is not None:
-            self._status.update(self._text(phase))
-        elif self._stream.isatty():
-            from rich.console import Console
+        if not self._stream.isatty():
+            self.report(phase)
+            return
+        from rich.console import Console
+        from rich.text import Text
 
-            self._status = Console(file=self._stream).status(self._text(phase))
+        text = Text(phase)  # brackets in a path are no markup
+        if self._status is None:
+            self._status = Console(file=self._stream).status(text)
             self._status.start()
         else:
-            self.report(phase)
+            self._status.update(text)
 
     def report(self, line: str) -> None:
         """Print a line that stays."""
-        self._shown_at = self._clock()
         if self._status is not None:
             self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             # Not by rich, which exits where a pipe is closed.
             print(line, file=self._stream, flush=True)
-
-    def look(self) -> None:
-        """Print how long the current phase has taken."""
-        words = f"{self._phase}, {self._clock() - self._began:.0f} s"
-        if self._status is not None:
-            self._status.update(self._text(words))
-        elif self._phase and self._clock() - self._shown_at >= REPORT_SECONDS:
-            self.report(words)
-
-    def _text(self, words: str) -> Any:
-        from rich.text import Text
-
-        return Text(words)  # brackets in a path are no markup
-
-    def _watch(self) -> None:
-        while not self._ended.wait(1.0):
-            try:
-                self.look()
-            except OSError:  # nobody reads any more: the next line of the work itself notices
-                return
 
 
 def duration(seconds: float) -> str:

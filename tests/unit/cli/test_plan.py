@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,6 @@ def test_progress_is_no_part_of_what_is_printed_and_ends_with_an_error(
     assert shown.out == ""
     assert shown.err.splitlines()[2].startswith("simulating a step")
     assert shown.err.splitlines()[3].startswith("error: a step of ")
-    assert not [thread.name for thread in threading.enumerate() if thread.name == "ebbtide-progress"]
 
 
 @pytest.mark.parametrize(
