@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,44 +39,23 @@ class _PolicyPlan:
         raise unsaved(self.name)
 
     def choose(self, candidate: Candidate) -> Action:
-        raise NotImplementedError
-
-    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        return Action.KEEP
-
-
-class _KeepPlan(_PolicyPlan):
-    def choose(self, candidate: Candidate) -> Action:
-        return Action.KEEP
-
-
-class _OffloadPlan(_PolicyPlan):
-    def choose(self, candidate: Candidate) -> Action:
-        return Action.OFFLOAD
-
-
-class _InputsPlan(_PolicyPlan):
-    def choose(self, candidate: Candidate) -> Action:
-        return Action.OFFLOAD if candidate.block_input else Action.KEEP
-
-
-class _AutoPlan(_PolicyPlan):
-    def choose(self, candidate: Candidate) -> Action:
+        match self.policy:
+            case Keep():
+                return Action.KEEP
+            case Inputs():
+                return Action.OFFLOAD if candidate.block_input else Action.KEEP
+            case Offload():
+                most_flops = -1.0
+            case Minimal():
+                most_flops = math.inf
+            case Auto():
+                most_flops = CHEAP_FLOP_PER_BYTE * candidate.bytes_
         flops = candidate.recompute_flops
-        return (
-            Action.RECOMPUTE
-            if flops is not None and flops <= CHEAP_FLOP_PER_BYTE * candidate.bytes_
-            else Action.OFFLOAD
-        )
-
-
-class _MinimalPlan(_PolicyPlan):
-    def choose(self, candidate: Candidate) -> Action:
-        return Action.OFFLOAD if candidate.recompute_flops is None else Action.RECOMPUTE
+        return Action.RECOMPUTE if flops is not None and flops <= most_flops else Action.OFFLOAD
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         too_much = input_bytes > 0 and must_keep_bytes > CHECKPOINT_ABOVE * input_bytes
-        return Action.CHECKPOINT if too_much else Action.KEEP
+        return Action.CHECKPOINT if too_much and isinstance(self.policy, Minimal) else Action.KEEP
 
 
 def unsaved(policy: str) -> ConfigError:
@@ -91,26 +71,25 @@ def plan_for(policy: Policy) -> Plan:
     """Return the plan that ``policy`` alone determines."""
     match policy:
         case Keep():
-            return _KeepPlan(policy, "keep", "everything stays on the device; bytes are counted, nothing is saved")
+            name, text = "keep", "everything stays on the device; bytes are counted, nothing is saved"
         case Offload():
-            return _OffloadPlan(
-                policy, "offload", "every storage of min_bytes or more is offloaded; nothing is recomputed"
-            )
+            name, text = "offload", "every storage of min_bytes or more is offloaded; nothing is recomputed"
         case Inputs():
-            return _InputsPlan(
-                policy, "inputs", "block inputs are offloaded; all other saved tensors stay on the device"
-            )
+            name, text = "inputs", "block inputs are offloaded; all other saved tensors stay on the device"
         case Minimal():
-            return _MinimalPlan(
-                policy,
+            name, text = (
                 "minimal",
-                "everything with a recompute rule is recomputed, matrix products too; block inputs, attention outputs "
-                "and the rest are offloaded; blocks that the rules cover badly are checkpointed",
+                (
+                    "everything with a recompute rule is recomputed, matrix products too; block inputs, attention outputs "
+                    "and the rest are offloaded; blocks that the rules cover badly are checkpointed"
+                ),
             )
         case Auto():
-            return _AutoPlan(
-                policy,
+            name, text = (
                 "auto",
-                "heuristic: cheap tensors are recomputed (element-wise chains, casts, norms, views: at most "
-                f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded",
+                (
+                    "heuristic: cheap tensors are recomputed (element-wise chains, casts, norms, views: at most "
+                    f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded"
+                ),
             )
+    return _PolicyPlan(policy, name, text)
