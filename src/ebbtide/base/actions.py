@@ -40,6 +40,39 @@ class Site(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One storage that one executed block saves; actions are assigned to units.
+
+    Attributes:
+        site: Where it is saved.
+        nbytes: Its size in bytes.
+        narrow_bytes: Its size in the narrower type that it was cast up from and is offloaded in; None: it was not cast.
+        block_input: It came into the block from outside.
+        movable: It may be offloaded.
+        recompute_seconds: Time of recomputing it from other saved tensors; None if it has no recipe.
+        recompute_flops: Multiply-add work of that, in FLOP; None if it has no recipe.
+    """
+
+    site: Site
+    nbytes: int
+    narrow_bytes: int | None = None
+    block_input: bool = False
+    movable: bool = True
+    recompute_seconds: float | None = None
+    recompute_flops: float | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes across the link when it is offloaded."""
+        return self.nbytes if self.narrow_bytes is None else self.narrow_bytes
+
+    @property
+    def must_keep(self) -> bool:
+        """Whether it stays under every plan, because it can be neither offloaded nor recomputed."""
+        return not self.movable and self.recompute_seconds is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A storage that a plan decides on, described when it is first saved.
 

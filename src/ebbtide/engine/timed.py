@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ebbtide.base.actions import Action, Site
+from ebbtide.base.actions import Action, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedUnit:
-    """One storage that a block saved.
+class TimedUnit(Unit):
+    """One storage that a block saved in the measured step.
 
     Attributes:
-        site: Where it was saved.
-        nbytes: Its size in bytes.
-        block_input: It came into the block from outside.
-        movable: The user's filters let it be offloaded.
-        action: What was done with it in the measured step.
-        recompute_seconds: Time of recomputing it; None if it cannot be recomputed.
-        recompute_flops: Multiply-add work of that, in FLOP.
-        narrow_bytes: Its size in the narrower type in which it is offloaded; None if there is none.
+        action: What was done with it.
         host_seconds: The host's time of carrying out the action when it was saved.
     """
 
-    site: Site
-    nbytes: int
-    block_input: bool
-    movable: bool
     action: Action
-    recompute_seconds: float | None
-    recompute_flops: float | None = None
-    narrow_bytes: int | None = None
     host_seconds: float = field(default=0.0, compare=False)  # of this machine now, not of the step
 
 

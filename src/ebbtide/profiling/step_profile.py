@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import Action, Unit
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
+from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
 
 
@@ -63,18 +63,7 @@ def _block(block: TimedBlock) -> BlockProfile:
         backward_seconds=max(block.backward_seconds - recomputed, 0.0),
         checkpointable=block.checkpointable,
         input_bytes=block.input_bytes,
-        units=tuple(
-            Unit(
-                site=unit.site,
-                nbytes=unit.nbytes,
-                narrow_bytes=unit.narrow_bytes,
-                block_input=unit.block_input,
-                movable=unit.movable,
-                recompute_seconds=unit.recompute_seconds,
-                recompute_flops=unit.recompute_flops,
-            )
-            for unit in block.units
-        ),
+        units=tuple(Unit(**{one.name: getattr(unit, one.name) for one in fields(Unit)}) for unit in block.units),
     )
 
 
