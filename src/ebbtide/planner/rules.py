@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan
 from ebbtide.base.errors import ConfigError
-from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
+from ebbtide.config import POLICIES, Auto, Inputs, Keep, Minimal, Offload, Policy
 
 CHECKPOINT_ABOVE = 3.0
 """A block whose bytes without a recipe exceed this many times its inputs is checkpointed under ``Minimal``."""
@@ -71,25 +71,19 @@ def plan_for(policy: Policy) -> Plan:
     """Return the plan that ``policy`` alone determines."""
     match policy:
         case Keep():
-            name, text = "keep", "everything stays on the device; bytes are counted, nothing is saved"
+            text = "everything stays on the device; bytes are counted, nothing is saved"
         case Offload():
-            name, text = "offload", "every storage of min_bytes or more is offloaded; nothing is recomputed"
+            text = "every storage of min_bytes or more is offloaded; nothing is recomputed"
         case Inputs():
-            name, text = "inputs", "block inputs are offloaded; all other saved tensors stay on the device"
+            text = "block inputs are offloaded; all other saved tensors stay on the device"
         case Minimal():
-            name, text = (
-                "minimal",
-                (
-                    "everything with a recompute rule is recomputed, matrix products too; block inputs, attention outputs "
-                    "and the rest are offloaded; blocks that the rules cover badly are checkpointed"
-                ),
+            text = (
+                "everything with a recompute rule is recomputed, matrix products too; block inputs, attention outputs "
+                "and the rest are offloaded; blocks that the rules cover badly are checkpointed"
             )
         case Auto():
-            name, text = (
-                "auto",
-                (
-                    "heuristic: cheap tensors are recomputed (element-wise chains, casts, norms, views: at most "
-                    f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded"
-                ),
+            text = (
+                "heuristic: cheap tensors are recomputed (element-wise chains, casts, norms, views: at most "
+                f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded"
             )
-    return _PolicyPlan(policy, name, text)
+    return _PolicyPlan(policy, next(name for name, kind in POLICIES.items() if isinstance(policy, kind)), text)
