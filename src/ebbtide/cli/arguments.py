@@ -183,13 +183,7 @@ class _Names:
             self.refused[f"{flag.shown} {flag.text}"] = f"{program}'s, and not translated{': ' if close else ''}{close}"
             return None
         if name in self.translated:
-            before = self.keys.setdefault(name, flag)
-            if before.texts != flag.texts:
-                raise ConfigError(
-                    f"{flag.shown} is set twice: {before.text}, {flag.text}",
-                    expected="one value",
-                    hint="leave one out",
-                )
+            _add(self.keys, name, flag)
             return None
         if (hint := self.hint(name)) is not None:
             harmless = (*NOTHING, *self.granted.get(name, FALSE))
@@ -270,14 +264,10 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
         flag = names.accept(name, FlagValue(shown=f"--{written}", texts=texts))
         if flag is None:
             continue
-        before = found.get(name)
-        if before is not None and name in names.repeatable:
-            flag = FlagValue(shown=flag.shown, texts=[*before.texts, *flag.texts])
-        elif before is not None and before.texts != flag.texts:
-            raise ConfigError(
-                f"--{written} is set twice: {before.text}, {flag.text}", expected="one value", hint="leave one out"
-            )
-        found[name] = flag
+        if name in names.repeatable and name in found:
+            found[name] = FlagValue(shown=flag.shown, texts=[*found[name].texts, *flag.texts])
+        else:
+            _add(found, name, flag)
     return path, found
 
 
@@ -289,14 +279,15 @@ def _override(written: str, value: str, found: Values, names: _Names) -> None:
     if texts in (["null"], ["None"]) and name not in names.unknown:
         return
     flag = names.accept(name, FlagValue(shown=written, texts=texts))
-    if flag is None:
-        return
-    before = found.get(name)
-    if before is not None and before.texts != flag.texts:
-        raise ConfigError(
-            f"{written} is set twice: {before.text}, {flag.text}", expected="one value", hint="leave one out"
-        )
-    found[name] = flag
+    if flag is not None:
+        _add(found, name, flag)
+
+
+def _add(found: Values, name: str, flag: FlagValue) -> None:
+    before = found.setdefault(name, flag)
+    if before.texts != flag.texts:
+        what = f"{flag.shown} is set twice: {before.text}, {flag.text}"
+        raise ConfigError(what, expected="one value", hint="leave one out")
 
 
 def _stray(token: str, names: _Names) -> ConfigError:

@@ -170,5 +170,4 @@ class PlanConfig:
         idle = ("lora_rank", "target_modules") if self.train_type == "full" else ()
         video = ("num_frames", "height", "width", "text_length")
         idle += ("max_length", "attn_impl", "freeze_vit") if self.recipe == "video" else video
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return [name for name in idle if getattr(self, name) != defaults[name]]
+        return [name for name in idle if getattr(self, name) != getattr(PlanConfig, name)]

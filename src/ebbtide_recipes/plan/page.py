@@ -111,12 +111,12 @@ def _option_values(result: Result, option: Option) -> dict[str, Any]:
 
 def command(result: Result, option: Option) -> str:
     """Return the command line that trains with this option."""
-    config, defaults = result.config, {field.name: field.default for field in dataclasses.fields(PlanConfig)}
+    config = result.config
     words = ["ebbtide", config.recipe]
     flags: list[tuple[str, str]] = []
     for name in _FLAGS[config.recipe]:
         value = {"torch_dtype": result.outline.dtype, "model": config.name}.get(name, getattr(config, name))
-        if name in _ALWAYS or (value != defaults[name] and name not in config.without_effect()):
+        if name in _ALWAYS or (value != getattr(PlanConfig, name) and name not in config.without_effect()):
             flags.append(
                 (name, " ".join(value) if isinstance(value, tuple) else "true" if value is True else str(value))
             )
@@ -124,15 +124,8 @@ def command(result: Result, option: Option) -> str:
         nodes = math.ceil(config.gpus / result.machine.devices)
         if nodes > 1:
             words = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(result.room.ranks)]
-            words += [
-                "--node_rank",
-                "RANK",
-                "--master_addr",
-                "FIRST",
-                "-m",
-                "ebbtide",
-                config.recipe,
-            ]  # for the user to fill in
+            # For the user to fill in.
+            words += ["--node_rank", "RANK", "--master_addr", "FIRST", "-m", "ebbtide", config.recipe]
         else:
             flags.append(("nproc_per_node", str(config.gpus)))
         flags.append(("fsdp_strategy", "full_shard"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -259,8 +258,7 @@ class RecipeConfig:
 
     def is_set(self, name: str) -> bool:
         """Whether a flag has another value than its default."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return getattr(self, name) != defaults[name]
+        return getattr(self, name) != getattr(type(self), name)
 
     def _check_together(self) -> None:
         """Reject contradictory values."""
