@@ -26,7 +26,7 @@ from ebbtide.base.runs import EVENTS_FILE, Event, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.starting import started
-from ebbtide.config import POLICIES, policy_named
+from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.script.request import Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
@@ -252,6 +252,11 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
             lines.append(
                 f"ebbtide: {note['steps']} steps; {saved} of the {of} of activations per forward were offloaded or "
                 "recomputed"
+            )
+        elif note["main"] and note["small_storages"]:
+            lines.append(
+                f"ebbtide: {note['steps']} steps; nothing was offloaded: all {note['small_storages']} storages that "
+                f"blocks save are below {format_size(MIN_BYTES)} and stay"
             )
     return lines
 

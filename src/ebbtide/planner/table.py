@@ -248,7 +248,9 @@ def _reasons(solution: Solution) -> tuple[str, ...]:
     for place, number, unit in solution.profile.units():
         groups[unit.site][solution.assignment[place][number]] += 1
         nbytes[unit.site] += unit.nbytes
-        recompute[unit.site] = None if unit.recompute_seconds is None else unit.recompute_seconds / max(unit.nbytes, 1)
+        if unit.recompute_seconds is not None or unit.site not in recompute:
+            seconds = unit.recompute_seconds
+            recompute[unit.site] = None if seconds is None else seconds / max(unit.nbytes, 1)
     moving = 1 / solution.profile.rates.out_bytes_per_second
     lines: list[str] = []
     for site in sorted(groups, key=lambda s: -nbytes[s]):

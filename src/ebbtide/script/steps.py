@@ -251,6 +251,7 @@ class ScriptSteps:
             steps=self._step,
             unique_bytes=sum(each.unique_bytes for each in stats),
             memory_saved_bytes=sum(each.memory_saved_bytes for each in stats),
+            small_storages=sum(each.small_storages for each in stats),
         )
         if self._run is not None:
             if self._request.compared and error is None:

@@ -134,6 +134,14 @@ def test_a_second_process_that_trains_is_named() -> None:
     assert lines == ["ebbtide: a process of the command trained and is not recorded: out already holds a run"]
 
 
+def test_small_storages_are_why_nothing_was_offloaded() -> None:
+    figures = {"main": True, "steps": 3, "unique_bytes": 0, "memory_saved_bytes": 0, "small_storages": 12}
+    ran = [{"event": "model", "model": "Net", "checkpoints_itself": False}, {"event": "end", **figures}]
+    (line,) = run_module._ending(ran, 0)
+    assert "3 steps; nothing was offloaded: all 12 storages" in line and "below 64.0 KiB" in line
+    assert run_module._ending([ran[0], {"event": "end", **figures, "small_storages": 0}], 0) == []
+
+
 def test_a_hangup_that_was_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:

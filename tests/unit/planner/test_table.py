@@ -121,6 +121,13 @@ def test_what_it_says_has_the_figures_and_the_reasons() -> None:
     assert "B of activations (everything kept: 400 B)" in table_plan(shrink(without_base, 0.05), "auto").explain()
 
 
+def test_a_site_that_one_block_cannot_recompute_keeps_the_price_of_the_others() -> None:
+    profile = alike(2, (unit("x", 100, 1.0),), Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0))
+    last = replace(profile.blocks[-1], units=(unit("x", 100),))
+    text = table_plan(shrink(replace(profile, blocks=(*profile.blocks[:-1], last)), 5.0), "auto").explain()
+    assert "recompute: " in text and "no recompute rule" not in text
+
+
 def test_a_plan_file_comes_back_the_same(tmp_path: Path) -> None:
     found = plan()
     found.save(tmp_path / "plan.json")
