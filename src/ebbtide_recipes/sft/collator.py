@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
@@ -70,12 +70,13 @@ def made(config: SftConfig, source: ModelSource, dataset: Dataset) -> MediaColla
             expected="one row a sequence",
             hint="leave --packing out",
         )
-    tokenizer: Any = source.tokenizer
+    processor: Any = source.processor
+    tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     alone = config.completion_only_loss
     collator = MediaCollator(
-        processor=cast("ProcessorMixin", source.processor),
+        processor=processor,
         config=source.config,
         max_length=config.max_length,
         cuts=config.truncation == "right",
@@ -284,8 +285,10 @@ class MediaCollator:
     def _sampler(self) -> decode.Sampler | None:
         """Return the processor's choice of frames: by its rate or number of frames; ``None``: all."""
         reader: Any = self.processor.video_processor
-        chosen = [getattr(reader, name, None) for name in ("do_sample_frames", "fps", "num_frames")]
-        return reader.sample_frames if any(chosen) else None
+        rate, count = getattr(reader, "fps", None), getattr(reader, "num_frames", None)
+        if rate and not count:
+            return partial(reader.sample_frames, fps=rate)  # InternVL's does not look at its own
+        return reader.sample_frames if count or getattr(reader, "do_sample_frames", None) else None
 
     def _sampling_rate(self) -> int:
         """Return the processor's sampling rate."""
@@ -304,18 +307,21 @@ class MediaCollator:
                 hint="use a larger --max_length, or --truncation right, which cuts text at the end",
             )
         places = self._places()
+        smaller = "use a larger --max_length, or smaller and shorter files"
+        if row.get("videos"):
+            smaller += '; "fps": 2 in the model\'s video_preprocessor_config.json reads two frames of each second'
         cut = ids[self.max_length :].tolist()
         if cut and (not places or places & set(cut)):
             raise DataError(
                 f"{row[WHERE]} has {len(ids)} tokens with its files",
                 expected=f"at most {self.max_length}, the max_length, to the end of the last file",
-                hint="use a larger --max_length, or smaller and shorter files",
+                hint=smaller,
             )
         if self.completion_only and answer and len(ids) >= self.max_length:
             raise DataError(
                 f"{row[WHERE]} has {len(ids)} tokens before its answer, which max_length cuts off",
                 expected=f"answers that begin within the first {self.max_length} tokens",
-                hint="use a larger --max_length, or smaller and shorter files",
+                hint=smaller,
             )
 
 
