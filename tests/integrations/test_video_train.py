@@ -162,7 +162,7 @@ def test_a_few_clips_are_learned_by_heart(kind: str, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("family", ["hunyuan_video", "ltx", "cogvideox"])
+@pytest.mark.parametrize("family", ["hunyuan_video", "ltx", "cogvideox", "cosmos"])
 def test_other_families_lose_what_they_lose_without_offloading(family: str, tmp_path: Path) -> None:
     folder = video_pipelines.write(tmp_path / "pipeline", family)
     size = {"num_frames": 9, "height": 32, "width": 32, "text_length": 24, "max_steps": 3}

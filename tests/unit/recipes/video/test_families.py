@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,13 @@ def _theirs(source: Source, folder: Path, text: Any, shape: Any) -> torch.Tensor
     return made.transpose(1, 2) if source.family.name == "cogvideox" else made
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_captions_are_embedded_by_the_pipelines_own_encoders(name: str, tmp_path: Path) -> None:
-    source = Source(video_pipelines.write(tmp_path, name))
+def test_captions_are_embedded_by_the_pipelines_own_encoders(source: Source) -> None:
     with quiet():
         first, second = source.encode(["a red cat", "a blue dog"], length=24, device=CPU, dtype=torch.float32)
     assert tuple(first) == source.family.text
-    assert not torch.equal(first["prompt_embeds"], second["prompt_embeds"]) or name == "hunyuan_video"
+    assert {name: value.shape for name, value in first.items()} == {n: v[0].shape for n, v in text_of(source).items()}
+    same = torch.equal(first["prompt_embeds"], second["prompt_embeds"])
+    assert not same or source.family.name == "hunyuan_video"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,14 @@ def test_a_size_that_makes_no_whole_tokens_is_refused_with_the_nearest(
     with pytest.raises(ConfigError) as caught:
         check_size(frames, height, width, ratios=(4, 8), patch=(1, 2))
     assert f"{near} is the nearest" in str(caught.value)
+
+
+def test_a_familys_default_frames_make_whole_tokens(tmp_path: Path) -> None:
+    folder = video_pipelines.write(tmp_path, "cogvideox")
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "patch_size_t": 2}))  # as CogVideoX 1.5's
+    source = Source(folder)
+    check_size(*source.default_size, ratios=source.ratios, patch=source.patch)
 
 
 @pytest.mark.parametrize("frames", range(1, 40))
