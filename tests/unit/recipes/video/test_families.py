@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.wrap import find_blocks
-from ebbtide_recipes.video import adapters, objective, samples
+from ebbtide_recipes.video import adapters, objective, recipe, samples
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.families import Condition, check_size, family_of, nearest_frames
 from ebbtide_recipes.video.source import Source
@@ -72,6 +72,18 @@ def test_adapters_and_shards_are_those_of_the_blocks(source: Source) -> None:
     layers = [part for name, part in module.named_modules() if name.endswith(".lora_A.default")]
     assert layers and {id(layer) for layer in layers} <= within
     assert all(any(id(layer) in set(map(id, block.modules())) for layer in layers) for block in blocks)
+
+
+@pytest.mark.parametrize(("version", "trained"), [(2, torch.float32), (1, torch.bfloat16)])
+def test_adapters_stay_in_float32_where_shards_may_have_two_types(
+    version: int, trained: torch.dtype, tmp_path: Path
+) -> None:
+    config = VideoConfig(train_type="lora", lora_rank=2, fsdp_strategy="full_shard", fsdp_version=version)
+    module = module_of(Source(video_pipelines.write(tmp_path, "wan")))
+    adapters.put_on(module.transformer, config)
+    recipe._uniform(module, config, torch.bfloat16)
+    types = {(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()}
+    assert types == {(False, torch.bfloat16), (True, trained)}
 
 
 @pytest.mark.parametrize("name", SAMPLED)
