@@ -178,17 +178,31 @@ def _cogvideox() -> dict[str, Any]:
 
 def _cosmos() -> dict[str, Any]:
     from diffusers import CosmosTransformer3DModel, UniPCMultistepScheduler
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = "{{ messages[-1]['content'][0]['text'] }}"
+    text = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": VOCABULARY, "hidden_size": TEXT, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0},
+        },
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 4, "out_hidden_size": TEXT, "intermediate_size": 64},
+    )  # fmt: skip
     return {
         "transformer": CosmosTransformer3DModel(
             in_channels=5, out_channels=4, num_attention_heads=4, attention_head_dim=24, num_layers=2,
             text_embed_dim=TEXT, adaln_lora_dim=8, max_size=(8, 16, 16), concat_padding_mask=False,
-            extra_pos_embed_type=None,
+            extra_pos_embed_type=None, use_crossattn_projection=True, crossattn_proj_in_channels=2 * TEXT,
+            encoder_hidden_states_channels=TEXT,
         ),
         "vae": _wan_vae(),
         "scheduler": UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, use_karras_sigmas=False, flow_shift=5.0,
         ),
+        "text_encoder": Qwen2_5_VLForConditionalGeneration(text),
+        "tokenizer": tokenizer,
     }  # fmt: skip
 
 

@@ -110,13 +110,15 @@ class Films:
 
     do_sample_frames, fps, num_frames, merge_size = True, 2, None, 2
 
-    def sample_frames(self, metadata: Any) -> Any:
+    def sample_frames(self, metadata: Any, fps: float | None = None) -> Any:
         """Return the numbers of the frames; an even number of them."""
         import numpy as np
 
-        count = int(metadata.total_num_frames / metadata.fps * self.fps) // 2 * 2
+        if fps is None:  # as InternVL's: its own choice is not looked at
+            raise TypeError("no fps")
+        count = int(metadata.total_num_frames / metadata.fps * fps) // 2 * 2
         if count == 0:
-            raise ValueError(f"cannot sample {self.fps} frames a second of {metadata.total_num_frames} frames")
+            raise ValueError(f"cannot sample {fps} frames a second of {metadata.total_num_frames} frames")
         return np.linspace(0, metadata.total_num_frames - 1, count).round().astype(int)
 
     def __call__(self, videos: list[Any], **kwargs: Any) -> dict[str, Any]:

@@ -140,7 +140,14 @@ def _digests(trainer: Any) -> dict[str, str]:
     found = {f"weight {name}": value for name, value in weights.items()}
     for name, values in optimizer.get("state", {}).items():
         found |= {f"{kind} {name}": value for kind, value in values.items()}
-    return {name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for name, value in found.items()}
+    return {name: hashlib.sha256(_bytes(value)).hexdigest() for name, value in found.items()}
+
+
+def _bytes(value: Any) -> bytes:
+    """Return a tensor's bytes; numpy has no bfloat16."""
+    import torch
+
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def recipe_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:

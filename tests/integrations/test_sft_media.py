@@ -112,7 +112,12 @@ def test_files_that_the_processor_does_not_take_are_refused_before_the_weights_a
     ("frames", "rate", "changes", "said"),
     [
         (1, 24, {}, "does not take row 1 of .*: cannot sample 2 frames a second of 1 frames"),
-        (80, 8, {"max_length": 32}, "row 1 of .* has .* tokens with its files; expected at most 32, the max_length"),
+        (
+            80,
+            8,
+            {"max_length": 32},
+            r'(?s)row 1 of .* has .* tokens with its files; expected at most 32, the max_length.*hint: .*"fps": 2 ',
+        ),
         (80, 8, {"max_length": 32, "truncation": "error"}, "row 1 of .* has .* tokens, and truncation is 'error'"),
         (8, 8, {"packing": True}, "packing is true, and the rows have images, videos or sounds"),
     ],
@@ -181,6 +186,39 @@ def test_frames_are_those_that_the_processor_chooses(tmp_path: Path) -> None:
     assert every.shape == (8, 56, 56, 3) and (facts["total_num_frames"], facts["fps"]) == (8, 8.0)
     some, facts = decode.video(str(tmp_path / "0.mp4"), lambda metadata: [0, metadata.total_num_frames - 1])
     assert (some == every[[0, 7]]).all() and facts["frames_indices"] == [0, 7]
+    some, facts = decode.video(str(tmp_path / "0.mp4"), lambda metadata: [0, 4, metadata.total_num_frames])
+    assert (some == every[[0, 4]]).all() and facts["frames_indices"] == [0, 4]  # Qwen2-VL's may round to one too many
+
+
+def copied(film: Path, copy: Path, *, cut: float) -> Path:
+    """Copy a film as ``ffmpeg -ss CUT -c copy -movflags faststart`` does, without encoding it."""
+    import av
+
+    with av.open(film) as old, av.open(copy, "w", options={"movflags": "faststart"}) as new:
+        stream = old.streams.video[0]
+        made = new.add_stream_from_template(stream)
+        for packet in old.demux(stream):
+            if packet.dts is None or packet.pts is None or stream.time_base is None:
+                continue
+            packet.pts -= int(cut / stream.time_base)
+            packet.dts -= int(cut / stream.time_base)
+            packet.stream = made
+            new.mux(packet)
+    return copy
+
+
+def test_frames_that_a_cut_without_encoding_hides_are_not_counted(tmp_path: Path) -> None:
+    make_films(tmp_path, 1, frames=20, rate=8)
+    cut = copied(tmp_path / "0.mp4", tmp_path / "cut.mp4", cut=5 / 8)
+    whole, _ = decode.video(str(tmp_path / "0.mp4"), None)
+    for sampler, expected in ((None, range(15)), (lambda facts: [0, facts.total_num_frames - 1], [0, 14])):
+        shown, facts = decode.video(str(cut), sampler)
+        assert (shown == whole[[5 + index for index in expected]]).all()
+        assert (facts["total_num_frames"], facts["duration"]) == (15, 15 / 8)
+    content = cut.read_bytes()
+    cut.write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(DataError, match=r"though its header says 20 frames|cut\.mp4 cannot be read as video"):
+        decode.video(str(cut), None)
 
 
 def test_only_answers_are_learned_and_what_is_cut_is_text(hearing: Path, tmp_path: Path) -> None:

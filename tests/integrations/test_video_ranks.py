@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 FULL = {"fsdp_strategy": "full_shard"}
 OURS = {"activation_cpu_offload": True}
 MINIMAL = {**OURS, "gradient_checkpointing": True}
-LORA = {"train_type": "lora", "lora_rank": 2}
+LORA = {"train_type": "lora", "lora_rank": 2, "torch_dtype": "bfloat16"}  # the adapters are float32
 THREE = {"distill": True, "student_interval": 2}
 SAVING = {**FULL, **OURS, "max_steps": 4, "save_steps": 2, "ema_decay": 0.9, "lr_scheduler_type": "constant"}
 
@@ -60,6 +60,7 @@ def test_losses_and_weights_are_those_of_plain_training(results: dict[str, CaseR
     assert ours[0]["losses"] == plain[0]["losses"]
     assert len(set(plain[0]["losses"].values())) == 3
     assert [rank["state"] for rank in ours] == [rank["state"] for rank in plain]
+    assert ours[0]["trained"] == plain[0]["trained"] == {"torch.float32"}
 
 
 def test_two_copies_of_two_shards_train_as_without_offloading(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_few_clips_are_learned_by_heart(kind: str, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("family", ["hunyuan_video", "ltx", "cogvideox"])
+@pytest.mark.parametrize("family", ["hunyuan_video", "ltx", "cogvideox", "cosmos"])
 def test_other_families_lose_what_they_lose_without_offloading(family: str, tmp_path: Path) -> None:
     folder = video_pipelines.write(tmp_path / "pipeline", family)
     size = {"num_frames": 9, "height": 32, "width": 32, "text_length": 24, "max_steps": 3}
@@ -213,6 +213,40 @@ def test_latents_are_made_once_and_refused_by_another_vae(pipeline: Path, tmp_pa
     other = video_pipelines.write(tmp_path / "other", "wan", seed=1)
     with pytest.raises(DataError, match="holds latents of other VAE"):
         train(tmp_path / "d", model=str(other), **options)
+
+
+def test_clips_and_captions_that_changed_are_made_by_the_next_preprocessing(tmp_path: Path) -> None:
+    folder, made = tmp_path / "clips", tmp_path / "latents"
+    folder.mkdir()
+
+    def put(name: str, caption: str) -> None:
+        clips.write(folder / f"{name}.mp4", shapes.draw(shapes.clips(1, 1)[0], 5, 16, 32), rate=8)
+        (folder / f"{name}.txt").write_text(caption)
+
+    def preprocess(**changes: Any) -> list[tuple[str, int]]:
+        values: dict[str, Any] = {**SMALL, "dataset": (str(folder),), "latents_dir": str(made), **changes}
+        run.main(RECIPE, VideoConfig(**values, preprocess_only=True, output_dir=str(tmp_path / "a")))
+        items = latents.Latents(made).items
+        return [(item["caption"], (made / item["file"]).stat().st_mtime_ns) for item in items]
+
+    def warned(name: str, **changes: Any) -> bool:
+        train(tmp_path / name, **{"latents_dir": str(made), "max_steps": 1, **changes})
+        return "was made with other flags or of other clips" in (tmp_path / name / "training.log").read_text()
+
+    put("one", "a circle")
+    first = preprocess()
+    unset: Any = {"dataset": VideoConfig().dataset}
+    assert not warned("b", **unset) and not warned("c", dataset=(str(folder),)) and warned("d", **unset, height=32)
+    put("two", "a square")
+    assert warned("e", dataset=(str(folder),))
+    assert preprocess(**unset) == first
+    second = preprocess()
+    assert [caption for caption, _ in second] == ["a circle", "a square"] and second[0] == first[0]
+    assert not warned("f", dataset=(str(folder),))
+    (folder / "one.txt").write_text("a red circle")
+    assert [caption for caption, _ in preprocess()] == ["a red circle", "a square"]
+    (folder / "one.txt").unlink()  # training needs no clips
+    assert not warned("g", dataset=(str(folder),))
 
 
 def test_latents_keep_the_rate_that_they_were_made_with(tmp_path: Path) -> None:

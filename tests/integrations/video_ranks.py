@@ -37,7 +37,8 @@ def video_case(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
         assert trainer is not None
         wrapped = found_strategy(trainer.model_wrapped)
         state = _digests(trainer)
-    told: dict[str, Any] = {"wrapped": wrapped, "state": state}
+    trained = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}
+    told: dict[str, Any] = {"wrapped": wrapped, "state": state, "trained": trained}
     if os.environ["RANK"] == "0":
         lines = Path(folder, "run.jsonl").read_text().splitlines()
         steps = [event for event in map(json.loads, lines) if event["event"] == "step"]

@@ -95,7 +95,8 @@ class VideoSubject:
             if name == _MASK:
                 text[name] = torch.ones(clips, length, dtype=torch.long)
                 continue
-            width = int(settings[_TEXT[family.name][name]])
+            projected = settings.get("use_crossattn_projection")  # as in every published Cosmos 2.5
+            width = int(settings["crossattn_proj_in_channels" if projected else _TEXT[family.name][name]])
             text[name] = torch.zeros(clips, width) if name == _POOLED else torch.zeros(clips, length, width)
         latents = torch.zeros(clips, self._source.channels, *self._latents)
         return {"latents": latents, "timestep": torch.full((clips,), 500.0), "text": text}

@@ -35,14 +35,17 @@ from ebbtide_recipes.skeleton.rows import Row
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import ProcessorMixin
+    from transformers import PreTrainedConfig, ProcessorMixin
 
+    from ebbtide_recipes.language.models import ModelSource
     from ebbtide_recipes.sft.config import SftConfig
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
-_BY_TOKEN = {"attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
-"""What the processor says of each token in addition to its number, and its value for a completion's; 0 is text."""
+_SEEN = "cross_attention_mask"
+"""Of each token in Llama 3.2's processor: which images it sees. A completion's see those that the last token sees."""
+_BY_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", _SEEN)
+"""What the processor says of each token in addition to its number; 0 for padding, and a type of 0 is text."""
 
 _MISJUDGED = 3
 """Rows that fit against the processor's count, after which the count is not used any more."""
@@ -52,7 +55,7 @@ _TURNED = range(5, 9)
 _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def made(config: SftConfig, processor: ProcessorMixin, dataset: Dataset) -> MediaCollator:
+def made(config: SftConfig, source: ModelSource, dataset: Dataset) -> MediaCollator:
     """Return a collator for rows with files, after a test with the first row.
 
     So a general problem is found before weights are loaded.
@@ -67,12 +70,14 @@ def made(config: SftConfig, processor: ProcessorMixin, dataset: Dataset) -> Medi
             expected="one row a sequence",
             hint="leave --packing out",
         )
-    tokenizer: Any = processor.tokenizer
+    processor: Any = source.processor
+    tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     alone = config.completion_only_loss
     collator = MediaCollator(
         processor=processor,
+        config=source.config,
         max_length=config.max_length,
         cuts=config.truncation == "right",
         completion_only="completion" in dataset.column_names if alone is None else alone,
@@ -90,12 +95,14 @@ class MediaCollator:
         max_length: Tokens in a sequence; longer rows are cut unless that cuts a file.
         completion_only: Whether only the completion is learned of a row that has one.
         cuts: Whether a longer row is cut; else it is refused.
+        config: The model's, which names the tokens that its features replace; a processor may name others.
     """
 
     processor: ProcessorMixin
     max_length: int
     completion_only: bool
     cuts: bool = True
+    config: PreTrainedConfig | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Return a batch: ``input_ids``, ``labels`` ``[B, S]`` and the processor's tensors of the files.
@@ -110,7 +117,7 @@ class MediaCollator:
         lengths = (batch["attention_mask"].sum(1) - torch.tensor(joined)).tolist()
         for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
             self._check_length(row, ids[:length], len(answer or ()))
-        pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
+        pads = {**dict.fromkeys(_BY_TOKEN, 0), "input_ids": self.processor.tokenizer.pad_token_id}
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in (*pads, "labels") if name in (*batch, "labels")}
         for index, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             for name in columns:
@@ -175,7 +182,8 @@ class MediaCollator:
         head = batch[name][index, :length]
         if name == "input_ids":
             return torch.cat([head, tail])
-        return torch.cat([head, torch.full_like(tail, int(name == "attention_mask"), dtype=head.dtype)])
+        more = head[-1:] if name == _SEEN else head.new_tensor([int(name == "attention_mask")])
+        return torch.cat([head, more.expand(len(tail), *head.shape[1:])])
 
     def _rendered(self, row: Row) -> Row:
         """Return the texts of a row, as the chat template writes them."""
@@ -199,7 +207,11 @@ class MediaCollator:
 
     def _places(self) -> set[int]:
         """Return the tokens in whose places a model puts its features of files."""
-        return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
+        found: list[int | None] = []
+        for name in _PLACES:  # Gemma 3's processor names its own in image_token_ids, and Llama 4's does not name it
+            found += getattr(self.processor, f"{name}s", None) or ()
+            found += [getattr(owner, name, None) for owner in (self.processor, self.config)]
+        return {int(token) for token in found if token is not None}
 
     def _answer(self, row: Row, text: Row) -> tuple[int, list[int] | None]:
         """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on.
@@ -225,7 +237,13 @@ class MediaCollator:
 
     def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without files."""
-        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.processor.tokenizer(text, add_special_tokens=self._begins(text))["input_ids"]
+
+    def _begins(self, text: str) -> bool:
+        """Whether the tokenizer, and not the chat template, writes the token that begins a text, as for inference."""
+        tokenizer = self.processor.tokenizer
+        begin = tokenizer.bos_token
+        return bool(begin) and not text.startswith(begin) and tokenizer("")["input_ids"] == [tokenizer.bos_token_id]
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
         """Process texts and files into tensors.
@@ -247,9 +265,14 @@ class MediaCollator:
             if sounds:
                 files |= {"audio": sounds, "sampling_rate": rate}
             return self.processor(
-                text=texts, **files, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False
+                text=texts,
+                **files,
+                padding=True,
+                padding_side="right",
+                return_tensors="pt",
+                add_special_tokens=self._begins(texts[0]),
             )
-        except (ValueError, TypeError, IndexError) as error:
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(
@@ -262,8 +285,10 @@ class MediaCollator:
     def _sampler(self) -> decode.Sampler | None:
         """Return the processor's choice of frames: by its rate or number of frames; ``None``: all."""
         reader: Any = self.processor.video_processor
-        chosen = [getattr(reader, name, None) for name in ("do_sample_frames", "fps", "num_frames")]
-        return reader.sample_frames if any(chosen) else None
+        rate, count = getattr(reader, "fps", None), getattr(reader, "num_frames", None)
+        if rate and not count:
+            return partial(reader.sample_frames, fps=rate)  # InternVL's does not look at its own
+        return reader.sample_frames if count or getattr(reader, "do_sample_frames", None) else None
 
     def _sampling_rate(self) -> int:
         """Return the processor's sampling rate."""
@@ -282,18 +307,21 @@ class MediaCollator:
                 hint="use a larger --max_length, or --truncation right, which cuts text at the end",
             )
         places = self._places()
+        smaller = "use a larger --max_length, or smaller and shorter files"
+        if row.get("videos"):
+            smaller += '; "fps": 2 in the model\'s video_preprocessor_config.json reads two frames of each second'
         cut = ids[self.max_length :].tolist()
         if cut and (not places or places & set(cut)):
             raise DataError(
                 f"{row[WHERE]} has {len(ids)} tokens with its files",
                 expected=f"at most {self.max_length}, the max_length, to the end of the last file",
-                hint="use a larger --max_length, or smaller and shorter files",
+                hint=smaller,
             )
         if self.completion_only and answer and len(ids) >= self.max_length:
             raise DataError(
                 f"{row[WHERE]} has {len(ids)} tokens before its answer, which max_length cuts off",
                 expected=f"answers that begin within the first {self.max_length} tokens",
-                hint="use a larger --max_length, or smaller and shorter files",
+                hint=smaller,
             )
 
 

@@ -45,8 +45,12 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
             "total_num_frames": count, "fps": rate, "duration": count / rate, "video_backend": "pyav",
             "height": stream.height, "width": stream.width,
         }  # fmt: skip
-        wanted = range(count) if sampler is None else [int(index) for index in sampler(VideoMetadata(**facts))]
+        wanted = _wanted(sampler, VideoMetadata(**facts))
         frames = _frames(container, set(wanted))
+        if set(wanted) - set(frames) and (unseen := _unseen(container, stream)):
+            facts |= {"total_num_frames": count - unseen, "duration": (count - unseen) / rate}
+            wanted = _wanted(sampler, VideoMetadata(**facts))
+            frames = _frames(container, set(wanted))
     if missing := sorted(set(wanted) - set(frames)):
         raise DataError(
             f"{path} has no frame {missing[0]}, though its header says {count} frames",
@@ -104,6 +108,20 @@ def _packets(container: Any, stream: Any) -> int:
     count = sum(1 for packet in container.demux(stream) if packet.size)
     container.seek(0)
     return count
+
+
+def _unseen(container: Any, stream: Any) -> int:
+    """Count the frames that the header counts and no player shows: a clip cut without encoding begins with some."""
+    container.seek(0)
+    count = sum(1 for packet in container.demux(stream) if packet.size and packet.is_discard)
+    container.seek(0)
+    return count
+
+
+def _wanted(sampler: Sampler | None, facts: Any) -> list[int]:
+    """Return the chosen frames, without those past the end: Qwen2-VL's choice may have one."""
+    count = facts.total_num_frames
+    return [index for index in map(int, range(count) if sampler is None else sampler(facts)) if index < count]
 
 
 def _frames(container: Any, wanted: set[int]) -> dict[int, np.ndarray]:

@@ -91,7 +91,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
         dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
     batches = None
     if media.WHERE in dataset.column_names:
-        batches = collator.made(config, source.processor, dataset)
+        batches = collator.made(config, source, dataset)
         for part in (dataset, *(() if evaluation is None else (evaluation,))):
             batches.check(part)
             if config.fsdp_strategy != "none" and launch.world_size() > 1:

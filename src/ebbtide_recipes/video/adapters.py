@@ -44,8 +44,7 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
                 target_modules=targets,
             )
         )
-    if config.fsdp_strategy == "none":
-        cast_training_params(transformer, dtype=torch.float32)
+    cast_training_params(transformer, dtype=torch.float32)
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     LOGGER.info("adapters on %d modules: %d weights are trained", len(targets), trained)
 

@@ -54,6 +54,8 @@ class Family:
     """Frames per second that clips are taken to have, unless the user says how many."""
     size: ClassVar[tuple[int, int, int]] = (81, 480, 832)
     """Frames, height and width that its pipeline makes by default."""
+    captions_need_vae: ClassVar[bool] = False
+    """Whether the pipeline that embeds captions cannot be made without its VAE."""
     velocity: ClassVar[bool] = True
     """Whether the target is flow matching's velocity; else the v-prediction of a diffusion scheduler."""
 
@@ -269,6 +271,7 @@ class Cosmos(Family):
     transformer = "CosmosTransformer3DModel"
     pipelines = ("Cosmos2_5_PredictBasePipeline",)
     size = (93, 704, 1280)
+    captions_need_vae = True
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition

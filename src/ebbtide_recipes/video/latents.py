@@ -110,8 +110,9 @@ def matches(folder: Path, source: Source, making: Making, clips: Sequence[Clip] 
     """Whether a folder's latents are those that these settings would make of these clips; ``None``: of any."""
     if not is_made(folder):
         return False
-    wanted = _request(source, making, clips)
     made = _without_name(_manifest(folder)["request"])
+    wanted = _request(source, making, clips)
+    wanted |= {part: made[part] for part in ("vae", "text_encoder") if wanted[part] is None}
     if clips is None:
         made.pop("clips", None)
         made.setdefault("dtype", wanted["dtype"])  # older manifests name none
@@ -198,14 +199,15 @@ def make(
 def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> None:
     """Write the manifest, once all processes have written their latents. See [Note: a folder of latents]."""
     items: list[dict[str, Any]] = []
+    channels = source.channels
     for number, clip in enumerate(clips):
-        latents = _read(folder / _clip_file(number))["latents"]
-        bucket = dict(zip(("frames", "height", "width"), latents.shape[1:], strict=True))
+        channels, *size = _shape(folder / _clip_file(number))
+        bucket = dict(zip(("frames", "height", "width"), size, strict=True))
         items.append({"file": _clip_file(number), "caption": clip.caption, "clip": clip.name, **bucket})
     manifest = {
         "schema": 1,
         "request": _request(source, making, clips),
-        "channels": int(_read(folder / _clip_file(0))["latents"].shape[0]),
+        "channels": channels,
         "items": items,
     }
     draft = folder / f"{MANIFEST}.part"
@@ -336,6 +338,14 @@ def _read(path: Path) -> Text:
             expected=f"a file named by {MANIFEST} in its folder",
             hint=f"remove {MANIFEST} and make the latents again from --data",
         ) from error
+
+
+def _shape(path: Path) -> list[int]:
+    """Return the shape of a clip's latents, from the head of its file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as opened:
+        return opened.get_slice("latents").get_shape()
 
 
 def _done(path: Path, request: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ebbtide_recipes.video.config import VideoConfig
 if TYPE_CHECKING:
     import torch
 
+    from ebbtide_recipes.video.data import Clip
     from ebbtide_recipes.video.latents import Latents, Making
     from ebbtide_recipes.video.objective import Denoiser
     from ebbtide_recipes.video.source import Source
@@ -134,8 +136,8 @@ def _rate(config: VideoConfig, source: Source, dataset: Latents) -> float:
 
 
 def _has_latents(config: VideoConfig) -> bool:
-    """Whether ``--latents_dir`` holds complete latents, so that no data set is read."""
-    if config.latents_dir is None:
+    """Whether ``--latents_dir`` holds complete latents that are used as they are, so that no data set is needed."""
+    if config.latents_dir is None or (config.preprocess_only and config.is_set("dataset")):
         return False
     from ebbtide_recipes.video import latents
 
@@ -147,21 +149,41 @@ def _latents_folder(config: VideoConfig) -> Path:
     return Path(folder).expanduser() if folder is not None else Path(config.output_dir).expanduser() / "latents"
 
 
-def _making(config: VideoConfig, source: Source) -> Making:
+def _making(config: VideoConfig, source: Source, made: Mapping[str, Any] | None = None) -> Making:
+    """Return how latents are made, or existing ones would be: a flag that is not set is ``made``'s."""
     from ebbtide_recipes.video.latents import Making
 
-    frames, height, width = source.default_size
+    made = made or {}
+    frames, height, width = made.get("size", source.default_size)
+
+    def value(flag: str, name: str) -> Any:
+        return getattr(config, flag) if config.is_set(flag) or name not in made else made[name]
+
     return Making(
-        data=config.dataset,
+        data=tuple(value("dataset", "data")),
         frames=config.num_frames or frames,
         height=config.height or height,
         width=config.width or width,
-        rate=config.frame_rate,
-        bucketing=config.bucketing,
-        text_length=config.text_length,
-        seed=config.seed,
+        rate=value("frame_rate", "rate"),
+        bucketing=value("bucketing", "bucketing"),
+        text_length=value("text_length", "text_length"),
+        seed=value("seed", "seed"),
         dtype=_dtype(config, frozen=True),
     )
+
+
+def _clips(config: VideoConfig, *, needed: bool) -> list[Clip] | None:
+    """Return the clips of the data set; ``None``: none is named or, unless it is needed, it is not on this machine."""
+    from ebbtide_recipes.video import data
+
+    if not needed and not config.is_set("dataset"):
+        return None
+    try:
+        return data.load(config.dataset, seed=config.seed)
+    except DataError:
+        if needed:
+            raise
+        return None
 
 
 def _check_size(making: Making, source: Source) -> None:
@@ -174,16 +196,20 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
     """Return the latents to train on; if there are none, every process makes a share of them."""
     from accelerate import PartialState
 
-    from ebbtide_recipes.video import data, latents
+    from ebbtide_recipes.video import latents
 
-    state, folder, making = PartialState(), _latents_folder(config), _making(config, source)
-    named = _has_latents(config)
-    clips = [] if named else data.load(config.dataset, seed=config.seed)
-    same = latents.matches(folder, source, making, None if named else clips)
-    if named:
+    state, folder, named = PartialState(), _latents_folder(config), _has_latents(config)
+    if config.latents_dir is not None and latents.is_made(folder):
         latents.check(folder, source)
-        if not same:
-            LOGGER.warning("%s was made with other flags: its clips and sizes are used", folder)
+    making = _making(config, source, latents.Latents(folder).manifest["request"] if named else None)
+    clips = _clips(config, needed=not named) or []
+    same = latents.matches(folder, source, making, clips or None)
+    if named and not same:
+        LOGGER.warning(
+            "%s was made with other flags or of other clips and captions: those are used; "
+            "hint: --preprocess_only true with this --dataset makes what has changed",
+            folder,
+        )
         same = True
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
@@ -243,10 +269,15 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
 
 
 def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:
-    """Convert all weights to one type if FSDP gathers a block's parameters in one piece."""
+    """Convert all weights to one type if FSDP gathers a block's parameters in one piece.
+
+    FSDP2 needs one type of the trained ones alone, so adapters stay in float32, where small steps are not lost.
+    """
     if config.fsdp_strategy != "none":
+        apart = config.trains_adapters and config.fsdp_version == 2
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
+            if not (apart and parameter.requires_grad):
+                parameter.data = parameter.data.to(dtype)
     return module
 
 

@@ -16,7 +16,7 @@ import torch
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.files import json_object
-from ebbtide_recipes.video.families import Family, Text, family_of
+from ebbtide_recipes.video.families import Family, Text, family_of, nearest_frames
 
 LOGGER = logging.getLogger("ebbtide.video")
 
@@ -78,7 +78,8 @@ class Source:
     @property
     def default_size(self) -> tuple[int, int, int]:
         """Default frames, height and width."""
-        return self.family.size
+        frames, height, width = self.family.size
+        return nearest_frames(frames, ratios=self.ratios, patch=self.patch), height, width
 
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """Load the transformer."""
@@ -163,7 +164,8 @@ class Source:
                     hint="fetch the complete pipeline, or use existing latents: --latents_dir",
                 )
         kind = getattr(diffusers, self.family.pipelines[0])
-        absent: dict[str, Any] = {"transformer": None, "vae": None, "scheduler": None}
+        absent: dict[str, Any] = {"transformer": None, "scheduler": None}
+        absent["vae"] = self.vae(dtype) if self.family.captions_need_vae else None
         absent |= {name: None for name in ("transformer_2",) if name in self.index}
         if "safety_checker" in inspect.signature(kind.__init__).parameters:
             absent["safety_checker"] = torch.nn.Identity()  # without this argument, Cosmos loads a guard for prompts

@@ -6,12 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, models, normalizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft import collator
+from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.media import WHERE
 
 TEMPLATE = (
@@ -86,3 +90,63 @@ def test_a_chat_that_the_template_refuses_is_named_by_its_row() -> None:
     made = collator.MediaCollator(processor=processor, max_length=8, completion_only=False)
     with pytest.raises(DataError, match=r"refuses row 3 of data set 'a': roles must alternate.*\nhint: "):
         made([{"messages": [], WHERE: "row 3 of data set 'a'"}])
+
+
+@pytest.mark.parametrize("named_by", ["processor", "config"])
+def test_places_of_files_that_only_a_list_or_the_config_names_are_not_learned(
+    named_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Processor, "image_token_id", 0, raising=False)  # as Gemma 3's: it begins an image
+    processor: Any = Processor([])
+    place = processor.tokenizer.convert_tokens_to_ids("?")
+    config: Any = SimpleNamespace(image_token_id=place) if named_by == "config" else None
+    if named_by == "processor":
+        monkeypatch.setattr(Processor, "image_token_ids", [place], raising=False)
+
+    def batch(length: int) -> Any:
+        source: Any = SimpleNamespace(processor=processor, tokenizer=processor.tokenizer, config=config)
+        options = SftConfig(max_length=length, completion_only_loss=False)
+        return collator.made(options, source, Dataset.from_list([CHAT]))([CHAT])
+
+    made = batch(99)
+    at = made["input_ids"] == place
+    assert at.sum() == 1 and torch.equal(made["labels"] == -100, at)
+    end = int(at[0].nonzero()) + 1
+    batch(end)
+    with pytest.raises(DataError, match=rf"row 1 has \d+ tokens with its files; expected at most {end - 1}"):
+        batch(end - 1)
+
+
+@pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
+def test_a_row_begins_as_its_prompt_does_in_inference(template: str) -> None:
+    processor: Any = Processor([])
+    tokenizer = processor.tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<unk>"})
+    tokenizer.chat_template = template + TEMPLATE
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 0)])
+    batch = collator.MediaCollator(processor=processor, max_length=99, completion_only=True)([PAIR, CHAT])
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        assert ids[0] == 0 and ids.count(0) == 1
+        assert tokenizer.decode([label for label in labels if label != -100]).endswith("▁ I t ▁ i s . </s>")
+
+
+def test_an_answer_sees_the_images_that_its_question_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seeing(self: Processor, text: list[str], **options: Any) -> Any:
+        batch = self.tokenizer(text, **options)
+        seen = batch["attention_mask"][:, :, None, None].repeat(1, 1, 1, 2)
+        seen[:, :3] = 0  # the tokens before the image
+        return {**batch, "cross_attention_mask": seen, "moe_mm_token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+    monkeypatch.setattr(Processor, "__call__", seeing)
+    processor: Any = Processor([])
+    batch = collator.MediaCollator(processor=processor, max_length=99, completion_only=True)([PAIR, CHAT])
+    seen = batch["attention_mask"].clone()
+    seen[:, :3] = 0
+    assert torch.equal(batch["cross_attention_mask"], seen[:, :, None, None].repeat(1, 1, 1, 2))
+    assert batch["moe_mm_token_type_ids"].shape == seen.shape
+
+
+def test_a_processor_that_divides_by_zero_names_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processor, "__call__", lambda *args, **options: 1 / 0)  # as for a video of one frame
+    with pytest.raises(DataError, match=r"does not take row 2: division by zero.*\nhint: "):
+        learned(PAIR)

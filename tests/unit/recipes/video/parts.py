@@ -22,9 +22,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def text_of(source: Source, batch: int = 1, words: int = 24, width: int = 32) -> dict[str, Any]:
+def text_of(source: Source, batch: int = 1, words: int = 24) -> dict[str, Any]:
     """Return captions' tensors as the family's text encoders shape them."""
     torch.manual_seed(5)
+    width = 64 if source.family.name == "cosmos" else 32  # its encoder's layers, side by side
     made: dict[str, Any] = {"prompt_embeds": torch.randn(batch, words, width)}
     if "pooled_prompt_embeds" in source.family.text:
         made["pooled_prompt_embeds"] = torch.randn(batch, 16)

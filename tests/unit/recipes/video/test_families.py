@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.wrap import find_blocks
-from ebbtide_recipes.video import adapters, objective, samples
+from ebbtide_recipes.video import adapters, objective, recipe, samples
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.families import Condition, check_size, family_of, nearest_frames
 from ebbtide_recipes.video.source import Source
@@ -73,6 +74,18 @@ def test_adapters_and_shards_are_those_of_the_blocks(source: Source) -> None:
     assert all(any(id(layer) in set(map(id, block.modules())) for layer in layers) for block in blocks)
 
 
+@pytest.mark.parametrize(("version", "trained"), [(2, torch.float32), (1, torch.bfloat16)])
+def test_adapters_stay_in_float32_where_shards_may_have_two_types(
+    version: int, trained: torch.dtype, tmp_path: Path
+) -> None:
+    config = VideoConfig(train_type="lora", lora_rank=2, fsdp_strategy="full_shard", fsdp_version=version)
+    module = module_of(Source(video_pipelines.write(tmp_path, "wan")))
+    adapters.put_on(module.transformer, config)
+    recipe._uniform(module, config, torch.bfloat16)
+    types = {(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()}
+    assert types == {(False, torch.bfloat16), (True, trained)}
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
     source = Source(video_pipelines.write(tmp_path, name))
@@ -109,13 +122,13 @@ def _theirs(source: Source, folder: Path, text: Any, shape: Any) -> torch.Tensor
     return made.transpose(1, 2) if source.family.name == "cogvideox" else made
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_captions_are_embedded_by_the_pipelines_own_encoders(name: str, tmp_path: Path) -> None:
-    source = Source(video_pipelines.write(tmp_path, name))
+def test_captions_are_embedded_by_the_pipelines_own_encoders(source: Source) -> None:
     with quiet():
         first, second = source.encode(["a red cat", "a blue dog"], length=24, device=CPU, dtype=torch.float32)
     assert tuple(first) == source.family.text
-    assert not torch.equal(first["prompt_embeds"], second["prompt_embeds"]) or name == "hunyuan_video"
+    assert {name: value.shape for name, value in first.items()} == {n: v[0].shape for n, v in text_of(source).items()}
+    same = torch.equal(first["prompt_embeds"], second["prompt_embeds"])
+    assert not same or source.family.name == "hunyuan_video"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +146,14 @@ def test_a_size_that_makes_no_whole_tokens_is_refused_with_the_nearest(
     with pytest.raises(ConfigError) as caught:
         check_size(frames, height, width, ratios=(4, 8), patch=(1, 2))
     assert f"{near} is the nearest" in str(caught.value)
+
+
+def test_a_familys_default_frames_make_whole_tokens(tmp_path: Path) -> None:
+    folder = video_pipelines.write(tmp_path, "cogvideox")
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "patch_size_t": 2}))  # as CogVideoX 1.5's
+    source = Source(folder)
+    check_size(*source.default_size, ratios=source.ratios, patch=source.patch)
 
 
 @pytest.mark.parametrize("frames", range(1, 40))

@@ -106,11 +106,20 @@ def test_latents_of_other_clips_or_captions_are_made_again(tmp_path: Path) -> No
     assert not latents.matches(tmp_path, source, MAKING, clips[::-1])
     assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, frames=5), None)
     assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, dtype=torch.bfloat16), None)
+    source.vae_identity = source.text_identity = lambda: None  # a pipeline without them
+    assert latents.matches(tmp_path, source, MAKING, clips)
     manifest = json.loads((tmp_path / latents.MANIFEST).read_text())
     del manifest["request"]["dtype"]
     (tmp_path / latents.MANIFEST).write_text(json.dumps(manifest))
     assert not latents.matches(tmp_path, source, MAKING, clips)
     assert latents.matches(tmp_path, source, MAKING, None)
+
+
+def test_the_manifest_needs_only_the_heads_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = make(tmp_path).manifest
+    monkeypatch.setattr(latents, "_read", lambda path: pytest.fail(f"{path} was read whole"))
+    latents.finish(data.load(MAKING.data, seed=1), tmp_path, builtin_source("builtin:tiny-wan", seed=1), MAKING)
+    assert latents.Latents(tmp_path).manifest == before and before["channels"] == 48
 
 
 def test_a_file_that_changed_is_another_clip(tmp_path: Path) -> None:
