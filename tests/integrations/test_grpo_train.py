@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from ebbtide.base.errors import ConfigError, DataError, TrainingError
 from ebbtide.base.events import BUS
@@ -184,32 +182,6 @@ def test_a_rollout_has_no_dropout_and_the_update_has(model: Path, tmp_path: Path
     assert not torch.equal(trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0], first)
 
 
-class Root(FSDPModule):
-    """The root of a sharded model; calls are recorded."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.unshard = lambda: calls.append("unshard")
-        self.reshard = lambda: calls.append("reshard")
-
-
-def test_vllm_gets_weights_from_their_shards(model: Path, tmp_path: Path) -> None:
-    trainer = RECIPE.prepare(GrpoConfig(**grpo_values(str(model), str(tmp_path))))
-    calls: list[str] = []
-    trainer.model_wrapped = object.__new__(Root)
-    trainer.model_wrapped.__init__(calls)
-    trainer.use_vllm, trainer._last_loaded_step = True, -1
-    trainer.vllm_generation = SimpleNamespace(
-        sync_weights=lambda: calls.append("sync"), generate=lambda **_: (None, [[5]], [[[0.0]]], None)
-    )
-    trainer.model.train()
-    remove = BUS.subscribe(lambda kind, fields: calls.append(f"{fields['name']} {fields['edge']}"))
-    try:
-        trainer._generate_single_turn([[3, 4]], None, {}, 1)
-    finally:
-        remove()
-    assert calls == ["generation begin", "sync", "generation end"]
-
-
 # Resuming
 
 
@@ -250,6 +222,17 @@ def test_a_rollout_of_other_sizes_is_dropped_and_a_new_one_starts(
     assert list(rest["steps"]) == [4, 5, 6, 7] and began == starts
     assert "the order of rows changes from here on" in caplog.text
     assert "checkpoint-3 is not used (" in caplog.text and "a new one starts" in caplog.text
+
+
+def test_a_rollout_without_the_reference_is_dropped_once_there_is_one(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"num_iterations": 4, "save_steps": 3, "max_steps": 4}
+    train(model, tmp_path / "first", **changes)
+    checkpoint = str(tmp_path / "first" / "checkpoint-3")
+    rest = train(model, tmp_path / "rest", **changes, beta=0.04, resume_from_checkpoint=checkpoint)
+    assert list(rest["steps"]) == [4]
+    assert "checkpoint-3 is not used (reference 0, now 1): a new one starts" in caplog.text
 
 
 def test_a_rollout_that_names_no_sizes_is_used_by_as_many_ranks(

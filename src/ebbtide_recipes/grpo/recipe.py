@@ -49,6 +49,12 @@ class Grpo(Recipe[GrpoConfig]):
                 expected="the package vllm",
                 hint="pip install vllm, on Linux with a GPU; without --use_vllm transformers generates",
             )
+        if config.use_vllm and config.trains_adapters and config.fsdp_strategy != "none" and config.fsdp_version == 1:
+            raise ConfigError(
+                "use_vllm is true with adapters and FSDP1, whose shards cannot be merged with adapters for vLLM",
+                expected="FSDP2, DDP or full training",
+                hint="--fsdp_version 2",
+            )
         rewards.load(config.reward_funcs)
         adapters.check(config)
         models.check(config.model)

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,11 @@ from trl import GRPOTrainer as TrlTrainer
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.grpo import rollouts, unpadded
+from ebbtide_recipes.grpo import positions, rollouts, unpadded
 from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
+from ebbtide_recipes.grpo.merging import FrozenWeights
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
@@ -53,6 +54,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
     divergence: Divergence | None = None
     _separates = False
     _sampler: rollouts.EpochSampler | None = None
+    _frozen: FrozenWeights | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._warned: dict[str, int] = {}
@@ -95,9 +97,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return result
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM has its own copy of the weights; TRL gathers them for it, parameter by parameter, from their shards.
-        generating = nullcontext() if self.use_vllm else self._by_this_model()
-        with self._phase("generation"), generating:
+        with self._phase("generation"), self._by_vllm() if self.use_vllm else self._by_this_model():
             return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Sequence[Any], *args: Any) -> Any:
@@ -198,6 +198,17 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             yield
 
     @contextmanager
+    def _by_vllm(self) -> Generator[None, None, None]:
+        """Let TRL gather the weights for vLLM's copy, parameter by parameter, from their shards."""
+        self.vllm_generation.model = self.model  # FSDP1 has wrapped the one that TRL took
+        if self.state.global_step == self._last_loaded_step:
+            yield
+            return
+        self._frozen = self._frozen or FrozenWeights(self.model)
+        yield
+        self._frozen.restore()
+
+    @contextmanager
     def _together(self) -> Generator[None, None, None]:
         """Let sharded ranks generate until the last is done.
 
@@ -254,8 +265,8 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         if progress is not None and not then:  # an older checkpoint, whose ranks alone are known
             sealed, _ = read_seal(folder)
             then = {} if sealed is None else {**now, "world_size": sealed.world_size}
-        if progress is None or then != now:
-            others = [f"{name} {then[name]}, now {now.get(name)}" for name in then if then[name] != now.get(name)]
+        others = [f"{name} {then[name]}, now {now.get(name)}" for name in then if then[name] != now.get(name)]
+        if progress is None or others or not then:
             LOGGER.warning(
                 "the rollout in %s is not used (%s): a new one starts",
                 folder,
@@ -268,9 +279,11 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         self._metrics["train"].update(progress.metrics)
 
     def _sizes(self) -> dict[str, int]:
-        """Return what a rollout's batches and its place in the data depend on."""
+        """Return what a rollout's batches, their columns and its place in the data depend on."""
         names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
         own = {"num_generations": self.num_generations, "num_iterations": self.num_iterations}
+        own |= {"reference": int(self.beta != 0.0)}
+        own |= {"vllm_correction": int(self.use_vllm and self.vllm_importance_sampling_correction)}
         return own | {name: getattr(self.args, name) for name in names}
 
     def _get_train_sampler(self, dataset: Any = None) -> rollouts.EpochSampler:
@@ -316,13 +329,18 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "delta": config.delta,
         "loss_type": config.loss_type,
         "scale_rewards": config.scale_rewards,
+        "use_bias_correction_kl": False,  # k3 itself, as in the GRPO paper and verl
         "reward_weights": [*config.weights, *([-config.kl_reward_coef] if config.kl_reward_coef else [])],
         "use_vllm": config.use_vllm,
+        # vLLM's probabilities are among the likeliest tokens, the model's among all: their ratio corrects nothing.
+        "vllm_importance_sampling_correction": config.top_p == 1.0 and config.top_k == 0,
+        "vllm_max_model_length": config.max_prompt_length + config.max_completion_length,
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
         "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         **{name: value for name in SERVER if (value := getattr(config, name)) is not None},
         "ddp_find_unused_parameters": False,
+        "model_init_kwargs": {"device_map": None},  # of the reference: on this process's device alone
         "log_completions": False,
     }
     return made(TrlConfig, shared_arguments(config) | own)
@@ -360,5 +378,7 @@ def build(
             hint="change the settings it names",
         ) from error
     trainer.beta = trainer.args.beta = config.kl_coefficient
+    for called in filter(None, (trainer.model, trainer.ref_model)):
+        positions.count_from_tokens(called, getattr(model, "get_base_model", lambda: model)())
     trainer.padding_free, trainer.divergence = config.padding_free, divergence
     return trainer
