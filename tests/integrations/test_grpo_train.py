@@ -293,6 +293,25 @@ def test_equal_rewards_are_said_once_and_then_now_and_then(
     assert lines[1].endswith("(seen 3 times)")
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_that_are_equal_in_each_group_alone_are_named(model: Path, tmp_path: Path, scale: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": n}) + "\n" for n in range(8)))
+    changes = {"dataset": (str(file),), "reward_funcs": (reward_file(tmp_path, "marked"),), "max_steps": 1}
+    log = train(model, tmp_path / "run", **changes, scale_rewards=scale)["log"]
+    assert log.count("all rewards are equal in every group") == 1
+
+
+@pytest.mark.parametrize("completions", [1, 2])
+def test_the_reward_of_an_evaluation_is_the_mean_of_its_rows(model: Path, tmp_path: Path, completions: int) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": 2**n}) + "\n" for n in range(9)))
+    rewards_ = {"dataset": (str(file),), "reward_funcs": (reward_file(tmp_path, "marked"),)}
+    changes = {"eval_dataset": (str(file),), "num_generations_eval": completions, "eval_steps": 1, "max_steps": 2}
+    found = train(model, tmp_path / "run", **rewards_, **changes)["evaluations"]
+    assert [reward for _, reward in found] == pytest.approx([(2**9 - 1) / 9] * 2, rel=1e-6)
+
+
 def test_rollouts_that_no_function_judges_are_named(model: Path, tmp_path: Path) -> None:
     config = {**grpo_values(str(model), str(tmp_path)), "reward_funcs": (reward_file(tmp_path, "none"),)}
     run.main(RECIPE, GrpoConfig(**{**config, "max_steps": 1}))
@@ -339,6 +358,16 @@ def test_what_makes_no_run_is_refused(
     with pytest.raises(error, match=said):
         train(model, tmp_path, **changes)
     assert not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("flag", ["beta", "kl_reward_coef"])
+def test_a_reference_whose_biases_are_trained_is_refused(model: Path, tmp_path: Path, flag: str) -> None:
+    file = tmp_path / "biases.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "bias": "all"}))
+    changes = {"train_type": "adapter", "adapter_config": str(file)}
+    with pytest.raises(ConfigError, match='train the model\'s biases, .*\nhint: "bias": "none"'):
+        train(model, tmp_path / "run", **changes, **{flag: 0.1})
+    assert RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path / "without")), **changes}))
 
 
 def test_questions_of_gsm8k_are_asked_as_chats(model: Path, tmp_path: Path) -> None:

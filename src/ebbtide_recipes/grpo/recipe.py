@@ -82,6 +82,12 @@ class Grpo(Recipe[GrpoConfig]):
                 hint="`ebbtide sft` trains multimodal models",
             )
         made = adapters.chosen(config, models.outline(config, source.config)) if config.trains_adapters else None
+        if getattr(made, "bias", "none") != "none" and (config.kl_coefficient or config.kl_reward_coef):
+            raise ConfigError(
+                "the adapters train the model's biases, and there is a KL divergence from the model without adapters",
+                expected="a reference that stays as it is",
+                hint='"bias": "none" in --adapter_config, or neither --beta nor --kl_reward_coef',
+            )
         functions = rewards.load(config.reward_funcs)
         dataset = data.load(config.dataset, config, source, functions)
         evaluation = None

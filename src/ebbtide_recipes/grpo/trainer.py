@@ -28,6 +28,7 @@ from ebbtide_recipes.grpo import positions, rollouts, unpadded
 from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
+from ebbtide_recipes.grpo.figures import Evaluation, equal_in_groups, summed
 from ebbtide_recipes.grpo.merging import FrozenWeights
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.checkpoints import read_seal
@@ -51,6 +52,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     padding_free = False
     _reward: float | None = None
+    _rewards: torch.Tensor  # [B, functions], of all ranks
     divergence: Divergence | None = None
     _separates = False
     _sampler: rollouts.EpochSampler | None = None
@@ -58,6 +60,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._warned: dict[str, int] = {}
+        self._judged = Evaluation()
         self._scored: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # in this rollout, no gradients
         super().__init__(*args, **kwargs)
 
@@ -80,13 +83,16 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         if self.beta == 0.0:
             result.pop("ref_per_token_logps", None)
         if not self.model.training:
+            self._judged.add(self._rewards, figures := self._metrics["eval"])
+            completions = len(self.eval_dataset) * self.num_generations_eval
+            figures |= self._judged.means(completions, self.reward_func_names, self.reward_weights)
             return result
         figures = self._metrics["train"]
         reward = figures["reward"][-1]
         self._reward = None if math.isnan(reward) else reward
         if self._reward is None:
             self._warn_now_and_then("no completion of a rollout is judged, every reward is None: it gives no gradient")
-        if figures["frac_reward_zero_std"][-1] == 1.0:
+        elif equal_in_groups(summed(self._rewards, self.reward_weights), self.num_generations):
             self._warn_now_and_then(
                 "all rewards are equal in every group of a rollout (mean reward %.4g): %s",
                 self._reward,
@@ -108,7 +114,8 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             self.divergence.values = self._divergences() if self.model.training else []
         with self._phase("reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
-        return rewards if self.divergence is None else only_if_judged(rewards)
+        self._rewards = rewards if self.divergence is None else only_if_judged(rewards)
+        return self._rewards
 
     @contextmanager
     def _reference_scored(self) -> Generator[None, None, None]:
