@@ -79,6 +79,12 @@ def test_ranks_that_share_weights_generate_until_the_last_is_done(
     assert all(rank["together"] == {together} for rank in results[name].values())
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
+def test_the_blocks_of_the_reference_are_gathered_one_by_one(results: dict[str, CaseResult], name: str) -> None:
+    of_model, of_reference = results[name].values()[0]["blocks"]
+    assert of_reference == of_model and len(of_model) > 1
+
+
 def test_the_phases_of_a_rollout_are_marked(results: dict[str, CaseResult]) -> None:
     phases = results["fsdp2 auto"].values()[0]["phases"]
     assert {"generation", "reward", "log-probabilities", "forward", "backward", "optimizer"} <= set(phases)

@@ -30,6 +30,7 @@ from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_
 from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.figures import Evaluation, equal_in_groups, summed
 from ebbtide_recipes.grpo.merging import FrozenWeights
+from ebbtide_recipes.grpo.reference import Reference
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
@@ -50,6 +51,7 @@ REPEAT = 20
 class GrpoTrainer(RecordedTrainer, TrlTrainer):
     """TRL's trainer, recorded and with sealed checkpoints. See [Note: the phases of a rollout]."""
 
+    ref_model = Reference()
     padding_free = False
     _reward: float | None = None
     _rewards: torch.Tensor  # [B, functions], of all ranks
