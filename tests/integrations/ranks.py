@@ -125,6 +125,7 @@ def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, d
         "losses": {event["step"]: event["loss"] for event in steps},
         "rewards": {event["step"]: event.get("reward") for event in steps},
         "tokens": [event["tokens"] for event in steps],
+        "evaluations": [event.get("reward") for event in events if event["event"] == "evaluation"],
         "phases": sorted({event["name"] for event in events if event["event"] == "phase"}),
         "saved": stats[-1]["memory_saved_bytes"] if stats else None,
         "begin": events[0],

@@ -39,7 +39,7 @@ def _shard_blocks(model: Any, accelerator: Any) -> None:
     name_present_blocks(model)
     is_block: Any = fsdp2_prepare_auto_wrap_policy(plugin, model)
     mesh = getattr(accelerator, "torch_device_mesh", None)
-    settings = {
+    settings: dict[str, Any] = {
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
