@@ -111,6 +111,7 @@ def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, d
         trainer = run.carry_out(recipe, config, run.claim(config))
         wrapped = found_strategy(trainer.model_wrapped)
         state = _digests(trainer) if digest else None
+        blocks = [_blocks(model) for model in (trainer.model_wrapped, getattr(trainer, "ref_model", None)) if model]
         shards = {
             len({p.shape, p.to_local().shape}) for p in trainer.model_wrapped.parameters() if hasattr(p, "to_local")
         }
@@ -124,12 +125,22 @@ def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, d
         "losses": {event["step"]: event["loss"] for event in steps},
         "rewards": {event["step"]: event.get("reward") for event in steps},
         "tokens": [event["tokens"] for event in steps],
+        "evaluations": [event.get("reward") for event in events if event["event"] == "evaluation"],
         "phases": sorted({event["name"] for event in events if event["event"] == "phase"}),
         "saved": stats[-1]["memory_saved_bytes"] if stats else None,
         "begin": events[0],
         "state": state,
         "cut": shards == {2},
+        "blocks": blocks,
     }
+
+
+def _blocks(model: Any) -> list[str]:
+    """Return the names of the blocks that FSDP gathers one by one."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    units = (FSDPModule, FullyShardedDataParallel)
+    return [name for name, module in model.named_modules() if isinstance(module, units) and "layers." in name]
 
 
 def _digests(trainer: Any) -> dict[str, str]:

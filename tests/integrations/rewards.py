@@ -29,3 +29,8 @@ def broken(completions: list[str]) -> list[float]:
 def none(completions: list[str]) -> list[None]:
     """Judge nothing."""
     return [None] * len(completions)
+
+
+def marked(completions: list[str], mark: list[int], **kwargs: Any) -> list[float]:
+    """Return the column ``mark`` of the rows."""
+    return [float(number) for number in mark]

@@ -29,7 +29,9 @@ def dual_clip(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: fl
     return torch.where(advantage < 0, torch.minimum(-advantage * most, clipped), clipped)
 
 
-def loss_and_gradient(trainer: Any, log_ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def loss_and_gradient(
+    trainer: Any, log_ratio: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Return the trainer's loss of given log-probabilities, and its gradient with respect to them."""
     log_probs = log_ratio.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)
@@ -40,7 +42,7 @@ def loss_and_gradient(trainer: Any, log_ratio: torch.Tensor, advantages: torch.T
         {
             "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": ids,
             "advantages": advantages, "old_per_token_logps": torch.zeros_like(log_ratio),
-            "num_items_in_batch": torch.tensor(ids.numel()),
+            "num_items_in_batch": torch.tensor(ids.numel()), **more,
         },
     )  # fmt: skip
     (gradient,) = torch.autograd.grad(loss, log_probs)
@@ -62,6 +64,16 @@ def test_delta_is_the_bound_of_dual_clipping(model: Path, tmp_path: Path, loss_t
     torch.testing.assert_close(found, (expected.detach(), gradient))
     trainer.args.delta = None
     assert not torch.allclose(loss_and_gradient(trainer, log_ratio, advantages)[0], expected), "the bound has no effect"
+
+
+def test_the_divergence_in_the_loss_is_k3(model: Path, tmp_path: Path) -> None:
+    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), "beta": 0.5}))
+    reference = torch.tensor([[-1.0, 0.5, 2.0]])
+    log_probs = torch.tensor([[0.1, 0.0, -0.1]], requires_grad=True)
+    expected = 0.5 * (torch.exp(reference - log_probs) - (reference - log_probs) - 1).mean()
+    (gradient,) = torch.autograd.grad(expected, log_probs)
+    found = loss_and_gradient(trainer, log_probs.detach(), torch.zeros(1), ref_per_token_logps=reference)
+    torch.testing.assert_close(found, (expected.detach(), gradient))
 
 
 def log_probs(model: Any, made: dict[str, torch.Tensor]) -> torch.Tensor:

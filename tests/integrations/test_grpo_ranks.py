@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.spawn import CaseResult, run_cases
+from tests.integrations import rewards
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.ranks import grpo_case
 
@@ -46,6 +48,11 @@ def results(folder: Path) -> dict[str, CaseResult]:
     cases = {name: (grpo_case, (model, str(folder / name), changes)) for name, changes in CASES.items()}
     going_on = {**CASES["saving"], "resume_from_checkpoint": str(folder / "saving" / "checkpoint-3")}
     cases["going on"] = (grpo_case, (model, str(folder / "going on"), going_on))
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": 2**n}) + "\n" for n in range(11)))
+    marked = {"dataset": (str(rows),), "eval_dataset": (str(rows),), "reward_funcs": (f"{rewards.__file__}:marked",)}
+    sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1}
+    cases["evaluation"] = (grpo_case, (model, str(folder / "evaluation"), {**marked, **sizes}))
     return run_cases(cases, 2, timeout_seconds=180)
 
 
@@ -77,6 +84,16 @@ def test_ranks_that_share_weights_generate_until_the_last_is_done(
     results: dict[str, CaseResult], name: str, together: bool
 ) -> None:
     assert all(rank["together"] == {together} for rank in results[name].values())
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
+def test_the_blocks_of_the_reference_are_gathered_one_by_one(results: dict[str, CaseResult], name: str) -> None:
+    of_model, of_reference = results[name].values()[0]["blocks"]
+    assert of_reference == of_model and len(of_model) > 1
+
+
+def test_the_reward_of_an_evaluation_is_the_mean_of_its_rows(results: dict[str, CaseResult]) -> None:
+    assert results["evaluation"].values()[0]["evaluations"] == [pytest.approx((2**11 - 1) / 11, rel=1e-6)]
 
 
 def test_the_phases_of_a_rollout_are_marked(results: dict[str, CaseResult]) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from ebbtide.base.errors import ConfigError, DataError, TrainingError
 from ebbtide.base.events import BUS
@@ -183,32 +181,6 @@ def test_a_rollout_has_no_dropout_and_the_update_has(model: Path, tmp_path: Path
     assert not torch.equal(trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0], first)
 
 
-class Root(FSDPModule):
-    """The root of a sharded model; calls are recorded."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.unshard = lambda: calls.append("unshard")
-        self.reshard = lambda: calls.append("reshard")
-
-
-def test_vllm_gets_weights_from_their_shards(model: Path, tmp_path: Path) -> None:
-    trainer = RECIPE.prepare(GrpoConfig(**grpo_values(str(model), str(tmp_path))))
-    calls: list[str] = []
-    trainer.model_wrapped = object.__new__(Root)
-    trainer.model_wrapped.__init__(calls)
-    trainer.use_vllm, trainer._last_loaded_step = True, -1
-    trainer.vllm_generation = SimpleNamespace(
-        sync_weights=lambda: calls.append("sync"), generate=lambda **_: (None, [[5]], [[[0.0]]], None)
-    )
-    trainer.model.train()
-    remove = BUS.subscribe(lambda kind, fields: calls.append(f"{fields['name']} {fields['edge']}"))
-    try:
-        trainer._generate_single_turn([[3, 4]], None, {}, 1)
-    finally:
-        remove()
-    assert calls == ["generation begin", "sync", "generation end"]
-
-
 # Resuming
 
 
@@ -251,6 +223,17 @@ def test_a_rollout_of_other_sizes_is_dropped_and_a_new_one_starts(
     assert "checkpoint-3 is not used (" in caplog.text and "a new one starts" in caplog.text
 
 
+def test_a_rollout_without_the_reference_is_dropped_once_there_is_one(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"num_iterations": 4, "save_steps": 3, "max_steps": 4}
+    train(model, tmp_path / "first", **changes)
+    checkpoint = str(tmp_path / "first" / "checkpoint-3")
+    rest = train(model, tmp_path / "rest", **changes, beta=0.04, resume_from_checkpoint=checkpoint)
+    assert list(rest["steps"]) == [4]
+    assert "checkpoint-3 is not used (reference 0, now 1): a new one starts" in caplog.text
+
+
 def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(6)))
@@ -285,6 +268,25 @@ def test_equal_rewards_are_said_once_and_then_now_and_then(
     assert len(lines) == 2
     assert "(mean reward 0.5): it gives no gradient" in lines[0]
     assert lines[1].endswith("(seen 3 times)")
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_that_are_equal_in_each_group_alone_are_named(model: Path, tmp_path: Path, scale: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": n}) + "\n" for n in range(8)))
+    changes = {"dataset": (str(file),), "reward_funcs": (reward_file(tmp_path, "marked"),), "max_steps": 1}
+    log = train(model, tmp_path / "run", **changes, scale_rewards=scale)["log"]
+    assert log.count("all rewards are equal in every group") == 1
+
+
+@pytest.mark.parametrize("completions", [1, 2])
+def test_the_reward_of_an_evaluation_is_the_mean_of_its_rows(model: Path, tmp_path: Path, completions: int) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": 2**n}) + "\n" for n in range(9)))
+    rewards_ = {"dataset": (str(file),), "reward_funcs": (reward_file(tmp_path, "marked"),)}
+    changes = {"eval_dataset": (str(file),), "num_generations_eval": completions, "eval_steps": 1, "max_steps": 2}
+    found = train(model, tmp_path / "run", **rewards_, **changes)["evaluations"]
+    assert [reward for _, reward in found] == pytest.approx([(2**9 - 1) / 9] * 2, rel=1e-6)
 
 
 def test_rollouts_that_no_function_judges_are_named(model: Path, tmp_path: Path) -> None:
@@ -333,6 +335,16 @@ def test_what_makes_no_run_is_refused(
     with pytest.raises(error, match=said):
         train(model, tmp_path, **changes)
     assert not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("flag", ["beta", "kl_reward_coef"])
+def test_a_reference_whose_biases_are_trained_is_refused(model: Path, tmp_path: Path, flag: str) -> None:
+    file = tmp_path / "biases.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "bias": "all"}))
+    changes = {"train_type": "adapter", "adapter_config": str(file)}
+    with pytest.raises(ConfigError, match='train the model\'s biases, .*\nhint: "bias": "none"'):
+        train(model, tmp_path / "run", **changes, **{flag: 0.1})
+    assert RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path / "without")), **changes}))
 
 
 def test_questions_of_gsm8k_are_asked_as_chats(model: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ expression such as ``2\\pi``, ``5x`` or ``\\sqrt{3}``) is compared as text.
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
 _VALUE = re.compile(rf"(?P<sign>(?:(?<![\w)}}\]])[+-])?)(?P<above>{_DIGITS})(?:\s*/\s*(?P<below>{_DIGITS}))?")
@@ -113,9 +113,17 @@ def _number(answer: str) -> float | None:
 
 
 def _value(found: re.Match[str]) -> float | None:
-    above, below = (float((found[name] or "1").replace(",", "")) for name in ("above", "below"))
-    value = above / below if below else math.nan
-    return (-value if found["sign"] == "-" else value) if math.isfinite(value) else None
+    """Return a number: an integer of any length is exact, another one is what a float has."""
+    texts = [(found[name] or "1").lower().replace(",", "") for name in ("above", "below")]
+    if any(len(text.partition("e")[2]) > len("+999") for text in texts):
+        return None  # its digits alone would fill the memory
+    try:
+        value = Fraction(texts[0]) / Fraction(texts[1])
+        rounded = float(value)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+    exact = value.numerator if value.denominator == 1 else rounded
+    return -exact if found["sign"] == "-" else exact
 
 
 def _plain(text: str) -> str:

@@ -49,6 +49,12 @@ class Grpo(Recipe[GrpoConfig]):
                 expected="the package vllm",
                 hint="pip install vllm, on Linux with a GPU; without --use_vllm transformers generates",
             )
+        if config.use_vllm and config.trains_adapters and config.fsdp_strategy != "none" and config.fsdp_version == 1:
+            raise ConfigError(
+                "use_vllm is true with adapters and FSDP1, whose shards cannot be merged with adapters for vLLM",
+                expected="FSDP2, DDP or full training",
+                hint="--fsdp_version 2",
+            )
         rewards.load(config.reward_funcs)
         adapters.check(config)
         models.check(config.model)
@@ -76,6 +82,12 @@ class Grpo(Recipe[GrpoConfig]):
                 hint="`ebbtide sft` trains multimodal models",
             )
         made = adapters.chosen(config, models.outline(config, source.config)) if config.trains_adapters else None
+        if getattr(made, "bias", "none") != "none" and (config.kl_coefficient or config.kl_reward_coef):
+            raise ConfigError(
+                "the adapters train the model's biases, and there is a KL divergence from the model without adapters",
+                expected="a reference that stays as it is",
+                hint='"bias": "none" in --adapter_config, or neither --beta nor --kl_reward_coef',
+            )
         functions = rewards.load(config.reward_funcs)
         dataset = data.load(config.dataset, config, source, functions)
         evaluation = None

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ from trl import GRPOTrainer as TrlTrainer
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.grpo import rollouts, unpadded
+from ebbtide_recipes.grpo import positions, rollouts, unpadded
 from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
+from ebbtide_recipes.grpo.figures import Evaluation, equal_in_groups, summed
+from ebbtide_recipes.grpo.merging import FrozenWeights
+from ebbtide_recipes.grpo.reference import Reference
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
@@ -47,14 +50,18 @@ REPEAT = 20
 class GrpoTrainer(RecordedTrainer, TrlTrainer):
     """TRL's trainer, recorded and with sealed checkpoints. See [Note: the phases of a rollout]."""
 
+    ref_model = Reference()
     padding_free = False
     _reward: float | None = None
+    _rewards: torch.Tensor  # [B, functions], of all ranks
     divergence: Divergence | None = None
     _separates = False
     _sampler: rollouts.EpochSampler | None = None
+    _frozen: FrozenWeights | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._warned: dict[str, int] = {}
+        self._judged = Evaluation()
         self._scored: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # in this rollout, no gradients
         super().__init__(*args, **kwargs)
 
@@ -77,13 +84,16 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         if self.beta == 0.0:
             result.pop("ref_per_token_logps", None)
         if not self.model.training:
+            self._judged.add(self._rewards, figures := self._metrics["eval"])
+            completions = len(self.eval_dataset) * self.num_generations_eval
+            figures |= self._judged.means(completions, self.reward_func_names, self.reward_weights)
             return result
         figures = self._metrics["train"]
         reward = figures["reward"][-1]
         self._reward = None if math.isnan(reward) else reward
         if self._reward is None:
             self._warn_now_and_then("no completion of a rollout is judged, every reward is None: it gives no gradient")
-        if figures["frac_reward_zero_std"][-1] == 1.0:
+        elif equal_in_groups(summed(self._rewards, self.reward_weights), self.num_generations):
             self._warn_now_and_then(
                 "all rewards are equal in every group of a rollout (mean reward %.4g): %s",
                 self._reward,
@@ -94,9 +104,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return result
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM has its own copy of the weights; TRL gathers them for it, parameter by parameter, from their shards.
-        generating = nullcontext() if self.use_vllm else self._by_this_model()
-        with self._phase("generation"), generating:
+        with self._phase("generation"), self._by_vllm() if self.use_vllm else self._by_this_model():
             return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Sequence[Any], *args: Any) -> Any:
@@ -107,7 +115,8 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             self.divergence.values = self._divergences() if self.model.training else []
         with self._phase("reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
-        return rewards if self.divergence is None else only_if_judged(rewards)
+        self._rewards = rewards if self.divergence is None else only_if_judged(rewards)
+        return self._rewards
 
     @contextmanager
     def _reference_scored(self) -> Generator[None, None, None]:
@@ -197,6 +206,17 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             yield
 
     @contextmanager
+    def _by_vllm(self) -> Generator[None, None, None]:
+        """Let TRL gather the weights for vLLM's copy, parameter by parameter, from their shards."""
+        self.vllm_generation.model = self.model  # FSDP1 has wrapped the one that TRL took
+        if self.state.global_step == self._last_loaded_step:
+            yield
+            return
+        self._frozen = self._frozen or FrozenWeights(self.model)
+        yield
+        self._frozen.restore()
+
+    @contextmanager
     def _together(self) -> Generator[None, None, None]:
         """Let sharded ranks generate until the last is done.
 
@@ -264,9 +284,11 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         self._metrics["train"].update(progress.metrics)
 
     def _sizes(self) -> dict[str, int]:
-        """Return what a rollout's batches and its place in the data depend on."""
+        """Return what a rollout's batches, their columns and its place in the data depend on."""
         names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
         own = {"num_generations": self.num_generations, "num_iterations": self.num_iterations}
+        own |= {"reference": int(self.beta != 0.0)}
+        own |= {"vllm_correction": int(self.use_vllm and self.vllm_importance_sampling_correction)}
         return own | {name: getattr(self.args, name) for name in names}
 
     def _get_train_sampler(self, dataset: Any = None) -> rollouts.EpochSampler:
@@ -312,13 +334,18 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "delta": config.delta,
         "loss_type": config.loss_type,
         "scale_rewards": config.scale_rewards,
+        "use_bias_correction_kl": False,  # k3 itself, as in the GRPO paper and verl
         "reward_weights": [*config.weights, *([-config.kl_reward_coef] if config.kl_reward_coef else [])],
         "use_vllm": config.use_vllm,
+        # vLLM's probabilities are among the likeliest tokens, the model's among all: their ratio corrects nothing.
+        "vllm_importance_sampling_correction": config.top_p == 1.0 and config.top_k == 0,
+        "vllm_max_model_length": config.max_prompt_length + config.max_completion_length,
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
         "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         **{name: value for name in SERVER if (value := getattr(config, name)) is not None},
         "ddp_find_unused_parameters": False,
+        "model_init_kwargs": {"device_map": None},  # of the reference: on this process's device alone
         "log_completions": False,
     }
     return made(TrlConfig, shared_arguments(config) | own)
@@ -356,5 +383,7 @@ def build(
             hint="change the settings it names",
         ) from error
     trainer.beta = trainer.args.beta = config.kl_coefficient
+    for called in filter(None, (trainer.model, trainer.ref_model)):
+        positions.count_from_tokens(called, getattr(model, "get_base_model", lambda: model)())
     trainer.padding_free, trainer.divergence = config.padding_free, divergence
     return trainer

@@ -27,6 +27,10 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _EXAMPLE = '{"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]}'
 
 
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq")
+"""Values of LoRA's init_lora_weights with which the adapters' values are taken out of the model's weights."""
+
+
 def settings_of(text: str) -> dict[str, Any]:
     """Return the settings of ``--adapter_config``: a kind's name, or a file like PEFT's ``adapter_config.json``.
 
@@ -93,6 +97,13 @@ def config_of(settings: Mapping[str, Any], where: str) -> PeftConfig:
                 expected=f"a setting of PEFT's {kind.__name__}",
                 hint=nearest(name, known) or f"such as {_EXAMPLE}",
             )
+    start: object = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGING_THE_BASE):
+        raise ConfigError(
+            f"init_lora_weights is {start!r}, which changes the model's weights besides its adapters",
+            expected="adapters that leave the model as it is, or true, gaussian or orthogonal",
+            hint="leave init_lora_weights out; PEFT's save_pretrained converts adapters that were trained so to LoRA",
+        )
     try:
         return kind(**{name: value for name, value in settings.items() if name in known and name != "peft_type"})
     except (TypeError, ValueError) as error:

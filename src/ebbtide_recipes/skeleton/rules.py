@@ -25,7 +25,7 @@ COUNTS: Mapping[str, str] = {
 
 _POSITIVE: Mapping[str, str] = {
     "num_train_epochs": "1 passes over the data once, 0.5 over half of it; --max_steps N counts steps instead",
-    "learning_rate": "leave it out for 1e-5 (full training) or 1e-4 (adapters)",
+    "learning_rate": "leave it out for the default of the training type",
 }
 """Numbers above zero, each with what to do about another."""
 

@@ -107,6 +107,13 @@ def test_settings_that_cannot_be_had_are_refused(tmp_path: Path, content: dict[s
         adapters.chosen(config, llama())
 
 
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
+def test_adapters_that_change_the_weights_under_them_are_refused(tmp_path: Path, start: str) -> None:
+    config = adapter(adapter_config=written(tmp_path, {"peft_type": "LORA", "init_lora_weights": start}))
+    with pytest.raises(ConfigError, match=f"init_lora_weights is '{start}', which changes .*\nhint: leave"):
+        adapters.chosen(config, llama())
+
+
 def test_adapters_of_a_folder_go_on_with_their_values(tmp_path: Path) -> None:
     config = SftConfig(train_type="lora", lora_rank=2, target_modules=("q_proj",))
     first = adapters.put_on(llama("cpu"), adapters.chosen(config, llama()), config)

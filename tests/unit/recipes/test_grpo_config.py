@@ -216,6 +216,29 @@ def test_the_trainer_has_the_address_of_the_server(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "corrected"), [({}, True), ({"top_p": 0.9}, False), ({"top_k": 20}, False)], ids=str
+)
+def test_vllm_reserves_for_a_completion_and_its_loss_is_corrected_if_all_tokens_are_sampled(
+    tmp_path: Path, changes: dict[str, Any], corrected: bool
+) -> None:
+    from ebbtide_recipes.grpo.trainer import arguments
+
+    found = arguments(GrpoConfig(output_dir=str(tmp_path), use_vllm=True, max_prompt_length=100, **changes))
+    assert found.vllm_importance_sampling_correction is corrected
+    assert found.vllm_max_model_length == 100 + 256
+    assert found.model_init_kwargs == {"device_map": None}  # the reference is on this process's device alone
+
+
+def test_vllm_gets_no_adapters_from_shards_of_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbtide_recipes.grpo import recipe
+
+    monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: object())
+    config = GrpoConfig(use_vllm=True, train_type="lora", strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"use_vllm is true with adapters and FSDP1.*\nhint: --fsdp_version 2"):
+        recipe.RECIPE.check(config)
+
+
 @pytest.mark.parametrize("preset", sorted((ROOT / "examples" / "grpo").glob("*.yaml")), ids=lambda path: path.name)
 def test_a_preset_makes_a_run_with_ebbtide(preset: Path) -> None:
     config = read(str(preset))

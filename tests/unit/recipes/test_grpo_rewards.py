@@ -148,6 +148,24 @@ def test_many_blanks_end() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected", "same"),
+    [
+        ("18446744073709551615", "18446744073709551616", False),
+        ("18,446,744,073,709,551,616", "18446744073709551616", True),
+        ("9007199254740993/1", "9007199254740992", False),
+        ("1e20", "100000000000000000000", True),
+        ("0.3333333333333333", "1/3", True),
+        ("1e999999999", "5", False),
+        ("9" * 5000, "5", False),
+        ("1/0", "5", False),
+    ],
+)
+def test_integers_of_any_length_are_compared_exactly(text: str, expected: str, same: bool) -> None:
+    assert answers.same_answer(f"#### {text}", expected) is same
+    assert (answers.number_in(f"#### {text}") == answers.number_in(expected)) is same
+
+
+@pytest.mark.parametrize(
     ("text", "right"),
     [
         ("<think>a</think>\n<answer>b</answer>", True),
