@@ -171,6 +171,20 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_numbers_of_calls_and_texts_that_are_json_are_what_the_file_has(tmp_path: Path, apart: bool) -> None:
+    numbers = [{"t": 0.3, "lr": 3e-11}, {"t": 2.294512345678901}, {"t": 1}, {"t": 2**70}]
+    calls = [{"type": "function", "function": {"name": "set", "arguments": values}} for values in numbers]
+    rows = [{"messages": [USER, {**ASSISTANT, "tool_calls": [call]}]} for call in calls]
+    thought = {**ASSISTANT, "content": [{"type": "thinking", "thinking": "hm"}]}
+    parts = [{"messages": [{**USER, "content": text}, thought]} for text in ('{"city": "Paris"}', "1.10", "null")]
+    for number, group in enumerate((rows, rows[1:3], parts)):
+        name = write(tmp_path / f"{number}.jsonl", group)
+        made = data.load([name], data.Reading(chat=True, seed=0, answers_alone=apart)).map(lambda row: {"length": 1})
+        found = [[*row["prompt"], *row["completion"]] if apart else row["messages"] for row in made]
+        assert json.dumps(found) == json.dumps([row["messages"] for row in group])
+
+
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_a_tag_that_no_user_wrote_is_text(tmp_path: Path, role: str) -> None:
     (tmp_path / "0.png").touch()
