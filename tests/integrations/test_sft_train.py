@@ -124,6 +124,19 @@ def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Pa
         train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_chat_without_tools_has_none_where_others_have(tiny_model: Path, tmp_path: Path, apart: bool) -> None:
+    described = "{% if tools is not none and not tools %}{{ raise_exception('an empty list') }}{% endif %}"
+    model = with_template(tiny_model, tmp_path / "model", described)
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    tool = {"type": "function", "function": {"name": "light", "parameters": {}}}
+    rows = [{"messages": chat, "tools": [tool]}, {"messages": chat}, {"messages": chat, "tools": []}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"packing": False, "max_steps": 1, "completion_only_loss": apart or None}
+    assert losses(train(model, tmp_path / "run", dataset=(str(data),), **values))[0] > 0
+
+
 def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tiny_model: Path, tmp_path: Path) -> None:
     joined = (
         "{% if messages[1].tool_calls is defined and "

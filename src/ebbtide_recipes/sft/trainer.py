@@ -181,7 +181,7 @@ def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:
             if not chat or not isinstance(chat[0], dict):
                 return None
             try:
-                processor.apply_chat_template(chat, tools=json.loads(row.get("tools") or "[]") or None, tokenize=False)
+                processor.apply_chat_template(chat, tools=json.loads(row.get("tools") or "null"), tokenize=False)
             except (TemplateError, TypeError):
                 return f"row {number}"
     return None

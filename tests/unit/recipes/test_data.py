@@ -166,7 +166,7 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
     ]
     made = load(write(tmp_path / "rows.jsonl", [*rows, {"messages": [USER, ASSISTANT]}]))
     assert [row["messages"] for row in made] == [*(row["messages"] for row in rows), [USER, ASSISTANT]]
-    assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
+    assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, None]
     with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
 
