@@ -171,6 +171,10 @@ def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_
         train(tiny_model, tmp_path / "out", **{**values, **changes, "max_length": 32})
     assert "--max_length 82" in caught.value.hint
     assert len(losses(train(tiny_model, tmp_path / "whole", **{**values, **changes, "max_length": 82}))) == 1
+    train(tiny_model, tmp_path / "cut", **{**values, **changes, "max_length": 32, "truncation": "right"})
+    # The fourth has a prompt that fills them: nothing of it is learned.
+    assert f"2 of 3 rows of {long} fill max_length, 32 tokens: " in (tmp_path / "cut" / "training.log").read_text()
+    assert "fill max_length" not in (tmp_path / "whole" / "training.log").read_text()
 
 
 def test_checkpointed_lora_computes_the_same_losses(tiny_model: Path, tmp_path: Path) -> None:

@@ -109,8 +109,7 @@ def build(
         if part is not None and collator is None:
             tokenizer = getattr(processor, "tokenizer", processor)
             check_known(part["input_ids"], names or config.dataset, tokenizer, tokens_of(model.config))
-            if config.truncation == "error":
-                _check_lengths(part, names or config.dataset, config.max_length)
+            _check_lengths(part, names or config.dataset, config)
     named = ", ".join(config.dataset)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
@@ -187,17 +186,25 @@ def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:
     return None
 
 
-def _check_lengths(rows: Dataset, names: Sequence[str], most: int) -> None:
-    """Refuse tokenised rows that are too long.
+def _check_lengths(rows: Dataset, names: Sequence[str], config: SftConfig) -> None:
+    """Count tokenised rows that are cut, or refuse them.
 
     Raises:
-        DataError: There are any.
+        DataError: Rows may not be cut, and some are too long.
     """
-    longer = [length for length in map(len, rows["input_ids"]) if length > most]
+    most, named = config.max_length, ", ".join(names)
+    lengths = [] if config.packing else list(map(len, rows["input_ids"]))
+    longer = [length for length in lengths if length > most]
     if longer:
         raise DataError(
-            f"{len(longer)} of {len(rows)} rows of {', '.join(names)} have more than {most} tokens, the longest "
+            f"{len(longer)} of {len(rows)} rows of {named} have more than {most} tokens, the longest "
             f"{max(longer)}, and truncation is 'error'",
             expected=f"at most {most}, the max_length",
             hint=f"--max_length {max(longer)}, or --truncation right cuts them at their end",
+        )
+    if config.truncation == "right" and (full := lengths.count(most)):
+        LOGGER.warning(
+            "%d of %d rows of %s fill max_length, %d tokens: longer ones are cut at their end; "
+            "hint: a larger --max_length, or --truncation error, which counts and refuses them",
+            *(full, len(rows), named, most),
         )
