@@ -12,7 +12,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.recipe import main
+from ebbtide_recipes.sft.recipe import _prepared, main
 from ebbtide_recipes.skeleton.steps import _duration
 
 
@@ -354,6 +354,20 @@ def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -
     assert AutoTokenizer.from_pretrained(tiny_model).decode(learned) == " It returns<|end|>"
 
 
+def test_only_completions_are_evaluated_if_chats_are_trained_on(tiny_model: Path, tmp_path: Path) -> None:
+    question, answer = {"role": "user", "content": "What does it?"}, {"role": "assistant", "content": "It returns."}
+    rows = {"chats": {"messages": [question, answer]}, "pairs": {"query": "What does it?", "response": "It returns."}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    learned: dict[str, list[int]] = {}
+    for trained, evaluated in (("chats", "pairs"), ("pairs", "chats")):
+        names = {"dataset": (f"{tmp_path}/{trained}.jsonl",), "eval_dataset": (f"{tmp_path}/{evaluated}.jsonl",)}
+        made = _prepared(SftConfig(model=str(tiny_model), **names, max_length=64, output_dir=str(tmp_path / "out")))
+        for name, part in ((trained, made.train_dataset), (evaluated, made.eval_dataset)):
+            learned.setdefault(name, []).append(sum(label != -100 for label in part[0]["labels"]))
+    assert learned["chats"][0] == learned["chats"][1] > learned["pairs"][0] == learned["pairs"][1]
+
+
 def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path) -> None:
     logger = logging.getLogger("ebbtide")
     before = (list(logger.handlers), logger.level)
@@ -376,6 +390,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tiny_model: Path, tmp_path: P
     [
         ({"max_length": 129}, ConfigError, "at most 128"),
         ({"train_type": "lora", "target_modules": ("q_porj",)}, ConfigError, "q_proj"),
+        ({"train_type": "lora", "target_modules": ("q_proj", "lm_head")}, ConfigError, "embeddings, lm_head, would"),
         ({"report_to": ("wandbb",)}, ConfigError, "did you mean 'wandb'"),
         ({"report_to": ("wandb",)}, ConfigError, "a tracker that is installed"),
         ({"model": "builtin:smollm"}, DataError, "builtin:smollm2"),
