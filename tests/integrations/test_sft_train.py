@@ -137,6 +137,20 @@ def test_a_chat_without_tools_has_none_where_others_have(tiny_model: Path, tmp_p
     assert losses(train(model, tmp_path / "run", dataset=(str(data),), **values))[0] > 0
 
 
+@pytest.mark.parametrize("knows", [False, True])
+def test_thoughts_that_a_template_leaves_out_are_a_warning(tiny_model: Path, tmp_path: Path, knows: bool) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}" if knows else ""
+    model = with_template(tiny_model, tmp_path / "model", template)
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "42", "reasoning_content": "Hm."}]
+    data = tmp_path / "rows.jsonl"
+    for apart in (False, True):
+        data.write_text(json.dumps({"messages": chat}) + "\n")
+        values = {"dataset": (str(data),), "packing": False, "max_steps": 1, "completion_only_loss": apart or None}
+        train(model, tmp_path / str(apart), **values)
+        log = (tmp_path / str(apart) / "training.log").read_text()
+        assert ("the chat template leaves reasoning_content of messages out" in log) is not knows
+
+
 def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tiny_model: Path, tmp_path: Path) -> None:
     joined = (
         "{% if messages[1].tool_calls is defined and "

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
+_THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
+_FIRST_ROWS = 100
+"""The rows that are searched for thoughts: those of one file have them, or have not."""
+
 
 class SftTrainer(RecordedTrainer, TrlTrainer):
     """TRL's trainer, recorded and with sealed checkpoints."""
@@ -91,6 +95,8 @@ def build(
 
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+    if collator is None:
+        _warn_of_thoughts(dataset, processor)
     own = arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None)
     made_of = partial(SftTrainer, model, own, collator, processing_class=processor)
     parts = (dataset, evaluation)
@@ -168,6 +174,30 @@ def _learned(config: SftConfig, part: Any, rows: Dataset, named: str) -> Dataset
 def _with_texts(part: Dataset, config: SftConfig) -> Dataset:
     """Return rows whose calls of tools have their arguments as JSON in a text."""
     return as_dataset([{**row, **with_texts(row)} for row in part.to_list()], config.dataset)
+
+
+def _warn_of_thoughts(rows: Dataset, processor: Any) -> None:
+    """Warn if the chat template leaves out what the assistant thinks before its answer, by the first such row."""
+    from jinja2 import TemplateError
+
+    for row in rows.select(range(min(len(rows), _FIRST_ROWS))):
+        chat = row.get("messages") or row.get("completion")
+        thought = _THOUGHTS & chat[-1].keys() if isinstance(chat, list) else set[str]()
+        if not any(chat[-1][name] for name in thought):
+            continue
+        before = row.get("prompt") or chat[:-1]
+        answers = (chat[-1], {name: value for name, value in chat[-1].items() if name not in thought})
+        try:
+            one, other = (processor.apply_chat_template([*before, answer], tokenize=False) for answer in answers)
+        except (TemplateError, TypeError):  # as the trainer finds
+            return
+        if one == other:
+            LOGGER.warning(
+                "the chat template leaves %s of messages out: it is not learned; hint: write it into content, or use "
+                "another template",
+                ", ".join(sorted(thought)),
+            )
+        return
 
 
 def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:

@@ -115,6 +115,13 @@ def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Pat
     assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
 
 
+def test_a_system_message_for_plain_text_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, row in enumerate(({"prompt": "q", "completion": "a"}, {"messages": [USER, ASSISTANT]})):
+        name = write(tmp_path / f"{number}.jsonl", [row])
+        data.load([name], data.Reading(chat=True, seed=0, system="flag"))
+    assert caplog.messages == [f"data set {str(tmp_path / '0.jsonl')!r} is plain text: --system has no effect on it"]
+
+
 @pytest.mark.parametrize(
     ("row", "chat", "said"),
     [
