@@ -45,7 +45,9 @@ def warn_of_lost_steps(config: RecipeConfig, model: nn.Module) -> None:
     if config.trains_adapters:
         trained = [n for n, p in model.named_parameters() if p.requires_grad and str(p.dtype) == "torch.bfloat16"]
         copies = {kind for kind in _COPIES for name in trained if f".{kind}." in name}
-        least = {(): 0.0, _COPIES[:1]: _LEAST_RATE_OF_NORMS}.get(tuple(copies), _LEAST_RATE)
+        if not copies:
+            return
+        least = _LEAST_RATE_OF_NORMS if copies == {"ln_tuning_layers"} else _LEAST_RATE
     elif dtype_name(config) != "bfloat16":
         return
     if not in_float32 and rate < least:
