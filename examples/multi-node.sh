@@ -6,7 +6,7 @@ export NNODES=2 MASTER_PORT="${MASTER_PORT:-29500}" NODE_RANK MASTER_ADDR
 ebbtide sft \
     --model Qwen/Qwen3-8B \
     --dataset 'tatsu-lab/alpaca#2000' \
-    --torch_dtype bfloat16 \
+    --bf16 true \
     --fsdp_strategy hybrid_shard \
     --nproc_per_node 8 \
     --activation_cpu_offload true \

@@ -15,6 +15,7 @@ pytestmark = [
     # PEFT, of its own doings.
     pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type .*Norm:UserWarning"),  # of LN_TUNING, which copies it
     # transformers loads adapters of a checkpoint over those that are there.
     pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning"),
 ]
@@ -40,7 +41,9 @@ def values(folder: Path) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in found.items()}
 
 
-@pytest.mark.parametrize("kind", ["boft", pytest.param("vera", marks=pytest.mark.slow), "ia3"])
+@pytest.mark.parametrize(
+    "kind", ["boft", "ia3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("vera", "ln_tuning"))]
+)
 def test_adapters_of_a_kind_train_alike_in_every_mode_and_go_on(tiny_model: Path, tmp_path: Path, kind: str) -> None:
     of = {"train_type": "adapter", "adapter_config": kind}
     whole = train(tiny_model, tmp_path / "whole", **of, save_steps=1, save=True)

@@ -12,7 +12,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.recipe import main
+from ebbtide_recipes.sft.recipe import _prepared, main
 from ebbtide_recipes.skeleton.steps import _duration
 
 
@@ -124,6 +124,33 @@ def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Pa
         train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_chat_without_tools_has_none_where_others_have(tiny_model: Path, tmp_path: Path, apart: bool) -> None:
+    described = "{% if tools is not none and not tools %}{{ raise_exception('an empty list') }}{% endif %}"
+    model = with_template(tiny_model, tmp_path / "model", described)
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    tool = {"type": "function", "function": {"name": "light", "parameters": {}}}
+    rows = [{"messages": chat, "tools": [tool]}, {"messages": chat}, {"messages": chat, "tools": []}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"packing": False, "max_steps": 1, "completion_only_loss": apart or None}
+    assert losses(train(model, tmp_path / "run", dataset=(str(data),), **values))[0] > 0
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_thoughts_that_a_template_leaves_out_are_a_warning(tiny_model: Path, tmp_path: Path, knows: bool) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}" if knows else ""
+    model = with_template(tiny_model, tmp_path / "model", template)
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "42", "reasoning_content": "Hm."}]
+    data = tmp_path / "rows.jsonl"
+    for apart in (False, True):
+        data.write_text(json.dumps({"messages": chat}) + "\n")
+        values = {"dataset": (str(data),), "packing": False, "max_steps": 1, "completion_only_loss": apart or None}
+        train(model, tmp_path / str(apart), **values)
+        log = (tmp_path / str(apart) / "training.log").read_text()
+        assert ("the chat template leaves reasoning_content of messages out" in log) is not knows
+
+
 def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tiny_model: Path, tmp_path: Path) -> None:
     joined = (
         "{% if messages[1].tool_calls is defined and "
@@ -158,6 +185,10 @@ def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_
         train(tiny_model, tmp_path / "out", **{**values, **changes, "max_length": 32})
     assert "--max_length 82" in caught.value.hint
     assert len(losses(train(tiny_model, tmp_path / "whole", **{**values, **changes, "max_length": 82}))) == 1
+    train(tiny_model, tmp_path / "cut", **{**values, **changes, "max_length": 32, "truncation": "right"})
+    # The fourth has a prompt that fills them: nothing of it is learned.
+    assert f"2 of 3 rows of {long} fill max_length, 32 tokens: " in (tmp_path / "cut" / "training.log").read_text()
+    assert "fill max_length" not in (tmp_path / "whole" / "training.log").read_text()
 
 
 def test_checkpointed_lora_computes_the_same_losses(tiny_model: Path, tmp_path: Path) -> None:
@@ -300,6 +331,24 @@ def test_the_saved_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) ->
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
+def test_settings_of_generation_that_cannot_be_saved_are_found_before_training(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    settings = model / "generation_config.json"
+    settings.write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}))
+    train(model, tmp_path / "run", save=True, max_steps=1)
+    assert "samples without do_sample" in (tmp_path / "run" / "training.log").read_text()
+    saved = json.loads((tmp_path / "run" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.9, 0.6)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    settings.write_text(json.dumps({"temperature": 0.0, "eos_token_id": 2}))
+    with pytest.raises(DataError, match="config.json of .* cannot be saved with the trained model: .*\nhint: "):
+        train(model, tmp_path / "refused", save=True, max_steps=1)
+    train(model, tmp_path / "adapters", save=True, max_steps=1, train_type="lora")
+
+
 def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "x" * 30, "completion": " It returns"}) + "\n")
@@ -317,6 +366,20 @@ def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -
     row = made.train_dataset[0]
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     assert AutoTokenizer.from_pretrained(tiny_model).decode(learned) == " It returns<|end|>"
+
+
+def test_only_completions_are_evaluated_if_chats_are_trained_on(tiny_model: Path, tmp_path: Path) -> None:
+    question, answer = {"role": "user", "content": "What does it?"}, {"role": "assistant", "content": "It returns."}
+    rows = {"chats": {"messages": [question, answer]}, "pairs": {"query": "What does it?", "response": "It returns."}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    learned: dict[str, list[int]] = {}
+    for trained, evaluated in (("chats", "pairs"), ("pairs", "chats")):
+        names = {"dataset": (f"{tmp_path}/{trained}.jsonl",), "eval_dataset": (f"{tmp_path}/{evaluated}.jsonl",)}
+        made = _prepared(SftConfig(model=str(tiny_model), **names, max_length=64, output_dir=str(tmp_path / "out")))
+        for name, part in ((trained, made.train_dataset), (evaluated, made.eval_dataset)):
+            learned.setdefault(name, []).append(sum(label != -100 for label in part[0]["labels"]))
+    assert learned["chats"][0] == learned["chats"][1] > learned["pairs"][0] == learned["pairs"][1]
 
 
 def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path) -> None:
@@ -341,6 +404,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tiny_model: Path, tmp_path: P
     [
         ({"max_length": 129}, ConfigError, "at most 128"),
         ({"train_type": "lora", "target_modules": ("q_porj",)}, ConfigError, "q_proj"),
+        ({"train_type": "lora", "target_modules": ("q_proj", "lm_head")}, ConfigError, "embeddings, lm_head, would"),
         ({"report_to": ("wandbb",)}, ConfigError, "did you mean 'wandb'"),
         ({"report_to": ("wandb",)}, ConfigError, "a tracker that is installed"),
         ({"model": "builtin:smollm"}, DataError, "builtin:smollm2"),

@@ -80,7 +80,8 @@ def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[
     if config.train_type == "adapter":
         settings = settings_of(str(config.adapter_config))
     if not {"target_modules", "target_parameters"} & settings.keys():
-        settings["target_modules"] = _targets(config, model)
+        norms = settings["peft_type"] == "LN_TUNING" and not config.is_set("target_modules")
+        settings["target_modules"] = _norms(model, without) if norms else _targets(config, model)
     if without and settings["peft_type"] != "LN_TUNING":
         settings["exclude_modules"] = rf".*(?:{'|'.join(map(re.escape, without))})\..*"
     made = config_of({**settings, "task_type": "CAUSAL_LM"}, config.adapter_config or "")
@@ -135,6 +136,13 @@ def _in_float32(model: PeftModel, config: LanguageConfig) -> PeftModel:
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
     return model
+
+
+def _norms(model: PreTrainedModel, without: Sequence[str]) -> list[str]:
+    """Return the paths of the norms; PEFT knows those of few models, and would copy linear layers as well."""
+    frozen = tuple(f"{path}." for path in without)
+    named = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
+    return [name for name in named if not name.startswith(frozen)]
 
 
 def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:

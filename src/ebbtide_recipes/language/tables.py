@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.skeleton.rows import Row
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 
 def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
@@ -25,16 +27,36 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
     import pyarrow
     from datasets import Dataset
 
-    # A table would give every message, and every call of a tool, all others' fields, empty: JSON keeps them apart.
-    kept_apart = any(map(_has_more, rows))
     try:
-        return Dataset.from_list(rows, on_mixed_types="use_json" if kept_apart else None)
+        return Dataset.from_list(rows, features=_kept_apart(rows) if any(map(_has_more, rows)) else None)
     except (pyarrow.ArrowException, TypeError, UnicodeEncodeError, OverflowError) as error:
         raise DataError(
             f"the rows of {', '.join(names)} do not make one table: {error}",
             expected="rows with the same type of value in each column",
             hint="find a value that is text in one row and another type elsewhere, or text cut inside of a character",
         ) from error
+
+
+def _kept_apart(rows: list[Row]) -> Features:
+    """Return the columns' types, with chats as JSON.
+
+    A table would give every message, and every call of a tool, all others' fields, empty, and make all numbers of a
+    field floats. The JSON of ``datasets`` is pandas', which keeps ten decimals of a number: replace it by Python's.
+    """
+    from datasets import Dataset, Features, Json, List, arrow_writer
+    from datasets.features import features
+    from datasets.utils import json as helpers
+
+    for module in (arrow_writer, features, helpers):
+        vars(module).update(ujson_dumps=partial(json.dumps, ensure_ascii=False), ujson_loads=json.loads)
+    chats = {
+        name
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, list) and value and type(value[0]) is dict
+    }
+    others = Dataset.from_list([{name: value for name, value in row.items() if name not in chats} for row in rows])
+    return Features({name: List(Json()) if name in chats else others.features[name] for name in rows[0]})
 
 
 def _has_more(row: Row) -> bool:

@@ -34,7 +34,8 @@ class SftConfig(LanguageConfig):
             NAME:SUBSET:SPLIT, such as openai/gsm8k:main; NAME#1000 takes the first thousand rows. Several may be given.
         max_length: Tokens in a sequence; longer rows are cut.
         truncation: Cut longer rows at their end (right), or raise an error.
-        packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
+        packing: Concatenate rows and cut them into sequences of exactly max_length tokens; a token attends to the
+            rows before its own.
         completion_only_loss: Learn only completions, or a chat's last answer; default: completions if rows have them,
             else everything.
         prompt_key: Column of the question, with --response_key: COLUMN or COLUMN.KEY; default: by the columns' names.

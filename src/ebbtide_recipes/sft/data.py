@@ -169,6 +169,8 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made))
+    if reading.system is not None and not is_chat(part[0]):
+        LOGGER.warning("data set %r is plain text: --system has no effect on it", name)
     if unknown := unknown_in(part):
         LOGGER.warning(
             "data set %r has messages of the roles %s: a chat template that does not know them leaves them out; "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import launch, run
 from ebbtide_recipes.skeleton.recipe import Recipe
@@ -86,9 +88,13 @@ def _prepared(config: SftConfig) -> SftTrainer:
         outline = models.outline(config, source.config)
         frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
         made = adapters.chosen(config, outline, without=frozen)
+        _check_head(outline)
     dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
     if config.split_dataset_ratio > 0:
         dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
+    if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
+        columns = {*dataset.column_names, *(() if evaluation is None else evaluation.column_names)}
+        config = replace(config, completion_only_loss="completion" in columns)
     batches = None
     if media.WHERE in dataset.column_names:
         batches = collator.made(config, source, dataset)
@@ -114,6 +120,27 @@ def _prepared(config: SftConfig) -> SftTrainer:
             collator=batches,
         ),
     )
+
+
+def _check_head(outline: Any) -> None:
+    """Reject adapters of the output embeddings: TRL computes the loss from their weights.
+
+    Args:
+        outline: An ``outline`` of the model, on which the adapters were tried.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    head = outline.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        name = next(name for name, module in outline.named_modules() if module is head)
+        raise ConfigError(
+            f"the output embeddings, {name}, would have adapters",
+            expected="other modules: the loss is computed from the weights of these, so they would not be trained",
+            hint="leave them out of target_modules; all-linear does",
+        )
 
 
 def _reading(config: SftConfig, source: ModelSource) -> Any:

@@ -221,7 +221,8 @@ def with_tools(row: Row, tools: object, where: str) -> Row:
             expected="a list of tools, or JSON of one",
             hint="a tool is a JSON schema: {'type': 'function', 'function': {'name': ...}}",
         )
-    return {**row, "tools": json.dumps(found)}
+    # An empty list is not none: templates such as Llama's would describe a call of no tool.
+    return {**row, "tools": json.dumps(found or None)}
 
 
 def in_text(row: Row) -> Row:

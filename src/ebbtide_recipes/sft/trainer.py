@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
+_THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
+_FIRST_ROWS = 100
+"""The rows that are searched for thoughts: those of one file have them, or have not."""
+
 
 class SftTrainer(RecordedTrainer, TrlTrainer):
     """TRL's trainer, recorded and with sealed checkpoints."""
@@ -91,6 +95,8 @@ def build(
 
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+    if collator is None:
+        _warn_of_thoughts(dataset, processor)
     own = arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None)
     made_of = partial(SftTrainer, model, own, collator, processing_class=processor)
     parts = (dataset, evaluation)
@@ -109,8 +115,7 @@ def build(
         if part is not None and collator is None:
             tokenizer = getattr(processor, "tokenizer", processor)
             check_known(part["input_ids"], names or config.dataset, tokenizer, tokens_of(model.config))
-            if config.truncation == "error":
-                _check_lengths(part, names or config.dataset, config.max_length)
+            _check_lengths(part, names or config.dataset, config)
     named = ", ".join(config.dataset)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
@@ -171,6 +176,30 @@ def _with_texts(part: Dataset, config: SftConfig) -> Dataset:
     return as_dataset([{**row, **with_texts(row)} for row in part.to_list()], config.dataset)
 
 
+def _warn_of_thoughts(rows: Dataset, processor: Any) -> None:
+    """Warn if the chat template leaves out what the assistant thinks before its answer, by the first such row."""
+    from jinja2 import TemplateError
+
+    for row in rows.select(range(min(len(rows), _FIRST_ROWS))):
+        chat = row.get("messages") or row.get("completion")
+        thought = _THOUGHTS & chat[-1].keys() if isinstance(chat, list) else set[str]()
+        if not any(chat[-1][name] for name in thought):
+            continue
+        before = row.get("prompt") or chat[:-1]
+        answers = (chat[-1], {name: value for name, value in chat[-1].items() if name not in thought})
+        try:
+            one, other = (processor.apply_chat_template([*before, answer], tokenize=False) for answer in answers)
+        except (TemplateError, TypeError):  # as the trainer finds
+            return
+        if one == other:
+            LOGGER.warning(
+                "the chat template leaves %s of messages out: it is not learned; hint: write it into content, or use "
+                "another template",
+                ", ".join(sorted(thought)),
+            )
+        return
+
+
 def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:
     """Return the number of the first chat that a template does not render, in words; ``None``: it renders all."""
     from jinja2 import TemplateError
@@ -181,23 +210,31 @@ def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:
             if not chat or not isinstance(chat[0], dict):
                 return None
             try:
-                processor.apply_chat_template(chat, tools=json.loads(row.get("tools") or "[]") or None, tokenize=False)
+                processor.apply_chat_template(chat, tools=json.loads(row.get("tools") or "null"), tokenize=False)
             except (TemplateError, TypeError):
                 return f"row {number}"
     return None
 
 
-def _check_lengths(rows: Dataset, names: Sequence[str], most: int) -> None:
-    """Refuse tokenised rows that are too long.
+def _check_lengths(rows: Dataset, names: Sequence[str], config: SftConfig) -> None:
+    """Count tokenised rows that are cut, or refuse them.
 
     Raises:
-        DataError: There are any.
+        DataError: Rows may not be cut, and some are too long.
     """
-    longer = [length for length in map(len, rows["input_ids"]) if length > most]
+    most, named = config.max_length, ", ".join(names)
+    lengths = [] if config.packing else list(map(len, rows["input_ids"]))
+    longer = [length for length in lengths if length > most]
     if longer:
         raise DataError(
-            f"{len(longer)} of {len(rows)} rows of {', '.join(names)} have more than {most} tokens, the longest "
+            f"{len(longer)} of {len(rows)} rows of {named} have more than {most} tokens, the longest "
             f"{max(longer)}, and truncation is 'error'",
             expected=f"at most {most}, the max_length",
             hint=f"--max_length {max(longer)}, or --truncation right cuts them at their end",
+        )
+    if config.truncation == "right" and (full := lengths.count(most)):
+        LOGGER.warning(
+            "%d of %d rows of %s fill max_length, %d tokens: longer ones are cut at their end; "
+            "hint: a larger --max_length, or --truncation error, which counts and refuses them",
+            *(full, len(rows), named, most),
         )

@@ -228,7 +228,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     from ebbtide_recipes.skeleton.steps import StepRecorder
     from ebbtide_recipes.skeleton.trainer import save
 
-    warn_of_lost_steps(config)
+    warn_of_lost_steps(config, trainer.model)
     if config.save_steps is not None or checkpoints.resumes(config):
         checkpoints.check_shared(folder)
     found = checkpoints.find(config, world_size=trainer.args.world_size, rows=len(trainer.train_dataset))

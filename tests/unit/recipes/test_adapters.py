@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning"),  # of BOFT, which does without
     pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias term:UserWarning"),  # of BEFT
+    pytest.mark.filterwarnings("ignore:Unsupported layer type .*Norm:UserWarning"),  # of LN_TUNING, which copies it
 ]
 
 
@@ -50,6 +51,14 @@ def test_every_kind_fits_a_decoder_by_its_name_alone(kind: str) -> None:
     made = adapters.chosen(config, llama())
     assert (made.peft_type, made.task_type) == (kind.upper(), "CAUSAL_LM")
     assert not made.is_prompt_learning
+
+
+def test_those_of_norms_are_on_norms_unless_modules_are_named() -> None:
+    made = adapters.chosen(adapter(adapter_config="ln_tuning"), llama(), without=["model.layers.1"])
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    assert set(made.target_modules) == {"model.norm", *(f"model.layers.0.{name}" for name in norms)}
+    named = adapters.chosen(adapter(adapter_config="ln_tuning", target_modules=("q_proj",)), llama())
+    assert set(named.target_modules) == {"q_proj"}
 
 
 def test_a_file_says_how_and_where(tmp_path: Path) -> None:

@@ -115,6 +115,13 @@ def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Pat
     assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
 
 
+def test_a_system_message_for_plain_text_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, row in enumerate(({"prompt": "q", "completion": "a"}, {"messages": [USER, ASSISTANT]})):
+        name = write(tmp_path / f"{number}.jsonl", [row])
+        data.load([name], data.Reading(chat=True, seed=0, system="flag"))
+    assert caplog.messages == [f"data set {str(tmp_path / '0.jsonl')!r} is plain text: --system has no effect on it"]
+
+
 @pytest.mark.parametrize(
     ("row", "chat", "said"),
     [
@@ -166,9 +173,23 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
     ]
     made = load(write(tmp_path / "rows.jsonl", [*rows, {"messages": [USER, ASSISTANT]}]))
     assert [row["messages"] for row in made] == [*(row["messages"] for row in rows), [USER, ASSISTANT]]
-    assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
+    assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, None]
     with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_numbers_of_calls_and_texts_that_are_json_are_what_the_file_has(tmp_path: Path, apart: bool) -> None:
+    numbers = [{"t": 0.3, "lr": 3e-11}, {"t": 2.294512345678901}, {"t": 1}, {"t": 2**70}]
+    calls = [{"type": "function", "function": {"name": "set", "arguments": values}} for values in numbers]
+    rows = [{"messages": [USER, {**ASSISTANT, "tool_calls": [call]}]} for call in calls]
+    thought = {**ASSISTANT, "content": [{"type": "thinking", "thinking": "hm"}]}
+    parts = [{"messages": [{**USER, "content": text}, thought]} for text in ('{"city": "Paris"}', "1.10", "null")]
+    for number, group in enumerate((rows, rows[1:3], parts)):
+        name = write(tmp_path / f"{number}.jsonl", group)
+        made = data.load([name], data.Reading(chat=True, seed=0, answers_alone=apart)).map(lambda row: {"length": 1})
+        found = [[*row["prompt"], *row["completion"]] if apart else row["messages"] for row in made]
+        assert json.dumps(found) == json.dumps([row["messages"] for row in group])
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])

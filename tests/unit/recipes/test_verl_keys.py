@@ -371,7 +371,7 @@ def test_keys_of_verls_fine_tuning(words: list[str], values: dict[str, Any]) -> 
         ),
         (["data.prompt_key=q"], "prompt_key is 'q' without response_key", "--response_key"),
         (["data.prompt_dict_keys=[q]"], "data.prompt_dict_keys q is not supported", "data.prompt_key"),
-        (["use_remove_padding=true"], "use_remove_padding true is not supported", "--packing"),
+        (["use_remove_padding=true"], "use_remove_padding true is not supported", "leave it out"),
         (["ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size 2 is not supported", "leave it out"),
         (["--seed", "1", "max_steps=2"], "'max_steps=2' is an unexpected argument", "--max_steps=2"),
         (["data.truncation=left"], "data.truncation is 'left'; expected one of right, error", "help"),
