@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of, refuse_budget
+from ebbtide.arguments import accelerator_of, check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
@@ -193,8 +193,9 @@ def enable_activation_offloading(
     pairs = find_blocks(model, blocks)
     if isinstance(chosen, TablePlan):
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
+    home, moves = accelerator_of(model), weights_move(model)
     engine = _open_engine(
-        chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, weights_move=weights_move(model)
+        chosen, options, home, tensor_filter=tensor_filter, keep_filter=keep_filter, weights_move=moves
     )
     try:
         attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
@@ -380,16 +381,15 @@ def _rules() -> dict[str, Rule]:
 def _open_engine(
     policy: Policy | Plan,
     options: Options,
-    *,
-    weights_move: bool = False,
-    **filters: Any,
+    home: torch.device | None = None,
+    **settings: Any,
 ) -> Engine:
     tier = open_tier(
         "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
-        host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous)  # fmt: skip
+        host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous, home=home)  # fmt: skip
     measured = measured_plan(policy, tier, options.window_bytes)
     plan = measured or (plan_for(policy) if isinstance(policy, Policy) else policy)
-    engine = Engine(plan, tier, options, BUS, weights_move=weights_move, rules=_rules(), **filters)
+    engine = Engine(plan, tier, options, BUS, rules=_rules(), **settings)
     if measured is not None:
         try:
             measured.watch(engine)

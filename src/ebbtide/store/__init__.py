@@ -27,6 +27,7 @@ def open_tier(
     disk_path: str | os.PathLike[str] | None = None,
     host_budget_bytes: int | None = None,
     synchronous: bool = False,
+    home: torch.device | None = None,
 ) -> DiskTier | SpillTier:
     """Open the tier for offloaded bytes.
 
@@ -36,6 +37,7 @@ def open_tier(
             one.
         host_budget_bytes: Most bytes of host memory; ``None``: a fair share.
         synchronous: Host target: copy in order with compute.
+        home: Host target: the device of the model; ``None``: the current one.
 
     Raises:
         ConfigError: No such target.
@@ -56,7 +58,7 @@ def open_tier(
             disk_path = check_directory(disk_path)
         budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
         _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
-        host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
+        host = HostTier(AcceleratorDevice(home), budget_bytes=budget, synchronous=synchronous)
         return SpillTier(host, lambda: DiskTier(disk_path), budget_bytes=budget)
     if synchronous:
         _LOG.warning("synchronous has no effect here: offloaded bytes go to disk")

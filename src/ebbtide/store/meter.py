@@ -164,6 +164,15 @@ def meter_for(tier: Tier) -> Meter:
     return HostMeter() if device is None else DeviceMeter(device)
 
 
+def home_of(tier: Tier) -> torch.device | None:
+    """Return the device whose memory the tier saves, which need not be the current one; None if it knows none.
+
+    Args:
+        tier: The store of a step's offloaded bytes.
+    """
+    return getattr(_device_of(tier), "home", None)
+
+
 def room_bytes(tier: Tier) -> int | None:
     """Return the memory that a step may still take; None if unknown.
 
@@ -175,8 +184,9 @@ def room_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes() // ranks_of(os.environ)
-    allowed, memory = allowed_bytes(), device_memory()
-    return None if allowed is None else int(allowed + memory.memory_reserved() - memory.memory_allocated())
+    where, memory = home_of(tier), device_memory()
+    allowed = allowed_bytes(where)
+    return None if allowed is None else int(allowed + memory.memory_reserved(where) - memory.memory_allocated(where))
 
 
 def device_bytes(tier: Tier) -> int | None:
@@ -188,7 +198,7 @@ def device_bytes(tier: Tier) -> int | None:
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
         return None
-    return room + int(device_memory().memory_allocated())
+    return room + int(device_memory().memory_allocated(home_of(tier)))
 
 
 def resident_bytes() -> int | None:
@@ -207,7 +217,7 @@ def reserved_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return None
-    return int(device_memory().memory_reserved())
+    return int(device_memory().memory_reserved(home_of(tier)))
 
 
 def keeps_time(tier: Tier) -> bool:
