@@ -191,7 +191,9 @@ class AcceleratorDevice:
             stats, allowed = device_memory().memory_stats(where), allowed_bytes(where)
             if allowed is None:
                 return None
-            cached = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
+            # cudaMallocAsync counts no active bytes.
+            used = max(stats[f"{name}_bytes.all.current"] for name in ("active", "allocated"))
+            cached = stats["reserved_bytes.all.current"] - used
             flushes = stats["num_alloc_retries"]
         except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
             _LOG.debug("free device memory is not known: %s", error)
