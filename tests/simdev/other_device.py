@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any, cast
 
 import torch
@@ -9,13 +10,14 @@ from torch import nn
 
 import ebbtide
 from ebbtide.store import meter
+from ebbtide.track import summarise
 from tests.simdev.device import configure
 
 MIB = 1 << 20
 
 
 def main() -> None:
-    """Train some steps under ``Auto``, and check where memory was looked up and pinned."""
+    """Train some steps under ``Auto``, and check on which device memory was read and pinned."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     where = torch.device(kind.type, 1)
@@ -31,9 +33,23 @@ def main() -> None:
         assert (meter.device_bytes(tier) or 0) > 500 * MIB < (meter.room_bytes(tier) or 0)
         assert meter.reserved_bytes(tier) == torch.accelerator.memory_reserved(1) > 0
         assert plan._loop.budget_bytes == 500 * MIB and "no plan fits" not in handle.explain()
+    _track(model, x)
     assert pinned_on == {1} and torch.accelerator.memory_reserved(0) == 0
     assert torch.accelerator.current_device_index() == 0
     print("trained")
+
+
+def _track(model: nn.Module, x: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        with ebbtide.track_memory(folder, model=model):
+            for _ in range(4):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        inside = summarise(folder)["inside"]
+    saved = 4 * 3 * x.nbytes  # inputs of both layers and of the activation
+    assert inside["floor_bytes"] > 0 and inside["activation_bytes"] > saved / 2, inside
 
 
 def _let_others_fill_the_current_device() -> None:

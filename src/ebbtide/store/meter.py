@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ebbtide.store.device import Device
-from ebbtide.store.device_memory import allowed_bytes, device_memory, take_peak_bytes
+from ebbtide.store.device_memory import allowed_bytes, device_memory, index_of, take_peak_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes, ranks_of
@@ -58,15 +58,26 @@ class Meter(Protocol):
         ...
 
 
-_unread: weakref.WeakKeyDictionary[Meter, dict[torch.device | None, int]] = weakref.WeakKeyDictionary()
+_unread: weakref.WeakKeyDictionary[Any, dict[int | None, int]] = weakref.WeakKeyDictionary()
 """For each meter, the highest peaks that others have read since its own call: reading resets the process's peak."""
 
 
-def _shared(meter: Meter, where: torch.device | None, peak_bytes: int) -> int:
+def _shared(meter: object, index: int | None, peak_bytes: int) -> int:
     """Return a meter's peak, given the process's since any meter read it."""
     for peaks in list(_unread.values()):
-        peaks[where] = max(peaks.get(where, 0), peak_bytes)
-    return _unread[meter].pop(where)
+        peaks[index] = max(peaks.get(index, 0), peak_bytes)
+    return _unread[meter].pop(index)
+
+
+class DevicePeak:
+    """The peak of what torch allocated on a device, for one reader of several."""
+
+    def __init__(self) -> None:
+        _unread[self] = {}
+
+    def take_bytes(self, where: torch.device | int | None) -> int:
+        """Return the peak since the last call, and reset torch's; None: of the current device."""
+        return _shared(self, index_of(where), take_peak_bytes(where))
 
 
 class HostMeter:
@@ -118,8 +129,7 @@ class DeviceMeter:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
-        _unread[self] = {}
+        self._device, self._peak = device, DevicePeak()
 
     def timestamp(self, where: torch.device | None) -> Timestamp:
         """Return an event of the compute stream of that device."""
@@ -149,9 +159,7 @@ class DeviceMeter:
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the peak allocation since the last call; resets torch's peak."""
-        if not torch.accelerator.is_available():
-            return None
-        return _shared(self, where, take_peak_bytes(where))
+        return self._peak.take_bytes(where) if torch.accelerator.is_available() else None
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""
