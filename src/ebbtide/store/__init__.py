@@ -9,13 +9,14 @@ import torch
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import format_size
+from ebbtide.store.device import capture_query
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from ebbtide.store.location import check_directory
 from ebbtide.store.share import fair_share_bytes
 from ebbtide.store.spill import SpillTier
 
-__all__ = ["DiskTier", "HostTier", "SpillTier", "open_tier"]
+__all__ = ["DiskTier", "HostTier", "SpillTier", "capture_query", "open_tier"]
 
 _LOG = logging.getLogger("ebbtide.store")
 _TARGETS = ("auto", "host", "disk")

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities, FreeMemory
+from ebbtide.store.device import Capabilities, FreeMemory, capture_query
 from ebbtide.store.device_memory import allowed_bytes, device_memory
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
@@ -51,8 +51,7 @@ class AcceleratorDevice:
         self.kind = found.type
         self.home = torch.device(self.kind, torch.accelerator.current_device_index()) if home is None else home
         self._used: set[torch.device] = set()
-        module = torch.get_device_module(found)
-        self._is_capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", _is_capturing)
+        self._is_capturing = capture_query()
         with self._at_home():
             self._registrar = self._find_registrar(self.home)
             pinned = self._registrar is not None or self._can_pin()
@@ -228,8 +227,3 @@ class AcceleratorDevice:
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute, and return when done."""
         target.copy_(source, non_blocking=False)
-
-
-def _is_capturing() -> bool:
-    stream: Any = torch.accelerator.current_stream()  # torch before 2.12 has no such method
-    return hasattr(stream, "is_capturing") and stream.is_capturing()
