@@ -107,7 +107,7 @@ def warn_of_idle(engine: Engine, model: nn.Module, *, host_budget: object) -> No
     if engine.tier.name != "host":
         if host_budget is not None:
             logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
-    elif not engine.weights.move and {p.device.type for p in model.parameters()} == {"cpu"}:
+    elif not engine.weights.move and all(p.is_cpu and not engine.tier.owns(p) for p in model.parameters()):
         logger.warning(
             "the model is on the CPU, and this machine has an accelerator, whose tensors alone are offloaded to host "
             "memory; hint: move the model before you train it, or pass target='disk'"

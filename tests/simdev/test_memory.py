@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.layout import checksum
 from ebbtide.track import summarise
 from tests.gpu.test_first_light import _batch, _model, _same, _step
@@ -229,3 +230,17 @@ def test_the_peak_of_a_run_is_that_of_the_allocator(policy: str | None, tmp_path
     assert 200 * MIB < inside["peak_bytes"] == phases["backward"]["peak_bytes"]
     levels = inside["floor_bytes"], inside["activation_bytes"], phases["optimizer"]["peak_bytes"]
     assert max(levels) < 64 * MIB < found["peak_device_bytes"]
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 1 << 20), (1, 1 << 20, 32)])
+def test_a_comparison_of_all_bytes_takes_little_memory(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device="simdev").transpose(0, 1)
+    before = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    first = Fingerprint(x, full=True)
+    assert first.same(x)
+    assert torch.accelerator.max_memory_allocated() - before < x.nbytes * 5 // 8
+    other = x.contiguous()
+    assert first.same(other) and Fingerprint(other, full=True).same(x)
+    other[-1, -1, -1] += 1
+    assert not first.same(other)
