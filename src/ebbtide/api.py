@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of, refuse_budget
+from ebbtide.arguments import accelerator_of, check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
@@ -31,7 +31,7 @@ from ebbtide.profiling.hardware import measured_machine
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
-from ebbtide.store import open_tier
+from ebbtide.store import capture_query, open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.coverage import Watch
 from ebbtide.wrap.forward import GRAPH_CAPTURE
@@ -193,15 +193,14 @@ def enable_activation_offloading(
     pairs = find_blocks(model, blocks)
     if isinstance(chosen, TablePlan):
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
-    engine = _open_engine(
-        chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, weights_move=weights_move(model)
-    )
+    home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
+    engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
     try:
         attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
     except BaseException:
         engine.tier.close()
         raise
-    warn_of_idle(engine, host_budget=host_budget)
+    warn_of_idle(engine, model, host_budget=host_budget)
     warn_of_torch(engine)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
@@ -310,7 +309,7 @@ class offload_saved_tensors(ContextDecorator):
         self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
         # Per thread, since several may run one decorated function; reentrant.
-        self._entered: defaultdict[int, list[tuple[Engine, offloading]]] = defaultdict(list)
+        self._entered: defaultdict[int, list[list[tuple[Engine, offloading]]]] = defaultdict(list)
         self._latest: Engine | None = None
         self._kept: dict[Hashable, list[Engine]] = {}  # idle engines of a plan, which lives no longer than this
 
@@ -320,6 +319,10 @@ class offload_saved_tensors(ContextDecorator):
 
     def __enter__(self) -> offload_saved_tensors:
         check_version("torch")
+        if capture_query()():  # before an engine is opened, which synchronizes
+            logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
+            self._entered[get_ident()].append([])
+            return self
         try:
             engine = self._idle().pop()  # at once: another thread may take the last one
         except IndexError:
@@ -327,22 +330,19 @@ class offload_saved_tensors(ContextDecorator):
             refuse_budget(self._policy, engine.tier)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
-        self._entered[get_ident()].append((engine, hooks))
-        if engine.tier.capturing():
-            logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
-        else:
-            hooks.__enter__()
+        self._entered[get_ident()].append([(engine, hooks)])
+        hooks.__enter__()
         self._latest = engine
         return self
 
     def __exit__(self, *exception: object) -> None:
-        engine, hooks = self._entered[get_ident()].pop()
-        try:
-            hooks.close()
-        finally:
-            engine.end_pass()
-        if engine.tier.name == "host":  # a disk tier would hold its file and its threads
-            self._idle().append(engine)
+        for engine, hooks in self._entered[get_ident()].pop():
+            try:
+                hooks.close()
+            finally:
+                engine.end_pass()
+            if engine.tier.name == "host":  # a disk tier would hold its file and its threads
+                self._idle().append(engine)
 
     def _idle(self) -> list[Engine]:
         shared = isinstance(self._policy, Policy)  # equal ones decide alike; a plan is made anew with each file read
@@ -380,16 +380,15 @@ def _rules() -> dict[str, Rule]:
 def _open_engine(
     policy: Policy | Plan,
     options: Options,
-    *,
-    weights_move: bool = False,
-    **filters: Any,
+    home: torch.device | None = None,
+    **settings: Any,
 ) -> Engine:
     tier = open_tier(
         "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
-        host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous)  # fmt: skip
+        host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous, home=home)  # fmt: skip
     measured = measured_plan(policy, tier, options.window_bytes)
     plan = measured or (plan_for(policy) if isinstance(policy, Policy) else policy)
-    engine = Engine(plan, tier, options, BUS, weights_move=weights_move, rules=_rules(), **filters)
+    engine = Engine(plan, tier, options, BUS, rules=_rules(), **settings)
     if measured is not None:
         try:
             measured.watch(engine)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 
 import torch
+from torch import nn
 
 from ebbtide.base.actions import Plan
 from ebbtide.base.checks import check_value
@@ -40,6 +41,12 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
         expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, a plan, or a plan file",
         hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
     )
+
+
+def accelerator_of(model: nn.Module) -> torch.device | None:
+    """Return the accelerator of a model's first parameter on one, which need not be the current one; None: none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return next((p.device for p in model.parameters() if found is not None and p.device.type == found.type), None)
 
 
 def _is_plan(value: object) -> bool:

@@ -102,10 +102,16 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         logger.info("Memory saved: %.2f GiB of the %.2f GiB that blocks save for the backward pass", saved, of)
 
 
-def warn_of_idle(engine: Engine, *, host_budget: object) -> None:
-    """Warn about an option without effect on the target. A disk path always has one: the host target spills there."""
-    if host_budget is not None and engine.tier.name != "host":
-        logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
+def warn_of_idle(engine: Engine, model: nn.Module, *, host_budget: object) -> None:
+    """Warn about what has no effect on the target. A disk path always has one: the host target spills to it."""
+    if engine.tier.name != "host":
+        if host_budget is not None:
+            logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
+    elif not engine.weights.move and all(p.is_cpu and not engine.tier.owns(p) for p in model.parameters()):
+        logger.warning(
+            "the model is on the CPU, and this machine has an accelerator, whose tensors alone are offloaded to host "
+            "memory; hint: move the model before you train it, or pass target='disk'"
+        )
 
 
 def warn_of_torch(engine: Engine) -> None:

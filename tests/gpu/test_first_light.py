@@ -170,3 +170,12 @@ def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) 
         for _ in range(3):
             assert _same(expected, step(model))
         assert handle.stats().demoted_sites == () and node in handle.explain()
+
+
+def test_the_plan_of_a_model_and_a_batch_on_the_device_is_that_of_the_host() -> None:
+    plans: list[str] = []
+    for device in (torch.device("cpu"), torch.accelerator.current_accelerator()):
+        model = nn.Sequential(nn.Embedding(50, 64), *(Block(64) for _ in range(3))).to(device)
+        ids = torch.randint(0, 50, (2, 64)).to(device)
+        plans.append(ebbtide.make_plan(model, ids, machine="h200", min_bytes=0).explain())
+    assert plans[0] == plans[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import ebbtide
 from benchmarks import first_contact
 from benchmarks.results_folder import write_result
 from benchmarks.suites import link, overhead
+from ebbtide.config import Target
 from ebbtide.store import open_tier
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
@@ -128,6 +130,33 @@ def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: py
         assert len([r for r in caplog.records if "capture of a device graph" in r.getMessage()]) == 1
         assert _same(plain, _step(model, x)) and handle.stats().live_tickets == 0
     assert counters()["bytes_in"] > after["bytes_in"] or policy == "auto"
+
+
+def test_a_context_first_entered_in_a_capture_opens_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ebbtide.api._idle_engines", {})
+    x, before = _batch(width=64, tokens=64).requires_grad_(), counters()
+    with configured(capturing=1), ebbtide.offload_saved_tensors(min_bytes=0) as captured:
+        x.exp()
+    assert counters().get("registrations") == before.get("registrations") and captured.stats().packs == 0
+    assert [r.getMessage() for r in caplog.records] == ["nothing is offloaded inside the capture of a device graph"]
+    with ebbtide.offload_saved_tensors(min_bytes=0) as offloaded:
+        loss = x.exp().sum()
+    loss.backward()
+    assert offloaded._latest is not None and not cast("Any", offloaded._latest.tier).host.synchronous
+    assert offloaded.stats().packs > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "target", "warned"), [("cpu", "auto", True), (DEVICE, "auto", False), ("cpu", "disk", False)]
+)
+def test_a_model_on_the_cpu_of_a_machine_with_a_device_is_named(
+    device: torch.device | str, target: Target, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ebbtide.enable_activation_offloading(_model(width=64, depth=3).to(device), target=target).close()
+    lines = [r.getMessage() for r in caplog.records if "the model is on the CPU" in r.getMessage()]
+    assert len(lines) == warned and all("hint: " in line for line in lines)
 
 
 def test_the_budget_of_host_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:

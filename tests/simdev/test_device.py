@@ -326,9 +326,17 @@ def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine
     assert (passed, busy) == (1200, 300)
 
 
-def test_a_model_over_two_devices_of_one_process_trains_under_every_policy() -> None:
+def with_two_devices(module: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.simdev.run", "tests.simdev.two_devices"],
+        [sys.executable, "-m", "tests.simdev.run", module],
         env={**os.environ, "SIMDEV_DEVICES": "2"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ran.returncode == 0 and ran.stdout.endswith("trained\n"), ran.stderr[-3000:]
+
+
+def test_a_model_over_two_devices_of_one_process_trains_under_every_policy() -> None:
+    with_two_devices("tests.simdev.two_devices")
+
+
+def test_memory_is_that_of_the_models_device_and_not_of_the_current_one() -> None:
+    with_two_devices("tests.simdev.other_device")

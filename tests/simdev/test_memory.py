@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.layout import checksum
+from ebbtide.track import summarise
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import on_device
 from tests.helpers.models import Tiny, build
@@ -196,3 +200,47 @@ def test_a_device_that_is_full_from_the_first_step_on(policy: str, caplog: pytes
             stats = handle.stats()
             assert stats.live_tickets == stats.store_bytes == 0 and stats.demoted_sites == ()
     assert fits["keep"] == [] and 0.9 in fits[policy] and 0.0 not in fits[policy], fits
+
+
+class _WorkOfBackward(torch.autograd.Function):
+    """Takes memory in backward that is free again before anyone could sample it, as the gradient of logits is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch.empty(200 * MIB, dtype=torch.uint8, device=grad.device)
+        return grad
+
+
+@pytest.mark.parametrize("policy", [None, "offload"])
+def test_the_peak_of_a_run_is_that_of_the_allocator(policy: str | None, tmp_path: Path) -> None:
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = None if policy is None else ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0)
+    with handle or nullcontext(), ebbtide.track_memory(tmp_path, model=model):
+        for _ in range(4):
+            _WorkOfBackward.apply(model(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = summarise(tmp_path)
+    inside, phases = found["inside"], found["phases"]
+    assert 200 * MIB < inside["peak_bytes"] == phases["backward"]["peak_bytes"]
+    levels = inside["floor_bytes"], inside["activation_bytes"], phases["optimizer"]["peak_bytes"]
+    assert max(levels) < 64 * MIB < found["peak_device_bytes"]
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 1 << 20), (1 << 20, 8, 4)])
+def test_a_comparison_of_all_bytes_takes_little_memory(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device="simdev").transpose(0, 1)
+    before = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    first = Fingerprint(x, full=True)
+    assert first.same(x)
+    assert torch.accelerator.max_memory_allocated() - before < x.nbytes * 5 // 8
+    other = x.contiguous()
+    assert first.same(other) and Fingerprint(other, full=True).same(x)
+    other[-1, -1, -1] += 1
+    assert not first.same(other)

@@ -32,6 +32,9 @@ ROUNDINGS = {2: 2, 4: 64, 8: 64}
 HELD_BYTES = 16 * 1024
 """Up to this size a tensor of the host is held, not summed, where all its bytes are compared."""
 
+SUMMED_BYTES = 32 * 1024**2
+"""Most bytes of a device that are summed at once: a tensor that is not contiguous is copied for it."""
+
 STRETCHES = 16
 """Parts of a tensor that are summed apart, where all bytes are covered."""
 
@@ -250,7 +253,11 @@ def _grid(shape: tuple[int, ...]) -> list[int]:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over stretches that together cover all bytes, in the order of the elements."""
+    """Return sums over stretches that together cover all bytes, in an order that follows from the shape alone."""
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes > SUMMED_BYTES and not tensor.is_cpu:
+        longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+        return torch.cat([_sums(part) for part in tensor.detach().chunk(-(-nbytes // SUMMED_BYTES), longest)])
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()

@@ -220,7 +220,8 @@ def _rate(
             try:
                 work = prepare(size, kind)
                 rounds = [_seconds(device, work) for _ in range(1 + _LEAST_ROUNDS)]
-                spent, rounds = spent + sum(rounds), rounds[1:]  # the first warms up
+                rounds = rounds[1:]  # the first warms up, which may take longer than all others
+                spent += sum(rounds)
                 before, found = found, amount(size) / statistics.median(rounds)
                 timed = min(rounds) >= _TIMED_SECONDS and found < _BETTER * before
                 if timed or spent > _GROWING_SECONDS or size == sizes[-1]:

@@ -45,7 +45,7 @@ from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks, outsid
 from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
+from ebbtide.store.meter import device_bytes, home_of, meter_for, reserved_bytes, resident_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -390,11 +390,10 @@ class MeasuredPlan:
 
     def _probe(self) -> None:
         self._tier.stalls.timed = True  # until the next pass begins
-        kind = torch.accelerator.current_accelerator() if self._tier.name == "host" else torch.device("cpu")
-        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=kind)
+        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(self._tier) or "cpu")
         slot = self._tier.park(source)
         slot.wait_parked()
         slot.take()
         slot.free()
         if source.device.type != "cpu":
-            torch.accelerator.synchronize()  # a copy has its time when it has ended
+            torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ebbtide.base.errors import ConfigError
@@ -244,8 +245,11 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fake_argument(value: Any) -> Any:
     """Return a fake argument of the forward; integers with values stay real, because the model may branch on them."""
-    if not _is_tensor(value) or not (value.is_floating_point() or value.is_meta):
+    if not _is_tensor(value):
         return value
+    if not (value.is_floating_point() or value.is_meta):
+        with unset_fake_temporarily():
+            return value.cpu()  # the device that fake tensors report
     return _fake(value).requires_grad_(value.requires_grad)
 
 

@@ -9,13 +9,14 @@ import torch
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import format_size
+from ebbtide.store.device import capture_query
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from ebbtide.store.location import check_directory
 from ebbtide.store.share import fair_share_bytes
 from ebbtide.store.spill import SpillTier
 
-__all__ = ["DiskTier", "HostTier", "SpillTier", "open_tier"]
+__all__ = ["DiskTier", "HostTier", "SpillTier", "capture_query", "open_tier"]
 
 _LOG = logging.getLogger("ebbtide.store")
 _TARGETS = ("auto", "host", "disk")
@@ -27,6 +28,7 @@ def open_tier(
     disk_path: str | os.PathLike[str] | None = None,
     host_budget_bytes: int | None = None,
     synchronous: bool = False,
+    home: torch.device | None = None,
 ) -> DiskTier | SpillTier:
     """Open the tier for offloaded bytes.
 
@@ -36,6 +38,7 @@ def open_tier(
             one.
         host_budget_bytes: Most bytes of host memory; ``None``: a fair share.
         synchronous: Host target: copy in order with compute.
+        home: Host target: the device of the model; ``None``: the current one.
 
     Raises:
         ConfigError: No such target.
@@ -56,7 +59,7 @@ def open_tier(
             disk_path = check_directory(disk_path)
         budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
         _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
-        host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
+        host = HostTier(AcceleratorDevice(home), budget_bytes=budget, synchronous=synchronous)
         return SpillTier(host, lambda: DiskTier(disk_path), budget_bytes=budget)
     if synchronous:
         _LOG.warning("synchronous has no effect here: offloaded bytes go to disk")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities, FreeMemory
+from ebbtide.store.device import Capabilities, FreeMemory, capture_query
 from ebbtide.store.device_memory import allowed_bytes, device_memory
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
@@ -28,11 +29,18 @@ _UNRELIABLE = frozenset({"npu"})
 class AcceleratorDevice:
     """The ``Device`` protocol over ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
+    Args:
+        home: The device of the model; None: the current one.
+
+    Attributes:
+        home: The first device that copies; until then, that of the model. Calls without a tensor go to this one: on
+            another they would take memory, or find none.
+
     Raises:
         TargetError: The machine has no accelerator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: torch.device | None = None) -> None:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None:
             raise TargetError(
@@ -41,17 +49,22 @@ class AcceleratorDevice:
                 hint="without a GPU, RAM is the memory to save, so activations are offloaded to disk",
             )
         self.kind = found.type
+        self.home = torch.device(self.kind, torch.accelerator.current_device_index()) if home is None else home
         self._used: set[torch.device] = set()
-        module = torch.get_device_module(found)
-        self._is_capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", _is_capturing)
-        self._registrar = self._find_registrar(found)
-        pinned = self._registrar is not None or self._can_pin()
-        asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(found)
-        self.capabilities = Capabilities(
-            asynchronous_copies=asynchronous, pinned_host=pinned, timed_events=self._can_time(found)
-        )
+        self._is_capturing = capture_query()
+        with self._at_home():
+            self._registrar = self._find_registrar(self.home)
+            pinned = self._registrar is not None or self._can_pin()
+            asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(self.home)
+            timed = self._can_time(self.home)
+        self.capabilities = Capabilities(asynchronous_copies=asynchronous, pinned_host=pinned, timed_events=timed)
         if not asynchronous:
             _LOG.warning("copies to host memory are synchronous on %s: each one stalls compute", self.kind)
+
+    def _at_home(self) -> AbstractContextManager[Any]:
+        # Not ``set_device_index``: going back, it would begin the device that was current, which takes memory.
+        scope: Any = getattr(torch.get_device_module(self.kind), "device", None)
+        return contextlib.nullcontext() if scope is None else scope(self.home)
 
     def _find_registrar(self, where: torch.device) -> RuntimeRegistrar | None:
         """Return the registrar of mapped memory, if torch exposes the calls and a test succeeds."""
@@ -60,7 +73,7 @@ class AcceleratorDevice:
             runtime = find() if find is not None else None
             if not hasattr(runtime, "cudaHostRegister") or not hasattr(runtime, "cudaHostUnregister"):
                 return None
-            registrar = RuntimeRegistrar(runtime, self._settle, self._forget_error)
+            registrar = RuntimeRegistrar(runtime, self._settle, self._forget_error, self._at_home)
             trial = pinned_memory(mmap.PAGESIZE, registrar)
             return registrar if trial.is_pinned() else None
         except (RuntimeError, AssertionError) as error:  # torch raises the latter without a runtime
@@ -75,7 +88,7 @@ class AcceleratorDevice:
     def _forget_error(self) -> None:
         # The runtime keeps the error of a failed call until a kernel launch is checked: launch one.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self.kind).add_(1)  # zeroing memory may not launch a kernel
+            torch.ones(1, device=self.home).add_(1)  # zeroing memory may not launch a kernel
 
     @staticmethod
     def _can_pin() -> bool:
@@ -86,7 +99,7 @@ class AcceleratorDevice:
 
     def _can_order(self, where: torch.device) -> bool:
         try:
-            stream = self.side_stream(where, "in")
+            stream = self._side_stream(where, "in")
             stream.wait_event(torch.accelerator.current_stream(where).record_event())
             stream.record_event().synchronize()
         except (RuntimeError, NotImplementedError, TypeError):
@@ -133,7 +146,13 @@ class AcceleratorDevice:
 
     def side_stream(self, where: torch.device, purpose: str) -> torch.Stream:
         """Make a stream on that device; copy-ins get the higher priority, because compute waits for them."""
+        if not self._used:
+            self.home = where
         self._used.add(where)
+        return self._side_stream(where, purpose)
+
+    @staticmethod
+    def _side_stream(where: torch.device, purpose: str) -> torch.Stream:
         try:
             return torch.Stream(device=where, priority=-1 if purpose == "in" else 0)
         except (RuntimeError, TypeError):  # a kind of device without stream priorities
@@ -171,7 +190,9 @@ class AcceleratorDevice:
             stats, allowed = device_memory().memory_stats(where), allowed_bytes(where)
             if allowed is None:
                 return None
-            cached = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
+            # cudaMallocAsync counts no active bytes.
+            used = max(stats[f"{name}_bytes.all.current"] for name in ("active", "allocated"))
+            cached = stats["reserved_bytes.all.current"] - used
             flushes = stats["num_alloc_retries"]
         except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
             _LOG.debug("free device memory is not known: %s", error)
@@ -206,8 +227,3 @@ class AcceleratorDevice:
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute, and return when done."""
         target.copy_(source, non_blocking=False)
-
-
-def _is_capturing() -> bool:
-    stream: Any = torch.accelerator.current_stream()  # torch before 2.12 has no such method
-    return hasattr(stream, "is_capturing") and stream.is_capturing()

@@ -12,7 +12,7 @@ only makes tensors, which others save, is not noticed: such tensors need the pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,3 +142,15 @@ class Device(Protocol):
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute, and return when done."""
+
+
+def capture_query() -> Callable[[], bool]:
+    """Return a function that tells whether the current stream is captured in a graph (``torch.cuda.graph``)."""
+    if not torch.accelerator.is_available():
+        return lambda: False
+    return getattr(torch.get_device_module(), "is_current_stream_capturing", _is_capturing)
+
+
+def _is_capturing() -> bool:
+    stream: Any = torch.accelerator.current_stream()  # torch before 2.12 has no such method
+    return hasattr(stream, "is_capturing") and stream.is_capturing()

@@ -22,12 +22,12 @@ def device_memory() -> Any:
 
 def peak_bytes(where: torch.device | int | None = None) -> int:
     """Return the most bytes that torch had allocated on a device, also before ``take_peak_bytes``."""
-    return max(int(device_memory().max_memory_allocated(where)), _highest.get(_index(where), 0))
+    return max(int(device_memory().max_memory_allocated(where)), _highest.get(index_of(where), 0))
 
 
 def take_peak_bytes(where: torch.device | int | None = None) -> int:
     """Return the most bytes allocated since the last call, and reset torch's peak."""
-    memory, index = device_memory(), _index(where)
+    memory, index = device_memory(), index_of(where)
     peak = int(memory.max_memory_allocated(where))
     _highest[index] = max(peak, _highest.get(index, 0))
     memory.reset_peak_memory_stats(where)
@@ -61,7 +61,8 @@ def free_and_total_bytes(where: torch.device | None = None) -> tuple[int, int] |
     return None if info is None else info(where)
 
 
-def _index(where: torch.device | int | None) -> int:
+def index_of(where: torch.device | int | None) -> int:
+    """Return the index of a device; None, and a device without one: the current one."""
     index = where.index if isinstance(where, torch.device) else where
     return torch.accelerator.current_device_index() if index is None else index
 

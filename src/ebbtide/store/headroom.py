@@ -3,8 +3,9 @@
 [Note: headroom] Before torch's allocator raises, it frees all cached memory: the device synchronizes, and each later
 allocation calls the driver. A prefetch must not cause that, because its bytes are not needed yet. So free memory is
 queried before a prefetch; copy-ins for a waiting reader are never refused here. Prefetched bytes may also leave too
-little memory for compute, whose allocations then flush the cache: the allocator counts flushes, and after one the next
-prefetch is refused, which shrinks the window.
+little memory for compute, whose allocations then flush the cache: the allocator counts flushes, and after one in a
+backward the next prefetch is refused, which shrinks the window. Flushes of a forward or an optimizer do not count: once
+there was one at all, the end of each backward queries too.
 
 The query costs the host some tens of microseconds, so one result is used for half of the memory that was free then, and
 at most for the bytes that the link moves in a few milliseconds.
@@ -32,8 +33,12 @@ class Headroom:
         self._flushes: dict[torch.device, int] = {}
 
     def forget(self) -> None:
-        """Query again next time."""
+        """End a backward: query again next time, and count no flushes before that."""
         self._left_bytes.clear()
+        for where, before in tuple(self._flushes.items()):
+            room = self._device.free_memory(where) if before else None
+            if room is not None and room.flushes == before:
+                del self._flushes[where]
 
     def take(self, sizes: Sequence[int], where: torch.device) -> int:
         """Count bytes that are about to be prefetched, and return how many of the sizes fit.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ebbtide.store.device import Device
-from ebbtide.store.device_memory import allowed_bytes, device_memory, take_peak_bytes
+from ebbtide.store.device_memory import allowed_bytes, device_memory, index_of, take_peak_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes, ranks_of
@@ -58,15 +58,26 @@ class Meter(Protocol):
         ...
 
 
-_unread: weakref.WeakKeyDictionary[Meter, dict[torch.device | None, int]] = weakref.WeakKeyDictionary()
+_unread: weakref.WeakKeyDictionary[Any, dict[int | None, int]] = weakref.WeakKeyDictionary()
 """For each meter, the highest peaks that others have read since its own call: reading resets the process's peak."""
 
 
-def _shared(meter: Meter, where: torch.device | None, peak_bytes: int) -> int:
+def _shared(meter: object, index: int | None, peak_bytes: int) -> int:
     """Return a meter's peak, given the process's since any meter read it."""
     for peaks in list(_unread.values()):
-        peaks[where] = max(peaks.get(where, 0), peak_bytes)
-    return _unread[meter].pop(where)
+        peaks[index] = max(peaks.get(index, 0), peak_bytes)
+    return _unread[meter].pop(index)
+
+
+class DevicePeak:
+    """The peak of what torch allocated on a device, for one reader of several."""
+
+    def __init__(self) -> None:
+        _unread[self] = {}
+
+    def take_bytes(self, where: torch.device | int | None) -> int:
+        """Return the peak since the last call, and reset torch's; None: of the current device."""
+        return _shared(self, index_of(where), take_peak_bytes(where))
 
 
 class HostMeter:
@@ -118,8 +129,7 @@ class DeviceMeter:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
-        _unread[self] = {}
+        self._device, self._peak = device, DevicePeak()
 
     def timestamp(self, where: torch.device | None) -> Timestamp:
         """Return an event of the compute stream of that device."""
@@ -149,9 +159,7 @@ class DeviceMeter:
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the peak allocation since the last call; resets torch's peak."""
-        if not torch.accelerator.is_available():
-            return None
-        return _shared(self, where, take_peak_bytes(where))
+        return self._peak.take_bytes(where) if torch.accelerator.is_available() else None
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""
@@ -162,6 +170,15 @@ def meter_for(tier: Tier) -> Meter:
     """Return the meter for steps with the store ``tier``."""
     device = _device_of(tier)
     return HostMeter() if device is None else DeviceMeter(device)
+
+
+def home_of(tier: Tier) -> torch.device | None:
+    """Return the device whose memory the tier saves, which need not be the current one; None if it knows none.
+
+    Args:
+        tier: The store of a step's offloaded bytes.
+    """
+    return getattr(_device_of(tier), "home", None)
 
 
 def room_bytes(tier: Tier) -> int | None:
@@ -175,8 +192,9 @@ def room_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes() // ranks_of(os.environ)
-    allowed, memory = allowed_bytes(), device_memory()
-    return None if allowed is None else int(allowed + memory.memory_reserved() - memory.memory_allocated())
+    where, memory = home_of(tier), device_memory()
+    allowed = allowed_bytes(where)
+    return None if allowed is None else int(allowed + memory.memory_reserved(where) - memory.memory_allocated(where))
 
 
 def device_bytes(tier: Tier) -> int | None:
@@ -188,7 +206,7 @@ def device_bytes(tier: Tier) -> int | None:
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
         return None
-    return room + int(device_memory().memory_allocated())
+    return room + int(device_memory().memory_allocated(home_of(tier)))
 
 
 def resident_bytes() -> int | None:
@@ -207,7 +225,7 @@ def reserved_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return None
-    return int(device_memory().memory_reserved())
+    return int(device_memory().memory_reserved(home_of(tier)))
 
 
 def keeps_time(tier: Tier) -> bool:

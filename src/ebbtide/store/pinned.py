@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,14 +31,23 @@ class RuntimeRegistrar:
         runtime: A module with ``cudaHostRegister`` and ``cudaHostUnregister``.
         settle: Waits for all copies of the process.
         forget_error: Clears the runtime's last error, which the next kernel launch would raise otherwise.
+        on_device: Makes the device current that the calls go to: a runtime begins the one that is.
     """
 
-    def __init__(self, runtime: Any, settle: Callable[[], None], forget_error: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runtime: Any,
+        settle: Callable[[], None],
+        forget_error: Callable[[], None],
+        on_device: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self._runtime, self._settle, self._forget_error = runtime, settle, forget_error
+        self._on_device = on_device
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin memory; returns 0, or the runtime's error number."""
-        code = int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        with self._on_device():
+            code = int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
         if code:
             self._forget_error()
         return code
@@ -45,7 +55,8 @@ class RuntimeRegistrar:
     def unregister(self, address: int) -> int:
         """Wait for the copies that may use it and unpin it; returns 0, or the runtime's error number."""
         self._settle()
-        code = int(self._runtime.cudaHostUnregister(address))
+        with self._on_device():
+            code = int(self._runtime.cudaHostUnregister(address))
         if code:
             self._forget_error()
         return code

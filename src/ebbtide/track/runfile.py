@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.extras import installed
-from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.base.runs import BOTH_PHASE, EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.track.lockstep import Lockstep
 from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ebbtide.track.steps import StepMarker
 
 logger = logging.getLogger("ebbtide.track")
+
+_EDGES = ("phase", "pass_end", "load")
 
 
 class RunFile:
@@ -79,7 +81,10 @@ class RunFile:
     def __enter__(self) -> RunFile:
         self._open()
         self._reader = MemoryReader(device=True)
+        self._reader.take_device_peak_bytes()
+        self._latest, self._forwards = "", False
         self._write("run_begin", {**_run_begin(), **self._fields, **self._reader.peaks()})
+        self._since = time.monotonic()
         self._sampler = Sampler(self._reader, self._memory, seconds=self._sample_seconds)
         self._sampler.start()
         self._lockstep = lockstep = Lockstep.requested(self.folder)
@@ -189,18 +194,34 @@ class RunFile:
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         if self._is_forked:
             return
+        if kind in _EDGES or (kind == "block_backward" != self._latest):
+            self._peak(kind)
         self._write(kind, fields)
         if kind == "step" and self._lockstep is not None:
             self._write("wait", {"step": fields.get("step")})
             if not self._lockstep.wait():
                 self._lockstep.close()
                 self._lockstep = None
-        if kind in ("phase", "pass_end", "load"):
+        if kind in _EDGES:
             # Memory is compared at the edges, and the thread's nearest sample may be sample_seconds away.
-            self._reader.follow_thread_device()
+            if not self._forwards:
+                self._reader.follow_fullest_device()
+            self._forwards = self._forwards or fields.get("name") in ("forward", BOTH_PHASE)
             rss = self._reader.rss_bytes()
             if rss is not None:
                 self._memory(rss, self._reader.device_bytes())
+            self._since = time.monotonic()
+
+    def _peak(self, kind: str) -> None:
+        """Write the device's peak since the latest edge, dated between the two.
+
+        The host only queues: no sample sees what is allocated and freed at once. The first backward of a block is an
+        edge, too, because before it memory is that of the loss.
+        """
+        peak, since, now = self._reader.take_device_peak_bytes(), self._since, time.monotonic()
+        self._since, self._latest = now, kind
+        if peak is not None:
+            self._write("memory", {"t": (since + now) / 2, "rss_bytes": None, "device_bytes": peak})
 
     def _memory(self, rss_bytes: int, device_bytes: int | None) -> None:
         self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})

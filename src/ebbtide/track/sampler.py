@@ -47,8 +47,10 @@ class MemoryReader:
             import torch
 
             from ebbtide.store.device_memory import device_memory
+            from ebbtide.store.meter import DevicePeak
 
             self._accelerator = device_memory() if torch.accelerator.is_available() else None
+            self._peak = DevicePeak()
         self._device_index: int | None = None
         self._family: list[MemoryReader] = []
         self._family_read_at = float("-inf")
@@ -67,15 +69,20 @@ class MemoryReader:
         """Return the accelerator's allocated bytes, or ``None`` without one."""
         return None if self._accelerator is None else int(self._accelerator.memory_allocated(self._device_index))
 
-    def follow_thread_device(self) -> None:
-        """Read the current device of the calling thread from now on.
+    def take_device_peak_bytes(self) -> int | None:
+        """Return the accelerator's most allocated bytes since the last call, or ``None`` without one; resets it."""
+        return None if self._accelerator is None else self._peak.take_bytes(self._device_index)
 
-        The current device is per thread, so a sampling thread would otherwise always read device 0.
+    def follow_fullest_device(self) -> None:
+        """Read the device on which this process has most from now on.
+
+        The current device is per thread, and a model need not be on any thread's.
         """
         if self._accelerator is not None:
             import torch
 
-            self._device_index = torch.accelerator.current_device_index()
+            everywhere = range(torch.accelerator.device_count())
+            self._device_index = max(everywhere, key=self._accelerator.memory_allocated)
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""

@@ -54,6 +54,14 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one(monkeypatch: pytest.MonkeyPa
     assert clock.spent < 1.5
 
 
+def test_a_first_call_that_loads_libraries_does_not_end_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [2.0]
+    clock = Clock(monkeypatch, lambda side: (first.pop() if first else 0.0) + 2.0 * side**3 / 7e14)
+    monkeypatch.setattr(here, "_seconds", lambda device, work: clock._seconds(clock.size))
+    rate(clock, here._sizes(1024, 8192))
+    assert clock.size > 4096
+
+
 def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([9.0, 0.05, 0.01, 0.2])
     monkeypatch.setattr(here, "_seconds", lambda device, work: next(times))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ebbtide.store import meter
-from ebbtide.store.device import Device
+from ebbtide.store.accelerator import AcceleratorDevice
+from ebbtide.store.device import Device, FreeMemory
 from ebbtide.store.device_memory import allowed_bytes, device_memory, free_and_total_bytes, peak_bytes, take_peak_bytes
 from ebbtide.store.meter import DeviceMeter, HostMeter
 
@@ -45,6 +46,15 @@ def test_the_share_of_the_process_limits_what_is_allowed(
     module.get_per_process_memory_fraction = lambda where: share
     module.memory_reserved = lambda where: reserved
     assert allowed_bytes() == allowed
+
+
+@pytest.mark.parametrize("active", [0, 6], ids=["cudaMallocAsync", "native"])
+def test_allocated_memory_is_not_free_where_active_memory_is_not_counted(module: SimpleNamespace, active: int) -> None:
+    figures = {"reserved": 9, "active": active, "allocated": 5}
+    stats = {f"{name}_bytes.all.current": nbytes for name, nbytes in figures.items()} | {"num_alloc_retries": 2}
+    module.memory_stats = lambda where: stats
+    found = AcceleratorDevice.free_memory(cast("AcceleratorDevice", None), WHERE)
+    assert found == FreeMemory(free_bytes=3 + 9 - max(active, 5), flushes=2)
 
 
 def test_a_newer_torch_has_it_for_all_devices(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,16 +75,31 @@ def test_each_backward_asks_anew() -> None:
         assert device.asked == asked
 
 
-def test_a_cache_that_was_given_back_refuses_one_prefetch() -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["prefetch", "end"])
+def test_a_cache_that_was_given_back_refuses_one_prefetch(ends: bool) -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
     device.flushes = 3  # before anything was brought in
     headroom = Headroom(device)
     headroom.take([MIB], CPU)
-    headroom.forget()
     device.flushes = 4
+    if ends:
+        headroom.forget()
     with pytest.raises(torch.OutOfMemoryError, match="after the allocator gave back what it kept"):
-        headroom.take([MIB], CPU)
-    headroom.take([MIB], CPU)
+        headroom.take([4 * MIB], CPU)
+    headroom.take([4 * MIB], CPU)
+
+
+def test_a_cache_that_each_forward_gives_back_refuses_one_prefetch_at_most() -> None:
+    device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
+    headroom, refused = Headroom(device), 0
+    for _ in range(6):
+        try:
+            headroom.take([MIB], CPU)
+        except torch.OutOfMemoryError:
+            refused += 1
+        headroom.forget()  # the backward ends
+        device.flushes += 1
+    assert refused == 1
 
 
 def test_a_device_that_does_not_tell_refuses_nothing() -> None:

@@ -53,6 +53,21 @@ def test_memory_is_read_at_every_edge(tmp_path):
     assert order.count("memory") in (3, 4)
 
 
+def test_the_devices_peak_is_dated_between_two_edges(tmp_path, monkeypatch):
+    monkeypatch.setattr(MemoryReader, "take_device_peak_bytes", lambda self: 900)
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        with run.phase("forward", step=1):
+            pass
+        with run.phase("backward", step=1):
+            for index in (1, 0):
+                bus.emit("block_backward", index=index)
+    events = read_events(tmp_path / "run.jsonl")
+    order = [e.get("edge") or "peak" for e in events if e["event"] == "phase" or e.get("device_bytes") == 900]
+    assert order == ["peak", "begin", "peak", "end", "peak", "begin", *["peak"] * 2, "end"]
+    first_block = next(e["t"] for e in events if e["event"] == "block_backward")
+    assert [e["t"] < first_block for e in events if e.get("device_bytes") == 900] == [True] * 4 + [False]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
