@@ -109,7 +109,9 @@ class ClosedLoop:
             profile: The step.
             noise: Relative difference of the equal steps that were measured.
         """
-        self._noise, self._corrections, self._loosened = noise, 0, 0
+        # On a CPU a budget lets only the second of them keep its heap: they differ without noise.
+        resident = self.budget_bytes is not None and self._device_bytes is None
+        self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
         self._before, self.story = None, []
         check = marked("plan", lambda: self._check(*self._first(profile)))
