@@ -28,7 +28,7 @@ from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
-from ebbtide.planner.hooked import shrink_hooked
+from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
@@ -201,7 +201,7 @@ class ClosedLoop:
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:
-            return fit_with_reserve(profile, budget_bytes, self._reserve), budget_bytes
+            return with_hooks(fit_with_reserve(profile, budget_bytes, self._reserve)), budget_bytes
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
@@ -210,7 +210,7 @@ class ClosedLoop:
                     self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
-            return smallest(profile), budget_bytes
+            return with_hooks(smallest(profile)), budget_bytes
 
     def _first(self, profile: Profile) -> tuple[Solution, int | None]:
         found, budget_bytes = self._solution(profile, self.budget_bytes)

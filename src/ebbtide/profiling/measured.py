@@ -133,11 +133,8 @@ class MeasuredPlan:
         self._engine = watched
 
         def waited() -> dict[str, float]:
-            engine = watched()
-            return {
-                **({} if engine is None else engine.stats().stalls),
-                TAIL: sum(run["seconds"] for run in bus.ask("paused")),
-            }
+            stalls = {} if (engine := watched()) is None else engine.stats().stalls
+            return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
 
         timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, weakly(self.saw_span), memory=memory), True
@@ -303,6 +300,7 @@ class MeasuredPlan:
             self._run_unhooked(kept_blocks(check.solution))
         if verdict is None:
             logger.info("the plan is %s", UNJUDGED)
+            self._bus.emit("verdict", name=self.name, text=self.explain())
             return False
         spans = None if self._timer is None else self._timer.spans
         if spans is not None and not self._outside:
@@ -312,9 +310,11 @@ class MeasuredPlan:
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
             self._exceeded += 1
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
-        if following is not None:
-            self._carry_out(following)
-        return following is not None and following.unjudged
+        if following is None:
+            self._bus.emit("verdict", name=self.name, text=self.explain())
+            return False
+        self._carry_out(following)
+        return following.unjudged
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""

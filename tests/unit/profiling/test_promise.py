@@ -17,6 +17,7 @@ from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
+from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
@@ -233,6 +234,24 @@ def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
     assert not carry_out(plan, *[13.5] * CHECKED)
     assert plan.table is before
     assert "measured 13.75 s" in plan.explain() and f"in {CHECKED} steps" in plan.explain()
+
+
+@pytest.mark.parametrize("seconds", [13.5, 60.0])
+def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's own event comes before any step that judges it."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 700 * MB)
+    bus = Bus()
+    bus.subscribe(lambda kind, fields: found.append((kind, fields["text"])))
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    for _ in range(3):
+        plan.saw_step(step())
+    while carry_out(plan, *[seconds] * CHECKED):
+        pass
+    assert [kind for kind, _ in found] == ["plan"] * (len(found) - 1) + ["verdict"]
+    assert found[-1][1] == plan.explain() and f"measured {seconds + 0.25} s" in found[-1][1]
+    assert found[-1][1].partition("\n")[0] == found[-2][1].partition("\n")[0]
+    assert ("no plan is known that would keep it" in found[-1][1]) is (seconds == 60.0)
 
 
 def test_noise_is_not_a_missed_promise() -> None:
@@ -655,6 +674,8 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
     plan = judged_plan()
     plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=None)  # type: ignore[assignment]
     complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
+    recorded: list[tuple[str, Any]] = []
+    plan._bus.subscribe(lambda kind, fields: recorded.append((kind, fields)))
     other = replace(complete, blocks=tuple(replace(block, name=f"other.{block.name}") for block in complete.blocks))
     with caplog.at_level("INFO", logger="ebbtide"):
         plan.saw_span(complete)  # settles
@@ -666,6 +687,7 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
         assert not plan.saw_span(other if unknown else None)
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
     assert "the plan is not judged" in caplog.text and "not judged: graphs overlap" in plan.explain()
+    assert [(kind, "not judged: graphs overlap" in fields["text"]) for kind, fields in recorded] == [("verdict", True)]
 
 
 def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
@@ -931,6 +953,20 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
     assert "core seconds" not in plan.explain()
     carry_out(plan, *[13.0] * CHECKED, peak=1_300 * MB, system=0.31)
     assert "0.31 core seconds of a step are the kernel's" in plan.explain()
+
+
+@pytest.mark.parametrize("budget", ["1MB", 1_500 * MB, 10_000 * MB])
+def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
+    """Else what hooks take is charged to copies and recomputes, and the next plan is made with wrong prices."""
+    plan = MeasuredPlan(Auto(memory_budget=budget), tier(), None, Bus())
+    profile = profile_of(step(peak=1_300 * MB), RATES, None)
+    profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
+    check = plan._loop.first(profile, 0.0)
+    hooked = 4 - len(kept_blocks(check.solution))
+    without = simulate(profile, check.solution.assignment).step_seconds
+    assert check.solution.predicted.step_seconds == pytest.approx(without + 0.125 * hooked)
+    assert check.allowed_seconds == check.solution.predicted.step_seconds
+    assert (hooked == 0) is (budget == 10_000 * MB)
 
 
 def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
