@@ -28,6 +28,7 @@ from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
+from ebbtide.profiling.loaded import unhook
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
@@ -195,6 +196,8 @@ def enable_activation_offloading(
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
     engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
+    if isinstance(chosen, TablePlan):
+        unhook(engine, chosen)
     try:
         attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
     except BaseException:
@@ -377,12 +380,7 @@ def _rules() -> dict[str, Rule]:
     return {**rule_table(), **_custom_rules}
 
 
-def _open_engine(
-    policy: Policy | Plan,
-    options: Options,
-    home: torch.device | None = None,
-    **settings: Any,
-) -> Engine:
+def _open_engine(policy: Policy | Plan, options: Options, home: torch.device | None = None, **settings: Any) -> Engine:
     tier = open_tier(
         "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
         host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous, home=home)  # fmt: skip

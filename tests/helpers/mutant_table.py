@@ -983,6 +983,27 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
+        "price: with a budget ordinary training is measured with a trimmed heap",
+        "ebbtide/profiling/measured.py",
+        "if self._warm and not self._steps and timer is not None and timer.measuring:",
+        "if False:",
+        PRICES,
+    ),
+    Mutant(
+        "price: one lucky pass shows that a promise is kept",
+        "ebbtide/profiling/promise.py",
+        "for step in self._steps) >= AGREE and high <= promised",
+        "for step in self._steps) >= 1 and high <= promised",
+        PRICES,
+    ),
+    Mutant(
+        "plan: under a loaded one graphs that overlap run without hooks",
+        "ebbtide/profiling/loaded.py",
+        "step.alone and ",
+        "",
+        ("tests/unit/test_auto.py",),
+    ),
+    Mutant(
         "price: a slower backward is the plan's also where nothing is copied",
         "ebbtide/profiling/promise.py",
         "backwards or forwards",

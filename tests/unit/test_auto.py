@@ -13,6 +13,7 @@ import torch
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.events import BUS
+from ebbtide.engine import Block, Engine
 from ebbtide.engine.build import Builder
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
@@ -336,6 +337,70 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not differences(plain, tiny.step())
         again = handle.stats()
     assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)
+
+
+def keeping(factor: float = 1.0) -> TablePlan:
+    """Return a plan that keeps all that ``build("llama")`` saves, as one made for a batch ``factor`` times as long."""
+    tiny = build("llama")
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+        for _ in range(4):
+            tiny.step()
+        table, saved = table_of(handle), handle.stats().unique_bytes
+    most = int(factor * saved)
+    predicted = replace(table.predicted, kept_bytes=most, offloaded_bytes=0, recomputed_bytes=0)
+    return replace(table, actions=dict.fromkeys(table.actions, Action.KEEP), predicted=predicted)
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The blocks that began under hooks."""
+    found, begin = list[str](), Engine.begin_block
+
+    def noted(self: Engine, block: Block, *args: Any, **kwargs: Any) -> Any:
+        found.append(block.name)
+        return begin(self, block, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "begin_block", noted)
+    return found
+
+
+def test_blocks_of_which_a_loaded_plan_keeps_everything_run_without_hooks(hooked: list[str]) -> None:
+    """As under the handle that made it. The first pass shows what they save."""
+    tiny, plan = build("llama"), keeping()
+    plain, (first, *others) = tiny.step(), list(dict.fromkeys(name for name, _ in plan.actions))
+    mixed = replace(plan, actions={
+        (name, site): Action.OFFLOAD if name == first else action for (name, site), action in plan.actions.items()
+    })  # fmt: skip
+    for table, expected in ((plan, []), (mixed, [first])):
+        with ebbtide.enable_activation_offloading(tiny.model, policy=table, min_bytes=0) as handle:
+            hooked.clear()
+            assert not differences(plain, tiny.step())
+            assert hooked == [first, *others]
+            before = handle.stats()
+            hooked.clear()
+            assert not differences(plain, tiny.step())
+            after = handle.stats()
+            assert hooked == expected
+            assert after.unique_bytes == before.unique_bytes and after.offloaded_bytes == before.offloaded_bytes
+            drain()
+            assert_nothing_left(handle._engine)
+
+
+def test_under_a_loaded_plan_a_longer_batch_and_graphs_that_overlap_run_with_hooks(hooked: list[str]) -> None:
+    """Else they would keep more than was planned."""
+    tiny, count = build("llama"), len(build("llama").block_list())
+    with ebbtide.enable_activation_offloading(tiny.model, policy=keeping(0.5), min_bytes=0) as handle:
+        for _ in range(3):
+            hooked.clear()
+            tiny.step()
+            assert len(hooked) == count and handle.stats().offloaded_bytes > 0
+    with ebbtide.enable_activation_offloading(tiny.model, policy=keeping(2.0), min_bytes=0):
+        for _ in range(3):
+            hooked.clear()
+            one, two = tiny.loss()[0], tiny.loss()[0]
+            assert len(hooked) == 2 * count
+            one.backward()
+            two.backward()
 
 
 def test_of_what_a_plan_keeps_or_offloads_no_recipe_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class TimedStep:
         head_peak_bytes: Most memory in the former; None if not asked for, or not known.
         head_resident_bytes: Bytes that were there then though the step had not kept them.
         saved_bytes: What its blocks saved, as the engine counts it.
+        alone: No block of another pass began before its backward was over.
     """
 
     blocks: tuple[TimedBlock, ...]
@@ -80,3 +81,4 @@ class TimedStep:
     head_peak_bytes: int | None
     head_resident_bytes: int = 0
     saved_bytes: int = 0
+    alone: bool = True

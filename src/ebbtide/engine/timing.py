@@ -99,6 +99,7 @@ class _Pass:
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
         self.saved_bytes = 0
+        self.alone = True  # no block of another pass began before its backward was over
         self.turned, self.others = False, 0  # whether its backward came, and how many others ended before
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
@@ -220,6 +221,7 @@ class StepTimer:
             self.began = self._meter.timestamp(self._where)
         now = self._pass
         if run.pass_ is not now.measured() or now.turned:
+            now.alone = False
             self._cut(None)
             return
         plain = isinstance(run, PlainRun)
@@ -388,6 +390,7 @@ class StepTimer:
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
             saved_bytes=found.saved_bytes,
+            alone=found.alone,
         )
         self.forget()
         self.wanted = self._done(step)

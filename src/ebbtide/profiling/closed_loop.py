@@ -28,7 +28,7 @@ from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
-from ebbtide.planner.hooked import shrink_hooked
+from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
@@ -109,7 +109,9 @@ class ClosedLoop:
             profile: The step.
             noise: Relative difference of the equal steps that were measured.
         """
-        self._noise, self._corrections, self._loosened = noise, 0, 0
+        # On a CPU a budget lets only the second of them keep its heap: they differ without noise.
+        resident = self.budget_bytes is not None and self._device_bytes is None
+        self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
         self._before, self.story = None, []
         check = marked("plan", lambda: self._check(*self._first(profile)))
@@ -199,7 +201,7 @@ class ClosedLoop:
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:
-            return fit_with_reserve(profile, budget_bytes, self._reserve), budget_bytes
+            return with_hooks(fit_with_reserve(profile, budget_bytes, self._reserve)), budget_bytes
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
@@ -208,7 +210,7 @@ class ClosedLoop:
                     self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
-            return smallest(profile), budget_bytes
+            return with_hooks(smallest(profile)), budget_bytes
 
     def _first(self, profile: Profile) -> tuple[Solution, int | None]:
         found, budget_bytes = self._solution(profile, self.budget_bytes)

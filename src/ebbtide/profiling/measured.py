@@ -12,9 +12,10 @@ the pass after the first optimizer step, where memory counts and the measured pa
 [Note: a budget of resident memory]
 On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
 shows what a step takes, and makes the next one fault all its pages in again, which is a tenth of its time. So it is
-returned after measured steps, and under a plan only where less than ``SPARE`` of the budget is left: a heap that serves
-equal steps hardly grows. A plan that exceeds the budget is replaced; after ``IN_PIECES`` of them memory is returned
-after every step, and if there is no other plan, whenever it is freed: a heap in pieces may hold what no plan lowers.
+returned before the first measured step, whose peak counts, but not before the second, whose blocks without hooks are
+ordinary training; under a plan only where less than ``SPARE`` of the budget is left: a heap that serves equal steps
+hardly grows. A plan that exceeds the budget is replaced; after ``IN_PIECES`` of them memory is returned after every
+step, and if there is no other plan, whenever it is freed: a heap in pieces may hold what no plan lowers.
 """
 
 from __future__ import annotations
@@ -125,20 +126,15 @@ class MeasuredPlan:
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
                 hint="give Auto(max_slowdown=...) instead",
             )
-        memory = budget is not None or device_bytes(self._tier) is not None
+        memory = self._memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
-
-        self._memory, plan = memory, weakref.ref(self)
-        watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer, and so do we
+        watched, plan, bus = weakref.ref(engine), weakref.ref(self), self._bus  # the engine holds the timer; so do we
         self._engine = watched
 
         def waited() -> dict[str, float]:
-            engine = watched()
-            return {
-                **({} if engine is None else engine.stats().stalls),
-                TAIL: sum(run["seconds"] for run in bus.ask("paused")),
-            }
+            stalls = {} if (engine := watched()) is None else engine.stats().stalls
+            return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
 
         timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, weakly(self.saw_span), memory=memory), True
@@ -304,6 +300,7 @@ class MeasuredPlan:
             self._run_unhooked(kept_blocks(check.solution))
         if verdict is None:
             logger.info("the plan is %s", UNJUDGED)
+            self._bus.emit("verdict", name=self.name, text=self.explain())
             return False
         spans = None if self._timer is None else self._timer.spans
         if spans is not None and not self._outside:
@@ -313,9 +310,11 @@ class MeasuredPlan:
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
             self._exceeded += 1
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
-        if following is not None:
-            self._carry_out(following)
-        return following is not None and following.unjudged
+        if following is None:
+            self._bus.emit("verdict", name=self.name, text=self.explain())
+            return False
+        self._carry_out(following)
+        return following.unjudged
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""
@@ -372,10 +371,11 @@ class MeasuredPlan:
         return min(room, budget - max(filter(None, [*peaks, step.head_peak_bytes]), default=budget))
 
     def _returns_freed_memory(self) -> bool:
-        budget, resident = self._loop.budget_bytes, resident_bytes()
-        if self._measures or self._exceeded >= IN_PIECES or budget is None or resident is None:
-            return True
-        return resident > (1 - SPARE) * budget
+        budget, resident, timer = self._loop.budget_bytes, resident_bytes(), self._timer
+        if self._warm and not self._steps and timer is not None and timer.measuring:
+            return False  # the first measured step ends: the next one shows ordinary training, which keeps its heap
+        full = budget is None or resident is None or resident > (1 - SPARE) * budget
+        return full or self._measures or self._exceeded >= IN_PIECES
 
     def _rates(self) -> Rates:
         counters = self._tier.counters

@@ -4,8 +4,8 @@
 Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
 ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
-hooks gives the ratio an error bar. The promise is kept once the bar is below it, and missed once the bars of ``MISSES``
-passes are above; otherwise, or if the plan seems to be faster than ordinary training, the median of ``CHECKED`` passes
+hooks gives the ratio an error bar. The promise is kept once the bars of ``AGREE`` passes are below it, and missed once
+as many are above; otherwise, or if the plan seems to be faster than ordinary training, the median of ``CHECKED`` passes
 decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured steps, are
 compared with them: the promise is missed if all but the fastest took longer than promised, by more than the measured
 steps differed.
@@ -35,8 +35,8 @@ from ebbtide.profiling.baseline import quartile
 CHECKED = 5
 """Most timed passes before a plan is judged."""
 
-MISSES = 2
-"""Passes that must agree that a promise was missed: one may have been disturbed."""
+AGREE = 2
+"""Passes that must agree that a promise was kept or missed: one may have been disturbed."""
 
 UNUSED = 20
 """Passes in a row that cannot be compared until a plan is left unjudged: graphs may overlap in all of them."""
@@ -233,14 +233,16 @@ class Check:
             self._steps.clear()  # whole steps
         self._steps.append(found)
         self.compared = True
-        limit = self.allowed_seconds * (1 + LEAST_NOISE)
+        plain, limit = self.solution.profile.step_seconds, self.allowed_seconds * (1 + LEAST_NOISE)
+        promised = max(self.allowed_seconds, plain * (1 + LEAST_NOISE))  # steps that near are equal to plain ones
         low = median(step.low_seconds for step in self._steps)
+        middle = median(step.seconds for step in self._steps)
         high = median(step.high_seconds for step in self._steps)
-        missed = sum(step.low_seconds > limit for step in self._steps) >= MISSES and low > limit
+        missed = sum(step.low_seconds > limit for step in self._steps) >= AGREE and low > limit
+        kept = sum(step.high_seconds <= promised for step in self._steps) >= AGREE and high <= promised
         # Nothing is faster than keeping everything: what seems to be was measured while the machine's speed changed.
-        plausible = median(step.seconds for step in self._steps) > self.solution.profile.step_seconds * (1 - ALONE)
-        if missed or (high <= limit and plausible) or len(self._steps) >= CHECKED:
-            self.too_slow = missed or (high > limit and median(step.seconds for step in self._steps) > limit)
+        if missed or (kept and middle > plain) or len(self._steps) >= CHECKED:
+            self.too_slow = middle > promised
             self.measured = self._summary(low, high)
         return self.measured
 

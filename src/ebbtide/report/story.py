@@ -34,12 +34,19 @@ def peak_sentence(run: Run) -> str:
 def plans(run: Run) -> list[tuple[str, str]]:
     """Return the plan's texts in the order of their events: the first plan, then its corrections.
 
-    A text that the next one repeats and extends is skipped.
+    A text that the next one repeats and extends is skipped, and that of a plan whose verdict came.
     """
-    named = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
-    following = [words for _, words in named[1:]]
-    repeated = [after.startswith(words) for (_, words), after in zip(named, following, strict=False)]
-    return [plan for plan, again in zip(named, [*repeated, False], strict=False) if not again]
+    named: list[tuple[str, str]] = []
+    for event in run.events:
+        name, text = str(event.get("name")), str(event.get("text"))
+        if event["event"] == "verdict":  # its first line is the plan's
+            named = [plan for plan in named if plan[1].partition("\n")[0] != text.partition("\n")[0]]
+        elif event["event"] != "plan":
+            continue
+        elif named and text.startswith(named[-1][1]):
+            named.pop()
+        named.append((name, text))
+    return named
 
 
 def happened(run: Run) -> list[str]:

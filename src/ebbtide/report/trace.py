@@ -13,7 +13,7 @@ from ebbtide.report.run import Run
 
 _STEPS, _PHASES, _BLOCKS, _STALLS = 1, 2, 3, 4
 _ROWS = {_STEPS: "steps", _PHASES: "phases", _BLOCKS: "blocks", _STALLS: "stalls"}
-_INSTANTS = {"block", "block_backward", "pass_end", "plan", "message"}
+_INSTANTS = {"block", "block_backward", "pass_end", "plan", "verdict", "message"}
 
 
 def chrome_trace(run: Run) -> dict[str, Any]:

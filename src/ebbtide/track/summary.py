@@ -230,7 +230,7 @@ def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
 
 
 def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
-    plan = _last(events, "plan")
+    plan = next((event for event in reversed(events) if event["event"] in ("plan", "verdict")), None)
     return {"name": plan.get("name"), "text": plan.get("text")} if plan else None
 
 

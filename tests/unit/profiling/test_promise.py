@@ -17,11 +17,12 @@ from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
+from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED, compared
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, LEAST_NOISE, UNUSED, Check, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskTier
@@ -233,6 +234,24 @@ def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
     assert not carry_out(plan, *[13.5] * CHECKED)
     assert plan.table is before
     assert "measured 13.75 s" in plan.explain() and f"in {CHECKED} steps" in plan.explain()
+
+
+@pytest.mark.parametrize("seconds", [13.5, 60.0])
+def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's own event comes before any step that judges it."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 700 * MB)
+    bus = Bus()
+    bus.subscribe(lambda kind, fields: found.append((kind, fields["text"])))
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    for _ in range(3):
+        plan.saw_step(step())
+    while carry_out(plan, *[seconds] * CHECKED):
+        pass
+    assert [kind for kind, _ in found] == ["plan"] * (len(found) - 1) + ["verdict"]
+    assert found[-1][1] == plan.explain() and f"measured {seconds + 0.25} s" in found[-1][1]
+    assert found[-1][1].partition("\n")[0] == found[-2][1].partition("\n")[0]
+    assert ("no plan is known that would keep it" in found[-1][1]) is (seconds == 60.0)
 
 
 def test_noise_is_not_a_missed_promise() -> None:
@@ -571,21 +590,48 @@ def judged_after(plan: MeasuredPlan, *slower: float) -> int:
     return 0
 
 
-def test_one_pass_shows_that_a_promise_is_kept() -> None:
+def test_two_passes_that_agree_show_that_a_promise_is_kept() -> None:
+    """One may have been lucky, and the verdict is final."""
     plan = judged_plan()
-    assert judged_after(plan, 1.05) == 1
-    assert "in 1 step" in plan.explain()
+    assert judged_after(plan, 1.05) == 0
+    assert plan._check is not None and plan._check.add(span_of(plan, 1.05, plain=(3, 5, 7, 9))) is not None
+    assert not plan._check.too_slow and "in 2 steps" in plan.explain()
 
 
-def test_a_plan_that_seems_faster_than_ordinary_training_is_measured_again() -> None:
-    plan = judged_plan()
-    assert judged_after(plan, 0.8) == 0
+@pytest.mark.parametrize(("over", "passes"), [(-0.001, 2), (0.005, CHECKED), (0.03, 2)])
+def test_the_promise_is_no_percent_more_than_was_promised(over: float, passes: int) -> None:
+    """Where it takes up to a percent of the step more, no two passes show a miss: the median of five does."""
+    plan = judged_plan(slowdown=0.1)
     check = plan._check
     assert check is not None
-    for slower in (1.05, 1.05):
+    found = [compared(span_of(plan, slower, plain=(3, 5, 7, 9)), check.solution) for slower in (1.0, 2.0)]
+    none, twice = [one.seconds / check.solution.profile.step_seconds for one in found if one is not None]
+    slower = 1 + (1.1 + over - none) / (twice - none)
+    assert judged_after(plan, *[slower] * passes) == passes
+    assert check.measured is not None and check.measured.steps == passes
+    assert check.too_slow is (over > 0)
+
+
+def test_a_promise_that_no_machine_can_show_is_not_missed_by_noise() -> None:
+    plan = judged_plan(slowdown=0.1)
+    assert plan._check is not None
+    solution = plan._check.solution
+    check = Check(solution, allowed_seconds=solution.profile.step_seconds, noise=0.0)
+    for slower in (99.0, 1.001, 1.001):
+        check.add(span_of(plan, slower, plain=(3, 5, 7, 9)))
+    assert check.measured is not None and not check.too_slow
+
+
+@pytest.mark.parametrize(("lucky", "more"), [(0.8, 3), (0.99, 2)])
+def test_a_plan_that_seems_faster_than_ordinary_training_is_measured_again(lucky: float, more: int) -> None:
+    plan = judged_plan()
+    assert judged_after(plan, lucky, lucky) == 0
+    check = plan._check
+    assert check is not None
+    for _ in range(more):
         assert check.measured is None
-        plan.saw_span(span_of(plan, slower, plain=(3, 5, 7, 9)))
-    assert check.measured is not None and check.measured.steps == 3 and not check.too_slow
+        plan.saw_span(span_of(plan, 1.05, plain=(3, 5, 7, 9)))
+    assert check.measured is not None and check.measured.steps == 2 + more and not check.too_slow
 
 
 def test_two_passes_that_agree_show_that_it_is_missed() -> None:
@@ -596,7 +642,7 @@ def test_two_passes_that_agree_show_that_it_is_missed() -> None:
 
 def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
     plan = judged_plan()
-    assert judged_after(plan, 1.5, 1.0, 1.0) == 3
+    assert judged_after(plan, 1.5, 1.01, 1.01) == 3
     assert plan._loop._corrections == 0
 
 
@@ -611,7 +657,7 @@ def kept_bytes(plan: MeasuredPlan) -> int:
 def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
     """Judge one plan after the other, each by a pass whose blocks with hooks take so much longer; return what it kept.
 
-    A plan that is missed takes two passes to be judged.
+    A plan takes two passes to be judged.
     """
     kept = [kept_bytes(plan)]
     for one in slower:
@@ -628,6 +674,8 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
     plan = judged_plan()
     plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=None)  # type: ignore[assignment]
     complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
+    recorded: list[tuple[str, Any]] = []
+    plan._bus.subscribe(lambda kind, fields: recorded.append((kind, fields)))
     other = replace(complete, blocks=tuple(replace(block, name=f"other.{block.name}") for block in complete.blocks))
     with caplog.at_level("INFO", logger="ebbtide"):
         plan.saw_span(complete)  # settles
@@ -639,6 +687,7 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
         assert not plan.saw_span(other if unknown else None)
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
     assert "the plan is not judged" in caplog.text and "not judged: graphs overlap" in plan.explain()
+    assert [(kind, "not judged: graphs overlap" in fields["text"]) for kind, fields in recorded] == [("verdict", True)]
 
 
 def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
@@ -655,7 +704,7 @@ def test_a_plan_that_takes_what_was_predicted_stays() -> None:
     timed = [block for block in plan.profile.blocks if block.name not in kept & shown]
     share = sum(block.forward_seconds + block.backward_seconds for block in timed)
     before = plan.table
-    assert judged_after(plan, 1 + plan._check.solution.predicted.overhead_seconds / share)
+    assert judged_after(plan, *[1 + plan._check.solution.predicted.overhead_seconds / share] * 2)
     assert plan.table is before
 
 
@@ -668,7 +717,7 @@ def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pyte
         rounds(plan, 1.5)
     assert plan.table == first
     assert "keeping less missed the promise, so the previous plan is restored" in plan.explain()
-    assert "in 1 step" in plan.explain().splitlines()[1]  # it was judged, and is not judged again
+    assert "in 2 steps" in plan.explain().splitlines()[1]  # it was judged, and is not judged again
     assert not plan.saw_span(span_of(plan, 9.0, plain=(3, 5, 7, 9))) and plan.table == first
 
 
@@ -676,7 +725,7 @@ def test_so_many_plans_do_more_and_no_more() -> None:
     plan = judged_plan(slowdown=0.01, count=100)
     kept = [kept_bytes(plan)]
     while plan._check is not None and plan._check.unjudged:
-        assert judged_after(plan, 1.00001)
+        assert judged_after(plan, 1.00001, 1.00001)
         kept.append(kept_bytes(plan))
     assert len(set(kept)) == LOOSENED + 1 and kept == sorted(kept, reverse=True)
 
@@ -770,7 +819,7 @@ def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(mo
         kept = kept_blocks(plan._check.solution)
         assert len(timer.unhooked - kept) == (expected if len(kept) < expected else 0)
         if expected:
-            assert judged_after(plan, 1.0) == 1
+            assert judged_after(plan, 1.01, 1.01) == 2
             assert timer.unhooked == kept
 
 
@@ -859,8 +908,26 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
         resident[0] = 1_480 * MB
         assert trims(), "less than 2 % is left"
         resident[0] = 1_300 * MB
-        plan._timer = cast("Any", SimpleNamespace(wanted=True))
-        assert trims(), "a step is measured"
+        plan._timer = cast("Any", SimpleNamespace(wanted=True, measuring=False))
+        assert trims(), "steps are measured from the next one on"
+        plan._timer = cast("Any", SimpleNamespace(wanted=True, measuring=True))
+        assert not trims(), "the first measured step ends: the next one shows ordinary training, which keeps its heap"
+        plan._steps.append(step())
+        assert trims(), "the second one ends"
+        plan._steps.clear()
+        plan._warm = False
+        assert trims(), "the warm-up ends"
+
+
+@pytest.mark.parametrize("budget", [None, 1_500 * MB])
+def test_a_budget_of_resident_memory_takes_nothing_for_noise(budget: int | None) -> None:
+    """Its second measured step, in which the heap is kept, is faster on any machine."""
+    plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
+    faster = step(forward=0.8, backward=2.0, peak=1_300 * MB)
+    for found in (step(), step(peak=1_300 * MB), faster):
+        plan.saw_step(found)
+    assert plan._check is not None
+    assert plan._check._noise == (pytest.approx(0.25) if budget is None else LEAST_NOISE)
 
 
 def test_a_budget_that_is_exceeded_to_the_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -886,6 +953,20 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
     assert "core seconds" not in plan.explain()
     carry_out(plan, *[13.0] * CHECKED, peak=1_300 * MB, system=0.31)
     assert "0.31 core seconds of a step are the kernel's" in plan.explain()
+
+
+@pytest.mark.parametrize("budget", ["1MB", 1_500 * MB, 10_000 * MB])
+def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
+    """Else what hooks take is charged to copies and recomputes, and the next plan is made with wrong prices."""
+    plan = MeasuredPlan(Auto(memory_budget=budget), tier(), None, Bus())
+    profile = profile_of(step(peak=1_300 * MB), RATES, None)
+    profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
+    check = plan._loop.first(profile, 0.0)
+    hooked = 4 - len(kept_blocks(check.solution))
+    without = simulate(profile, check.solution.assignment).step_seconds
+    assert check.solution.predicted.step_seconds == pytest.approx(without + 0.125 * hooked)
+    assert check.allowed_seconds == check.solution.predicted.step_seconds
+    assert (hooked == 0) is (budget == 10_000 * MB)
 
 
 def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

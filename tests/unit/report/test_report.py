@@ -250,6 +250,19 @@ def test_a_plan_that_is_told_again_with_more_is_shown_once(runs):
     assert plans(runs[0]) == []
 
 
+def test_a_plan_that_was_judged_is_shown_with_its_verdict(runs):
+    made = [
+        event(60.0 + t, "plan", name="auto", text=f"head {t}\nnot measured yet (0 of at most 5 steps)") for t in (1, 2)
+    ]
+    judged = event(65.0, "verdict", name="auto", text="head 2\nmeasured 1.4 s")
+    found = [words for _, words in plans(with_events(runs[2], *made, judged))]
+    assert found == [PLAN, made[0]["text"], judged["text"]]
+    other = event(66.0, "verdict", name="auto", text="head 1\nmeasured 1.3 s")
+    assert [words for _, words in plans(with_events(runs[2], *made, judged, other))] == [
+        PLAN, judged["text"], other["text"],
+    ]  # fmt: skip
+
+
 def test_the_trace_is_what_chrome_reads(runs):
     trace = json.loads(json.dumps(chrome_trace(runs[2]), allow_nan=False))
     events = trace["traceEvents"]

@@ -111,6 +111,14 @@ def test_a_plan_told_after_the_last_step_has_no_warm_up(tmp_path):
     assert run(tmp_path, events)["warm_up_steps"] == 1
 
 
+def test_a_verdict_is_the_plans_last_text_and_no_plan_of_its_own(tmp_path):
+    events = [begin(), *phases(1, 1.0), event(5.0, "plan", name="auto", text="not measured yet"), *phases(2, 10.0)]
+    events += [event(15.0, "verdict", name="auto", text="measured"), *phases(3, 20.0), *phases(4, 30.0)]
+    summary = run(tmp_path, events)
+    assert summary["plan"] == {"name": "auto", "text": "measured"}
+    assert summary["warm_up_steps"] == 2
+
+
 def test_activations_come_from_the_trimmed_step_and_times_from_the_others(tmp_path):
     """Before the trim the allocator keeps what was freed: the forward seems to add nothing."""
     steps = [*phases(1, 10.0), *phases(2, 20.0), event(29.0, "trim", step=3), *phases(3, 30.0, forward=1.5)]
