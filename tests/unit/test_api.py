@@ -296,6 +296,16 @@ def test_storages_below_min_bytes_are_named_only_where_no_pass_moved_any(
     assert ("below min_bytes=1.0 KiB" in caplog.text) is not earlier
 
 
+def test_bytes_that_auto_copies_to_measure_rates_hide_no_small_storages(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+    with enable(model) as handle:
+        for _ in range(5):
+            model(torch.ones(4, 8)).sum().backward()
+        assert "all storages that blocks save are below min_bytes" in handle.explain()
+        assert handle.stats().total_copy_out_bytes and "max_slowdown" not in caplog.text
+    assert "below min_bytes=64.0 KiB" in caplog.text
+
+
 def test_a_last_pass_that_failed_is_no_reason_to_say_so(caplog: pytest.LogCaptureFixture) -> None:
     tiny = build("block")
 

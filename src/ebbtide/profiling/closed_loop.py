@@ -57,6 +57,8 @@ WORTH = 0.05
 """Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
 
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
+GAINS_NOTHING = "nothing is gained within max_slowdown"
+SMALL = "all storages that blocks save are below min_bytes"
 
 
 class ClosedLoop:
@@ -239,6 +241,13 @@ def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]
     )
     logger.warning("%s", line)
     return [line]
+
+
+def why_kept(check: Check) -> str:
+    """Return why a plan keeps everything."""
+    if check.budget_bytes is not None:
+        return "it fits"
+    return GAINS_NOTHING if check.solution.profile.saved_bytes else SMALL
 
 
 def kept_blocks(solution: Solution) -> frozenset[str]:

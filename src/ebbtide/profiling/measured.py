@@ -42,7 +42,7 @@ from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks, outside_plans
+from ebbtide.profiling.closed_loop import GAINS_NOTHING, KEEPS, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
@@ -107,6 +107,7 @@ class MeasuredPlan:
         self._outside: list[str] = []  # a warning of what no plan lowers
         self._memory = False  # whether it counts
         self._warned = False  # that nothing is gained
+        self.probed_bytes = 0  # copied out only to measure rates
         self._optimizers = 0  # that had stepped before the measured passes; the state of others is not in their memory
         self._states = STATES
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -189,9 +190,8 @@ class MeasuredPlan:
         """Describe the current plan, and why."""
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
-            why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
             unhooked = not (self._check.over_budget_bytes or self._check.hopeless)
-            kept = [KEEPS + why] if self._check.keeps and unhooked else []
+            kept = [KEEPS + why_kept(self._check)] if self._check.keeps and unhooked else []
             return "\n".join([head, self._check.text(), *self._outside, *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
@@ -329,7 +329,7 @@ class MeasuredPlan:
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", name=self.name, text=self.explain(), predicted=asdict(self.table.predicted))
-        if check.keeps and check.budget_bytes is None and not self._warned:
+        if check.keeps and GAINS_NOTHING in why_kept(check) and not self._warned:
             self._warned = True
             logger.warning(
                 "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: allow more, "
@@ -390,6 +390,7 @@ class MeasuredPlan:
 
     def _probe(self) -> None:
         self._tier.stalls.timed = True  # until the next pass begins
+        self.probed_bytes += PROBE_BYTES
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(self._tier) or "cpu")
         slot = self._tier.park(source)
         slot.wait_parked()

@@ -38,9 +38,12 @@ def verdict(
     held = plain is not None and plain is not summary
     facts = [f"{_against(summary, plain)} (against {against})"] if plain and held else _alone(summary)
     line = f"{name}: {', '.join(facts)}"
-    kept_all = "nothing is gained" in str(section(summary, "plan").get("text"))  # as ``MeasuredPlan.explain`` has it
+    plan = str(section(summary, "plan").get("text"))
+    kept_all = "nothing is gained" in plan  # as ``MeasuredPlan.explain`` has it
     if kept_all:
         line += "; Auto kept everything: no plan saves memory within max_slowdown"
+    elif "are below min_bytes" in plan:
+        line += "; Auto kept everything: all that blocks save is below min_bytes"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
     advice = "allow more (max_slowdown), or use enable_ckpt=True (--policy minimal)" if kept_all else None
