@@ -672,8 +672,8 @@ MUTANTS = (
     Mutant(
         "second run: it draws within the vmap of batched gradients",
         "ebbtide/wrap/secondrun.py",
-        "with torch.enable_grad(), _outside_vmap():",
-        "with torch.enable_grad():",
+        "with _lock, torch.enable_grad(), _outside_vmap():",
+        "with _lock, torch.enable_grad():",
         ONE_LAYER,
     ),
     Mutant(

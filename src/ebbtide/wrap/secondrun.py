@@ -57,6 +57,10 @@ TRIES = 3
 _SEEDS = 2
 """Most numbers that attention saves of its random state."""
 
+_lock = RLock()
+"""One second forward at a time: it changes attributes, flags, random states and numerics, which all threads share. A
+thread for each device reads, and a program may go backward in several."""
+
 _group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
@@ -134,7 +138,6 @@ class SecondRun:
         self._varies, self._rounds = varies, None
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
-        self._lock = RLock()  # autograd reads in a thread for each device
         # torch.utils.checkpoint.set_checkpoint_early_stop(False): blocks whose tail must run again.
         self._early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
         self._sampled = run.compared is Compared.SAMPLE
@@ -205,7 +208,7 @@ class SecondRun:
             raise self._modified(dropped, probe._version, dropped.version)
         task = torch._C._current_graph_task_id()
         node = torch._C._current_autograd_node()
-        with self._lock:
+        with _lock:
             late = self._early_stop and task != -1 and not dropped.requires_grad
             if late and node.name() == "RreluWithNoiseBackward0":
                 self._early_stop, dropped.again = False, None  # its noise is written after it is saved
@@ -242,17 +245,14 @@ class SecondRun:
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
         try:
-            with torch.enable_grad(), _outside_vmap():
+            with _lock, torch.enable_grad(), _outside_vmap():
                 inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
                 args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
                 cast = self.run.pass_.cast
                 with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
                     self._forward(*args, **kwargs)
-        except _LastSaved:
-            return
-        except RuntimeError as error:
-            # TorchScript replaces an exception that passes through it by another.
-            if "TorchScript interpreter" not in str(error) or self._position < len(self._dropped):
+        except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
+            if not self._early_stop or self._position < len(self._dropped):
                 raise
 
     def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
@@ -277,18 +277,19 @@ class SecondRun:
         Args:
             kept: Position of a saved tensor → what the second forward saved there.
         """
-        position, equal, near = 0, True, True
+        equal, near = True, True
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal position, equal, near
-            second = kept.get(position)
+            nonlocal equal, near
+            second = kept.get(self._position)
             if second is not None and not _equal(second, tensor):
                 equal, near = False, near and nearly_equal(second, tensor.detach())
-            position += 1
-            if position > max(kept) and self._early_stop:
+            self._position += 1
+            if self._position >= len(self._dropped) and self._early_stop:
                 raise _LastSaved
             return tensor.detach()
 
+        self._position = 0
         self._run_with(save)
         return near and not equal
 
