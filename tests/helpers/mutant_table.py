@@ -497,8 +497,8 @@ MUTANTS = (
     Mutant(
         "second run: what it computes is not compared",
         "ebbtide/wrap/secondrun.py",
-        "        if dropped.same is not True and (",
-        "        if False and (",
+        "        if dropped.same is not True and _was_written(",
+        "        if False and _was_written(",
         SECOND_RUN,
     ),
     Mutant(
@@ -511,21 +511,21 @@ MUTANTS = (
     Mutant(
         "second run: seeds that nothing wrote are compared",
         "ebbtide/wrap/secondrun.py",
-        " or (integers and tensor.numel() <= _SEEDS)",
-        "",
+        "        return not (node is None or isinstance(node, FunctionCtx) or name.startswith(_ATTENTION))",
+        "        return True",
         SECOND_RUN,
     ),
     Mutant(
         "second run: indices are not compared",
         "ebbtide/wrap/secondrun.py",
-        "(integers and tensor.numel() <= _SEEDS)",
-        "integers",
+        "        return not (node is None or isinstance(node, FunctionCtx) or name.startswith(_ATTENTION))",
+        "        return False",
         SECOND_RUN,
     ),
     Mutant(
         "second run: noise that was not written when it was saved is compared",
         "ebbtide/wrap/secondrun.py",
-        "    return node is None or node.name() not in _PARTLY_WRITTEN or dropped.requires_grad\n",
+        "    return name not in _PARTLY_WRITTEN or dropped.requires_grad\n",
         "    return True\n",
         SECOND_RUN,
     ),

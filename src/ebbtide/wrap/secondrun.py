@@ -20,6 +20,7 @@ differ by rounding, a third forward shows it, and the kind is not checkpointed a
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -55,7 +56,10 @@ TRIES = 3
 """Forwards that may show that kernels add up in another order: of a few orders, two runs may take the same one."""
 
 _SEEDS = 2
-"""Most numbers that attention saves of its random state."""
+"""Most numbers that attention saves of its random state: without dropout nothing writes them."""
+
+_ATTENTION = ("ScaledDotProduct", "EfficientAttention", "FlashAttention", "CudnnAttention")
+"""How the names of its nodes begin; other nodes of attention are custom functions."""
 
 _lock = RLock()
 """One second forward at a time: it changes attributes, flags, random states and numerics, which all threads share. A
@@ -224,7 +228,7 @@ class SecondRun:
         version = 0 if tensor.is_inference() else tensor._version
         if version != dropped.again_version:
             raise self._modified(dropped, version, dropped.again_version)
-        if dropped.same is not True and (dropped.same is not False or _was_written(node, dropped)):
+        if dropped.same is not True and _was_written(node, dropped):
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
             failed = functools.partial(_differs, self.run.block.name, dropped.size)
@@ -353,11 +357,9 @@ def _has_only_values(tensor: torch.Tensor) -> bool:
     """Whether all bytes of a saved tensor are values.
 
     Kernels save memory that was never written and that their backward does not read: workspaces of recurrent layers, as
-    bytes; on devices the padded sums of attention, which take no gradient; and without dropout the seed and the offset
-    of attention's random numbers, at most two integers.
+    bytes; and on devices the padded sums of attention, which take no gradient.
     """
-    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    if tensor.dtype is torch.uint8 or (integers and tensor.numel() <= _SEEDS):
+    if tensor.dtype is torch.uint8:
         return False
     return tensor.requires_grad or tensor.device.type == "cpu" or not tensor.is_floating_point()
 
@@ -366,7 +368,11 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     """Whether a saved tensor had its values when the node that unpacks it saved it."""
     # The noise of rrelu is saved before it is written, if it is written at all; with another noise other saved tensors
     # differ, too. The table of CTC is written up to each row's length.
-    return node is None or node.name() not in _PARTLY_WRITTEN or dropped.requires_grad
+    name = "" if node is None else node.name()
+    dtype = dropped.dtype
+    if math.prod(dropped.size) <= _SEEDS and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        return not (node is None or isinstance(node, FunctionCtx) or name.startswith(_ATTENTION))
+    return name not in _PARTLY_WRITTEN or dropped.requires_grad
 
 
 def _differs(block: str, size: tuple[int, ...]) -> RestoreError:

@@ -666,6 +666,18 @@ def test_indices_masks_and_noise_of_another_second_forward_are_an_error(dtype: t
     check_refused(lambda: blocks(seeded(dtype, count)), squares, RestoreError, policies=("minimal",))
 
 
+def test_an_index_of_one_number_of_another_second_forward_is_an_error() -> None:
+    class Selects(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draw = Dice().roll
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).index_select(1, torch.tensor([int(16 * self.draw())])).expand(-1, 16)
+
+    check_refused(lambda: blocks(Selects), squares, RestoreError, policies=("minimal",))
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
 def test_the_noise_of_rrelu_is_saved_before_it_is_drawn(training: bool, verify: bool) -> None:
