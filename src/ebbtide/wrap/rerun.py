@@ -260,16 +260,16 @@ class _Unseen:
     def __init__(self, own: Sequence[torch.Tensor], called: Called) -> None:
         self._weights = [t for t in own if isinstance(t, nn.Parameter)]  # FSDP1's views refuse ``is_leaf``
         self._left = Snapshot(_left_on(self._weights))
-        given = [x for x in called.tensors if not x.is_inference()]
-        self._given = [(x, x.requires_grad, Watched(x, None, Compared.FULL)) for x in given]
+        arguments = [x for x in called.tensors if not x.is_inference()]
+        self._arguments = [(x, x.requires_grad, Watched(x, None, Compared.FULL)) for x in arguments]
 
     def why(self) -> str | None:
         """Return why a second forward would differ, if it would."""
         if not self._left.same(_left_on(self._weights)):
             return "write gradients or register hooks of their weights, which a second forward would do again"
-        if any(needed and not x.requires_grad for x, needed, _ in self._given):
+        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):
             return "detach their inputs, which a second forward cannot"
-        if not all(watched.same for _, _, watched in self._given):
+        if not all(watched.same for _, _, watched in self._arguments):
             return "change their inputs, which a second forward would change again"
         return None
 
