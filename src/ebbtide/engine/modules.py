@@ -87,6 +87,8 @@ def _class_computes_as_configured(kind: type[nn.Module]) -> bool:
         if base.__module__.startswith("torch.nn.modules."):
             return base is not nn.Module
         forward = vars(base).get("forward")
+        if "_conv_forward" in vars(base):  # what torch's convolutions call with their weight and bias
+            return False
         if forward is None:
             continue
         code = getattr(forward, "__code__", None)

@@ -2,16 +2,18 @@
 
 [Note: outside]
 A second forward restores what the modules can reach, and no more: a list of losses at the top of a file, or the owner
-of a forward hook, would be written twice, and nothing that is compared would show it. So the containers and tensors
-that the functions of a block name, and its hooks' owners, are looked at around its first forwards. A kind of block that
-has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled a cache. One that
-changes something twice is never checkpointed.
+of a forward hook, would be written twice, and nothing that is compared would show it. So what the functions of a block
+name, with their default values and attributes, and its hooks' owners are looked at around its first forwards. A kind of
+block that has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled a cache.
+One that changes something twice is never checkpointed.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from ebbtide.wrap.roles import VALUES, Role, role
 
 LOOKS = 4
 """Forwards of a kind of block around which is looked."""
+
+_KINDS = (Role.TENSOR, Role.DICT, Role.CONTAINER, Role.OBJECT)
 
 
 class Outside:
@@ -52,15 +56,20 @@ def _named(module: nn.Module) -> list[Any]:
     classes = classes_of(modules)
     values = [value for function in functions for value in values_named_in(function)]
     values += [value for kind in classes for value in vars(kind).values()]
-    own, kinds = set(map(id, modules)), (Role.TENSOR, Role.DICT, Role.CONTAINER)
-    found = [value for value in values if role(type(value)) in kinds]
-    found += [owner for owner in owners if role(type(owner)) in (*kinds, Role.OBJECT)]
+    own, found = set(map(id, modules)), filter(_can_change, (*functions, *values, *owners))
     found = list({id(v): v for v in found if id(v) not in own and not isinstance(v, nn.Parameter)}.values())
     cells = [cell for function in functions for cell in function.__closure__ or ()]
     files = {id(function.__globals__): _Globals(function.__globals__) for function in functions}
     for function in functions:
         files[id(function.__globals__)].names.update(names_in(function.__code__))
     return [*found, *classes, *files.values(), *cells]
+
+
+def _can_change(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, (type, FunctionType)):
+        return str(value.__module__).partition(".")[0] not in ("builtins", "torch", "ebbtide")
+    return role(kind) in _KINDS or issubclass(kind, threading.local)
 
 
 class _Globals:
@@ -88,11 +97,12 @@ def _inside(value: Any) -> list[Any]:
             return [value.cell_contents]
         except ValueError:  # nothing yet
             return []
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
+    if isinstance(value, dict):  # by the built-in methods: those of a subclass may import a package for each value
+        return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, torch.Tensor):
         return [value]
-    return list(value) if role(type(value)) is Role.CONTAINER else list(getattr(value, "__dict__", {}).values())
+    base: Any = next((base for base in (list, set, deque) if isinstance(value, base)), None)
+    return list(getattr(value, "__dict__", {}).values() if base is None else base.__iter__(value))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -175,6 +176,7 @@ class Reruns:
         versions = [t._version for t in own]
         before = [Watched(t, None, Compared.FULL) for t in own] if first else []
         inputs = Snapshot(called.leaves)
+        unseen = _Unseen(own, called) if first else None
         looks = kind not in self._refused and (first or self._looks[kind] < LOOKS or kind in self._in_doubt)
         outside = Outside(module, state.large_arrays) if looks else None
         with self._collectives.look(block, module) if first else nullcontext():
@@ -183,6 +185,8 @@ class Reruns:
         self._states.after(module, state)
         if [t._version for t in own] != versions or not all(watched.same for watched in before):
             self._refuse(kind, "change their own tensors in place, which a second forward would change again")
+        if unseen is not None and (why := unseen.why()) is not None:
+            self._refuse(kind, why)
         if outside is not None:
             self._see_outside(kind, outside)
         if run.jagged:
@@ -243,6 +247,37 @@ class Reruns:
                 why,
                 hint,
             )
+
+
+class _Unseen:
+    """What a forward may do without a new version of a tensor: compared around a block's first forward only.
+
+    Args:
+        own: Tensors that the block's modules reach.
+        called: Its call.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor], called: Called) -> None:
+        self._weights = [t for t in own if isinstance(t, nn.Parameter)]  # FSDP1's views refuse ``is_leaf``
+        self._left = Snapshot(_left_on(self._weights))
+        arguments = [x for x in called.tensors if not x.is_inference()]
+        self._arguments = [(x, x.requires_grad, Watched(x, None, Compared.FULL)) for x in arguments]
+
+    def why(self) -> str | None:
+        """Return why a second forward would differ, if it would."""
+        if not self._left.same(_left_on(self._weights)):
+            return "write gradients or register hooks of their weights, which a second forward would do again"
+        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):
+            return "detach their inputs, which a second forward cannot"
+        if not all(watched.same for _, _, watched in self._arguments):
+            return "change their inputs, which a second forward would change again"
+        return None
+
+
+def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what backwards and hooks leave on weights: gradients, and the numbers of hooks."""
+    hooks = ((weight._backward_hooks, weight._post_accumulate_grad_hooks) for weight in weights)
+    return [*(weight.grad for weight in weights), *(key for two in hooks for one in two for key in one or ())]
 
 
 def _computed_otherwise(module: nn.Module) -> str | None:

@@ -20,6 +20,7 @@ differ by rounding, a third forward shows it, and the kind is not checkpointed a
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -55,7 +56,14 @@ TRIES = 3
 """Forwards that may show that kernels add up in another order: of a few orders, two runs may take the same one."""
 
 _SEEDS = 2
-"""Most numbers that attention saves of its random state."""
+"""Most numbers that attention saves of its random state: without dropout nothing writes them."""
+
+_ATTENTION = ("ScaledDotProduct", "EfficientAttention", "FlashAttention", "CudnnAttention")
+"""How the names of its nodes begin; other nodes of attention are custom functions."""
+
+_lock = RLock()
+"""One second forward at a time: it changes attributes, flags, random states and numerics, which all threads share. A
+thread for each device reads, and a program may go backward in several."""
 
 _group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
@@ -134,7 +142,6 @@ class SecondRun:
         self._varies, self._rounds = varies, None
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
-        self._lock = RLock()  # autograd reads in a thread for each device
         # torch.utils.checkpoint.set_checkpoint_early_stop(False): blocks whose tail must run again.
         self._early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
         self._sampled = run.compared is Compared.SAMPLE
@@ -205,7 +212,7 @@ class SecondRun:
             raise self._modified(dropped, probe._version, dropped.version)
         task = torch._C._current_graph_task_id()
         node = torch._C._current_autograd_node()
-        with self._lock:
+        with _lock:
             late = self._early_stop and task != -1 and not dropped.requires_grad
             if late and node.name() == "RreluWithNoiseBackward0":
                 self._early_stop, dropped.again = False, None  # its noise is written after it is saved
@@ -221,7 +228,7 @@ class SecondRun:
         version = 0 if tensor.is_inference() else tensor._version
         if version != dropped.again_version:
             raise self._modified(dropped, version, dropped.again_version)
-        if dropped.same is not True and (dropped.same is not False or _was_written(node, dropped)):
+        if dropped.same is not True and _was_written(node, dropped):
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
             failed = functools.partial(_differs, self.run.block.name, dropped.size)
@@ -242,17 +249,14 @@ class SecondRun:
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
         try:
-            with torch.enable_grad(), _outside_vmap():
+            with _lock, torch.enable_grad(), _outside_vmap():
                 inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
                 args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
                 cast = self.run.pass_.cast
                 with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
                     self._forward(*args, **kwargs)
-        except _LastSaved:
-            return
-        except RuntimeError as error:
-            # TorchScript replaces an exception that passes through it by another.
-            if "TorchScript interpreter" not in str(error) or self._position < len(self._dropped):
+        except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
+            if not self._early_stop or self._position < len(self._dropped):
                 raise
 
     def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
@@ -277,18 +281,19 @@ class SecondRun:
         Args:
             kept: Position of a saved tensor → what the second forward saved there.
         """
-        position, equal, near = 0, True, True
+        equal, near = True, True
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal position, equal, near
-            second = kept.get(position)
+            nonlocal equal, near
+            second = kept.get(self._position)
             if second is not None and not _equal(second, tensor):
                 equal, near = False, near and nearly_equal(second, tensor.detach())
-            position += 1
-            if position > max(kept) and self._early_stop:
+            self._position += 1
+            if self._position >= len(self._dropped) and self._early_stop:
                 raise _LastSaved
             return tensor.detach()
 
+        self._position = 0
         self._run_with(save)
         return near and not equal
 
@@ -352,11 +357,9 @@ def _has_only_values(tensor: torch.Tensor) -> bool:
     """Whether all bytes of a saved tensor are values.
 
     Kernels save memory that was never written and that their backward does not read: workspaces of recurrent layers, as
-    bytes; on devices the padded sums of attention, which take no gradient; and without dropout the seed and the offset
-    of attention's random numbers, at most two integers.
+    bytes; and on devices the padded sums of attention, which take no gradient.
     """
-    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    if tensor.dtype is torch.uint8 or (integers and tensor.numel() <= _SEEDS):
+    if tensor.dtype is torch.uint8:
         return False
     return tensor.requires_grad or tensor.device.type == "cpu" or not tensor.is_floating_point()
 
@@ -365,7 +368,11 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     """Whether a saved tensor had its values when the node that unpacks it saved it."""
     # The noise of rrelu is saved before it is written, if it is written at all; with another noise other saved tensors
     # differ, too. The table of CTC is written up to each row's length.
-    return node is None or node.name() not in _PARTLY_WRITTEN or dropped.requires_grad
+    name = "" if node is None else node.name()
+    dtype = dropped.dtype
+    if math.prod(dropped.size) <= _SEEDS and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        return not (node is None or isinstance(node, FunctionCtx) or name.startswith(_ATTENTION))
+    return name not in _PARTLY_WRITTEN or dropped.requires_grad
 
 
 def _differs(block: str, size: tuple[int, ...]) -> RestoreError:

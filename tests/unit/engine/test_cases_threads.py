@@ -213,3 +213,50 @@ def test_two_threads_go_backward_over_one_graph(policy: str) -> None:
         at_once(backwards, backwards)
         graph.clear()
         assert_nothing_left(handle._engine)
+
+
+class Scaled(torch.nn.Module):
+    """Reads an attribute; in two threads its forwards overlap if they can."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (events := OVERLAP.get(threading.current_thread().name)) is not None:
+            events[0].set()
+            events[1].wait(0.2)
+        for _ in range(4):
+            x = torch.special.i0e(x)
+        return self.linear(x) * self.scale
+
+
+OVERLAP: dict[str, tuple[threading.Event, threading.Event]] = {}
+"""By thread: an event to set, and one to wait for, unless that takes too long."""
+
+
+def test_second_forwards_in_two_threads_restore_one_after_the_other() -> None:
+    """The one that began last would end last, and restore for good what the other had set for its own time."""
+    block = Scaled()
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), block)
+    first_in, second_in, first_done = threading.Event(), threading.Event(), threading.Event()
+    with ebbtide.enable_activation_offloading(model, blocks="1", policy="minimal", min_bytes=0) as handle:
+        losses: list[Tensor] = []
+        for scale in (1.0, 2.0, 3.0, 4.0):
+            block.scale = scale
+            losses.append(model(torch.ones(8, WIDTH)).square().sum())
+        assert handle.stats().checkpointed_blocks == 1
+        block.scale = 5.0
+        OVERLAP.update(first=(first_in, second_in), second=(second_in, first_done))
+        first = threading.Thread(target=losses[2].backward, name="first")
+        second = threading.Thread(target=losses[3].backward, name="second")
+        first.start()
+        assert first_in.wait(30)
+        second.start()
+        first.join(30)
+        first_done.set()
+        second.join(30)
+        OVERLAP.clear()
+        assert not first.is_alive() and not second.is_alive() and block.scale == 5.0

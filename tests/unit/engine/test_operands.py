@@ -435,3 +435,32 @@ def test_a_frozen_weight_that_a_schedule_prunes() -> None:
         return loss
 
     check(make, step)
+
+
+class Scheduled(nn.Conv1d):
+    """A convolution that passes on another bias than its own."""
+
+    gain = 1.0
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight, None if bias is None else bias * self.gain)
+
+
+class Convolves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Scheduled(4, 4, 3, padding=1), nn.Conv1d(4, 4, 1)
+        self.up.get_parameter("bias").requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+def test_a_convolution_that_is_called_with_another_bias() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.up.gain = max(1.0, number - 1.0)
+        return convolved(model, number)
+
+    convolved = step_of(lambda model: model(torch.randn(2, 4, 16)).square().mean())
+    check(lambda: sgd(Stack(Convolves(), Convolves(), Convolves())), step)

@@ -5,6 +5,7 @@ What is computed must be what plain training computes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -271,8 +272,30 @@ class Catches(Block):
         return y * 2
 
 
-def test_a_block_that_catches_every_exception() -> None:
-    alike(Catches, lambda model: loss(model).backward())
+class RaisesAnother(Block):
+    """Raises another exception in place of one of its own code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except Exception as error:
+            raise ValueError("a block failed") from error
+
+
+class ReturnsNone(Block):
+    """Returns nothing from a part in which an exception was raised, as decorators that log it do."""
+
+    def inner(self, x: Tensor) -> Any:
+        with contextlib.suppress(Exception):
+            return torch.special.i0e(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("kind", [Catches, RaisesAnother, ReturnsNone])
+def test_a_block_that_catches_every_exception(kind: type[Block]) -> None:
+    alike(kind, lambda model: loss(model).backward())
 
 
 class Twice(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -167,8 +168,39 @@ def _by_a_decorator(block: Any, x: Tensor) -> None:
     pass
 
 
+def _in_a_default(block: Any, x: Tensor, seen: list[float] = [0.0]) -> None:  # noqa: B006
+    seen[0] += 1
+
+
+def _in_a_default_by_name(block: Any, x: Tensor, *, seen: dict[str, int] = {}) -> None:  # noqa: B006
+    seen["calls"] = seen.get("calls", 0) + 1
+
+
+def _on_a_function(block: Any, x: Tensor) -> None:
+    vars(_by_a_decorator)["calls"] = vars(_by_a_decorator).get("calls", 0) + 1
+
+
+def _in_a_class_of_the_file(block: Any, x: Tensor) -> None:
+    Total.calls += 1
+
+
+def _in_an_object_of_the_file(block: Any, x: Tensor) -> None:
+    SPACE.calls += 1
+
+
+def _in_a_thread(block: Any, x: Tensor) -> None:
+    LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+
+
+class Total:
+    calls = 0
+
+
+SPACE, LOCAL = SimpleNamespace(calls=0), threading.local()
+
 NOTES = (_in_a_class, _a_number_of_a_class, _a_number_of_the_file, _in_a_list_that_is_built, _by_a_held_function)
-NOTES += (_by_a_held_builtin, _by_a_decorator)
+NOTES += (_by_a_held_builtin, _by_a_decorator, _in_a_default, _in_a_default_by_name, _on_a_function)
+NOTES += (_in_a_class_of_the_file, _in_an_object_of_the_file, _in_a_thread)
 
 
 @pytest.mark.parametrize("note", [*NOTES, _by_an_iterator_inside])
@@ -188,6 +220,29 @@ def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: Callable[[An
     plain, _ = run(Notes, steps=5)
     ours, said = run(Notes, steps=5, enable_ckpt=True)
     assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+
+
+class Lazy(dict[str, Any]):
+    """Imports what it holds when it is listed, as the registries of transformers do."""
+
+    def keys(self) -> Any:
+        raise ImportError("a package")
+
+    values = items = __iter__ = keys
+
+
+REGISTRY = Lazy(act=hard)
+
+
+class Registered(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(REGISTRY["act"](x))
+
+
+def test_a_dictionary_of_a_class_that_lists_itself_otherwise() -> None:
+    plain, _ = run(Registered)
+    ours, said = run(Registered, enable_ckpt=True)
+    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 3"
 
 
 def test_a_forward_that_was_replaced_on_a_block_is_looked_at() -> None:

@@ -574,6 +574,62 @@ def test_a_parameter_that_its_own_forward_changes_is_treated_tensor_by_tensor() 
     check_checkpointed(lambda: blocks(Decays), squares, count=0)
 
 
+class LearnsLocally(Block):
+    """Adds the gradient of a loss of its own in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.down(self.up(x.detach())).square().mean().backward()
+        return super().forward(x)
+
+
+class HalvesGradients(Block):
+    """Registers a hook on a weight in each forward, and removes the one of the forward before."""
+
+    hook: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = self.up.weight.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [LearnsLocally, HalvesGradients])
+def test_what_a_forward_leaves_on_its_weights_is_left_once(kind: type[Block]) -> None:
+    check_checkpointed(lambda: blocks(kind), squares, count=0)
+
+
+class Given(Block):
+    """Is given a second tensor, which it changes."""
+
+    detaches = False
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        if self.detaches:
+            return super().forward(hard(x + other.detach_()))
+        return super().forward(F.batch_norm(x, other[0], other[1], training=True))
+
+
+class Gives(Stack):
+    """Gives its blocks running statistics, or a tensor that is computed for each."""
+
+    def __init__(self, *blocks: nn.Module, detaches: bool) -> None:
+        super().__init__(*blocks)
+        self.statistics = nn.Parameter(torch.ones(2, 16), requires_grad=False)
+        for block in blocks:
+            block.detaches = self.detaches = detaches
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, x + 1 if self.detaches else self.statistics)
+        return x
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_what_a_forward_does_to_its_arguments_without_a_new_version_is_done_once(detaches: bool) -> None:
+    check_checkpointed(lambda: sgd(Gives(Given(), Given(), Given(), detaches=detaches)), squares, count=0)
+
+
 class Seeded(torch.autograd.Function):
     """Saves memory with other contents in each run, as attention saves seeds that nothing wrote."""
 
@@ -608,6 +664,18 @@ def test_seeds_and_workspaces_that_nothing_wrote_are_not_compared(dtype: torch.d
 @pytest.mark.parametrize(("dtype", "count"), [(torch.int64, 3), (torch.bool, 2), (torch.float32, 2)])
 def test_indices_masks_and_noise_of_another_second_forward_are_an_error(dtype: torch.dtype, count: int) -> None:
     check_refused(lambda: blocks(seeded(dtype, count)), squares, RestoreError, policies=("minimal",))
+
+
+def test_an_index_of_one_number_of_another_second_forward_is_an_error() -> None:
+    class Selects(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draw = Dice().roll
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).index_select(1, torch.tensor([int(16 * self.draw())])).expand(-1, 16)
+
+    check_refused(lambda: blocks(Selects), squares, RestoreError, policies=("minimal",))
 
 
 @pytest.mark.parametrize("training", [False, True])
