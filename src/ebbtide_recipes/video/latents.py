@@ -115,7 +115,6 @@ def matches(folder: Path, source: Source, making: Making, clips: Sequence[Clip] 
     wanted |= {part: made[part] for part in ("vae", "text_encoder") if wanted[part] is None}
     if clips is None:
         made.pop("clips", None)
-        made.setdefault("dtype", wanted["dtype"])  # older manifests name none
     return made == _without_name(wanted)
 
 
@@ -173,7 +172,7 @@ def make(
     """
     check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
     folder.mkdir(parents=True, exist_ok=True)
-    request = _hash(json.dumps(_request(source, making), sort_keys=True))
+    request = _hash_of(source, making)
     mine, step = share
     wanted = sorted({clip.caption for clip in clips} | set(captions) | {""})[mine::step]
     absent = [caption for caption in wanted if not _done(folder / _text_file(caption), request)]
@@ -216,13 +215,22 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
 
 
 def clear(folder: Path, source: Source, making: Making, clips: Sequence[Clip]) -> None:
-    """Remove latents that were made with other settings or of other clips; nothing else in the folder."""
+    """Remove latents of other settings or clips, nothing else in the folder; give the others their clips' numbers."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    request = _hash(json.dumps(_request(source, making), sort_keys=True))
+    request = _hash_of(source, making)
     wanted = {_clip_file(number): _clip_request(request, clip) for number, clip in enumerate(clips)}
+    places = {made_of: name for name, made_of in wanted.items()}
+    moved: list[tuple[Path, Path]] = []
     for path in (*folder.glob("clip-*.safetensors"), *folder.glob("text-*.safetensors")):
-        if not _done(path, wanted.get(path.name, "") if path.name.startswith("clip-") else request):
+        made_of = _made_of(path)
+        if made_of in (request, wanted.get(path.name)):
+            continue
+        if made_of in places:
+            moved.append((path.rename(path.with_suffix(".moved")), folder / places[made_of]))
+        else:
             path.unlink()
+    for path, place in moved:
+        path.replace(place)
 
 
 def add_captions(
@@ -279,8 +287,8 @@ def _request(source: Source, making: Making, clips: Sequence[Clip] | None = None
 
 
 def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Omit the path of the pipeline: identities distinguish its parts."""
-    return {key: value for key, value in request.items() if key != "model"}
+    """Omit the names of the pipeline and the data, and its seed: identities distinguish their parts."""
+    return {key: value for key, value in request.items() if key not in ("model", "data", "seed")}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -333,29 +341,47 @@ def _read(path: Path) -> Text:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"{path} cannot be read: {str(error)[:200]}",
-            expected=f"a file named by {MANIFEST} in its folder",
-            hint=f"remove {MANIFEST} and make the latents again from --data",
-        ) from error
+        raise _unreadable(path, error) from error
 
 
 def _shape(path: Path) -> list[int]:
     """Return the shape of a clip's latents, from the head of its file."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="pt") as opened:
-        return opened.get_slice("latents").get_shape()
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return opened.get_slice("latents").get_shape()
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read: {str(error)[:200]}",
+        expected=f"a file named by {MANIFEST} in its folder",
+        hint=f"remove {MANIFEST} and make the latents again from --data",
+    )
+
+
+def _made_of(path: Path) -> str | None:
+    """Return what a file was made of; ``None``: it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return (opened.metadata() or {}).get("request")
+    except (OSError, SafetensorError):
+        return None
 
 
 def _done(path: Path, request: str) -> bool:
     """Whether an earlier, interrupted run with the same settings wrote this file."""
-    from safetensors import safe_open
+    return _made_of(path) == request
 
-    if not path.is_file():
-        return False
-    with safe_open(path, framework="pt") as opened:
-        return (opened.metadata() or {}).get("request") == request
+
+def _hash_of(source: Source, making: Making) -> str:
+    """Return a hash of the settings that each file depends on: names of pipelines and data are not among them."""
+    return _hash(json.dumps(_without_name(_request(source, making)), sort_keys=True))
 
 
 def _clip_request(request: str, clip: Clip) -> str:

@@ -58,7 +58,7 @@ class Video(Recipe[VideoConfig]):
             if _has_latents(config):
                 latents.check(_latents_folder(config), source)
             else:
-                _check_size(_making(config, source), source)
+                _check_size(_making(config, source, _made(config)), source)
         if config.backwards == 2 and (config.nproc_per_node or launch.world_size()) > 1:
             raise ConfigError(
                 "backwards is 2 with several processes",
@@ -149,6 +149,14 @@ def _latents_folder(config: VideoConfig) -> Path:
     return Path(folder).expanduser() if folder is not None else Path(config.output_dir).expanduser() / "latents"
 
 
+def _made(config: VideoConfig) -> Mapping[str, Any] | None:
+    """Return what the latents in ``--latents_dir`` were made with; ``None``: there are none."""
+    from ebbtide_recipes.video import latents
+
+    folder = _latents_folder(config)
+    return latents.Latents(folder).manifest["request"] if config.latents_dir and latents.is_made(folder) else None
+
+
 def _making(config: VideoConfig, source: Source, made: Mapping[str, Any] | None = None) -> Making:
     """Return how latents are made, or existing ones would be: a flag that is not set is ``made``'s."""
     from ebbtide_recipes.video.latents import Making
@@ -180,7 +188,7 @@ def _clips(config: VideoConfig, *, needed: bool) -> list[Clip] | None:
         return None
     try:
         return data.load(config.dataset, seed=config.seed)
-    except DataError:
+    except (DataError, OSError):
         if needed:
             raise
         return None
@@ -201,8 +209,15 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
     state, folder, named = PartialState(), _latents_folder(config), _has_latents(config)
     if config.latents_dir is not None and latents.is_made(folder):
         latents.check(folder, source)
-    making = _making(config, source, latents.Latents(folder).manifest["request"] if named else None)
-    clips = _clips(config, needed=not named) or []
+    making = _making(config, source, _made(config))
+    if not named and _made(config) and not latents.matches(folder, source, making, None):
+        raise ConfigError(
+            f"{folder} holds latents that were made with other flags: all of them would be replaced",
+            expected=f"the flags that {latents.MANIFEST} names",
+            hint=f"name another --latents_dir, or remove {latents.MANIFEST} to make all of them again",
+        )
+    looks = not named or state.is_main_process  # a warning needs no other
+    clips = (_clips(config, needed=not named) if looks else None) or []
     same = latents.matches(folder, source, making, clips or None)
     if named and not same:
         LOGGER.warning(
@@ -211,6 +226,12 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             folder,
         )
         same = True
+    if not same and not (source.vae_identity() and source.text_identity()):
+        raise DataError(
+            f"{source.name} has no VAE or no text encoder, and {folder} does not hold the latents of these clips",
+            expected="both, to make them",
+            hint="fetch the complete pipeline, or name existing latents: --latents_dir",
+        )
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
         if state.is_main_process:

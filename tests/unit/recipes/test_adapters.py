@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import BOFTConfig, LoraConfig
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebbtide.base.errors import ConfigError, DataError
@@ -57,6 +58,9 @@ def test_those_of_norms_are_on_norms_unless_modules_are_named() -> None:
     made = adapters.chosen(adapter(adapter_config="ln_tuning"), llama(), without=["model.layers.1"])
     norms = {"input_layernorm", "post_attention_layernorm"}
     assert set(made.target_modules) == {"model.norm", *(f"model.layers.0.{name}" for name in norms)}
+    without_weights = llama()
+    without_weights.model.norm = type("PlainNorm", (nn.Module,), {})()
+    assert "model.norm" not in adapters.chosen(adapter(adapter_config="ln_tuning"), without_weights).target_modules
     named = adapters.chosen(adapter(adapter_config="ln_tuning", target_modules=("q_proj",)), llama())
     assert set(named.target_modules) == {"q_proj"}
 

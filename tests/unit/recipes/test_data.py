@@ -192,6 +192,16 @@ def test_numbers_of_calls_and_texts_that_are_json_are_what_the_file_has(tmp_path
         assert json.dumps(found) == json.dumps([row["messages"] for row in group])
 
 
+@pytest.mark.parametrize(
+    "answers", [({"a": 1}, {"b": 2.5}), (1, "x"), ([{"a": 1}], [{"b": 2}]), ([{"a": 1}], "b")], ids=str
+)
+def test_columns_besides_chats_are_what_the_file_has(answers: tuple[object, object]) -> None:
+    call = {"type": "function", "function": {"name": "set", "arguments": {"t": 0.3}}}
+    chats = ([USER, {**ASSISTANT, "tool_calls": [call]}], [USER])
+    rows = [{"prompt": chat, "answer": answer} for chat, answer in zip(chats, answers, strict=True)]
+    assert as_dataset(rows, ["x"]).to_list() == rows
+
+
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_a_tag_that_no_user_wrote_is_text(tmp_path: Path, role: str) -> None:
     (tmp_path / "0.png").touch()
