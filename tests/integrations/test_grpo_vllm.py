@@ -70,3 +70,22 @@ def test_adapters_merged_for_vllm_leave_the_base_as_it_was(model: Path, tmp_path
         trainer._generate_single_turn([[3, 4]], None, {}, 1)
     assert merged == [True] * 3
     assert all(p.equal(base[name]) for name, p in trainer.model.named_parameters() if name in base)
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+def test_weights_in_4_bits_are_those_of_before_the_merge(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    changes = {"train_type": "qlora", "lora_rank": 2}
+    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), **changes}))
+    before = {name: p for name, p in trainer.model.named_parameters() if hasattr(p, "bnb_quantized")}
+    assert before
+
+    def sync() -> None:
+        trainer.model.merge_adapter()
+        trainer.model.unmerge_adapter()
+
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = SimpleNamespace(sync_weights=sync, generate=lambda **_: (None, [[5]], [[[0.0]]], None))
+    trainer._generate_single_turn([[3, 4]], None, {}, 1)
+    after = dict(trainer.model.named_parameters())
+    assert all(after[name] is p and p.bnb_quantized for name, p in before.items())

@@ -30,7 +30,7 @@ class FrozenWeights:
             if isinstance(module, BaseTunerLayer):
                 layers[module.get_base_layer()] = None
         self._kept = [
-            (layer, name, parameter, _local(parameter).to("cpu", copy=True))
+            (layer, name, parameter, None if _in_4_bits(parameter) else _local(parameter).to("cpu", copy=True))
             for layer in layers
             for name, parameter in layer.named_parameters(recurse=False)
             if not parameter.requires_grad
@@ -40,7 +40,14 @@ class FrozenWeights:
         """Write the copies back. A weight in 4 bits is another object after a merge: the first one returns."""
         for layer, name, parameter, copy in self._kept:
             layer.register_parameter(name, parameter)
-            _local(parameter).copy_(copy)
+            if copy is None:
+                parameter.bnb_quantized = True  # PEFT's merge takes it away
+            else:
+                _local(parameter).copy_(copy)
+
+
+def _in_4_bits(parameter: torch.nn.Parameter) -> bool:
+    return hasattr(parameter, "bnb_quantized")
 
 
 def _local(parameter: torch.nn.Parameter) -> Any:

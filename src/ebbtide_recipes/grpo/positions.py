@@ -1,7 +1,7 @@
-"""Learned positions in batches that are padded on the left.
+"""Embedded positions in batches that are padded on the left.
 
 [Note: positions of a padded batch]
-TRL scores a batch without position ids. A model that embeds positions (GPT-2, GPT-Neo, StarCoder 1) then counts
+TRL scores a batch without position ids. A model that embeds positions (GPT-2, GPT-Neo, StarCoder 1, XGLM) then counts
 from the padding, although its completions were generated with positions that count from the first token. A rotary
 model's attention depends on differences alone, and is left as TRL calls it.
 """
@@ -15,15 +15,14 @@ import torch
 
 
 def count_from_tokens(called: torch.nn.Module, model: Any) -> None:
-    """Give a model with learned positions those of its tokens. See [Note: positions of a padded batch].
+    """Give a model that embeds positions those of its tokens. See [Note: positions of a padded batch].
 
     Args:
         called: What the trainer calls: the model, or what wraps it.
         model: The model of transformers.
     """
-    tokens = model.get_input_embeddings()
-    learned = any(isinstance(module, torch.nn.Embedding) and module is not tokens for module in model.modules())
-    if learned and "position_ids" in inspect.signature(type(model).forward).parameters:
+    rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())
+    if not rotary and "position_ids" in inspect.signature(type(model).forward).parameters:
         called.register_forward_pre_hook(_with_positions, with_kwargs=True)
 
 

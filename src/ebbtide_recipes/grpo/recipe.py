@@ -49,11 +49,14 @@ class Grpo(Recipe[GrpoConfig]):
                 expected="the package vllm",
                 hint="pip install vllm, on Linux with a GPU; without --use_vllm transformers generates",
             )
-        if config.use_vllm and config.trains_adapters and config.fsdp_strategy != "none" and config.fsdp_version == 1:
+        in_4_bits = config.train_type == "qlora"
+        sharded = config.fsdp_strategy != "none" and (config.fsdp_version == 1 or in_4_bits)
+        if config.use_vllm and config.trains_adapters and sharded:
+            what = "4-bit weights in shards" if in_4_bits else "FSDP1"
             raise ConfigError(
-                "use_vllm is true with adapters and FSDP1, whose shards cannot be merged with adapters for vLLM",
-                expected="FSDP2, DDP or full training",
-                hint="--fsdp_version 2",
+                f"use_vllm is true with adapters and {what}, which cannot be merged for vLLM",
+                expected="DDP, full training, or lora with FSDP2",
+                hint="leave the sharding out" if in_4_bits else "--fsdp_version 2",
             )
         rewards.load(config.reward_funcs)
         adapters.check(config)

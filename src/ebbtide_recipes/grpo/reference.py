@@ -40,7 +40,7 @@ def _shard_blocks(model: Any, accelerator: Any) -> None:
     is_block: Any = fsdp2_prepare_auto_wrap_policy(plugin, model)
     mesh = getattr(accelerator, "torch_device_mesh", None)
     settings: dict[str, Any] = {
-        "reshard_after_forward": plugin.reshard_after_forward,
+        "reshard_after_forward": True,  # no backward follows, which would
         "offload_policy": plugin.cpu_offload,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],

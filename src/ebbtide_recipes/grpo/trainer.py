@@ -209,12 +209,14 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
     def _by_vllm(self) -> Generator[None, None, None]:
         """Let TRL gather the weights for vLLM's copy, parameter by parameter, from their shards."""
         self.vllm_generation.model = self.model  # FSDP1 has wrapped the one that TRL took
-        if self.state.global_step == self._last_loaded_step:
-            yield
-            return
-        self._frozen = self._frozen or FrozenWeights(self.model)
+        if self.state.global_step != self._last_loaded_step:
+            self._frozen = self._frozen or FrozenWeights(self.model)
+            with self._dist.summon_full_params(self.model, recurse=False, writeback=False):
+                pass  # FSDP1 takes the first part that it gathers for the root
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+            self._frozen.restore()  # before vLLM writes, which needs the memory of weights in 4 bits
         yield
-        self._frozen.restore()
 
     @contextmanager
     def _together(self) -> Generator[None, None, None]:
@@ -317,6 +319,8 @@ def arguments(config: GrpoConfig) -> TrlConfig:
     Args:
         config: As ``sharding.resolved`` returned it.
     """
+    # With adapters TRL would add a frozen copy of them; the reference is the model without any.
+    coefficient = 0.0 if config.trains_adapters else config.kl_coefficient or config.kl_reward_coef
     own = {
         "shuffle_dataset": config.dataset_shuffle,
         "num_generations": config.num_generations,
@@ -325,8 +329,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
-        # With adapters TRL would add a frozen copy of them; the reference is the model without any.
-        "beta": 0.0 if config.trains_adapters else config.kl_coefficient or config.kl_reward_coef,
+        "beta": coefficient,
         "num_iterations": config.num_iterations,
         "steps_per_generation": config.micro_batches,
         "epsilon": config.epsilon,
@@ -345,7 +348,8 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         **{name: value for name in SERVER if (value := getattr(config, name)) is not None},
         "ddp_find_unused_parameters": False,
-        "model_init_kwargs": {"device_map": None},  # of the reference: on this process's device alone
+        # Of the reference, if one is loaded: on this process's device alone.
+        "model_init_kwargs": {"device_map": None} if coefficient else None,
         "log_completions": False,
     }
     return made(TrlConfig, shared_arguments(config) | own)

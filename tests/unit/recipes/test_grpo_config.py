@@ -227,15 +227,23 @@ def test_vllm_reserves_for_a_completion_and_its_loss_is_corrected_if_all_tokens_
     found = arguments(GrpoConfig(output_dir=str(tmp_path), use_vllm=True, max_prompt_length=100, **changes))
     assert found.vllm_importance_sampling_correction is corrected
     assert found.vllm_max_model_length == 100 + 256
+    assert found.model_init_kwargs is None
+    found = arguments(GrpoConfig(output_dir=str(tmp_path), beta=0.1))
     assert found.model_init_kwargs == {"device_map": None}  # the reference is on this process's device alone
 
 
-def test_vllm_gets_no_adapters_from_shards_of_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("train_type", "strategy", "words"),
+    [("lora", "fsdp", "FSDP1.*\nhint: --fsdp_version 2"), ("qlora", "fsdp2", "4-bit weights.*\nhint: leave the shard")],
+)
+def test_vllm_gets_no_adapters_from_shards_that_cannot_be_merged(
+    train_type: Any, strategy: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ebbtide_recipes.grpo import recipe
 
     monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: object())
-    config = GrpoConfig(use_vllm=True, train_type="lora", strategy="fsdp")
-    with pytest.raises(ConfigError, match=r"use_vllm is true with adapters and FSDP1.*\nhint: --fsdp_version 2"):
+    config = GrpoConfig(use_vllm=True, train_type=train_type, strategy=strategy)
+    with pytest.raises(ConfigError, match=f"use_vllm is true with adapters and {words}"):
         recipe.RECIPE.check(config)
 
 
