@@ -735,8 +735,8 @@ MUTANTS = (
     Mutant(
         "second run: only its own exception ends it",
         "ebbtide/wrap/secondrun.py",
-        "        except Exception:  # perhaps",
-        "        except _LastSaved:  # perhaps",
+        "                except Exception:  # perhaps",
+        "                except _LastSaved:  # perhaps",
         ONE_LAYER,
     ),
     Mutant(

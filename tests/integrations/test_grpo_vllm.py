@@ -72,7 +72,7 @@ def test_adapters_merged_for_vllm_leave_the_base_as_it_was(model: Path, tmp_path
     assert all(p.equal(base[name]) for name, p in trainer.model.named_parameters() if name in base)
 
 
-@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+@pytest.mark.filterwarnings("ignore:(Merge|Unmerge) lora module to 4-bit")
 def test_weights_in_4_bits_are_those_of_before_the_merge(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     changes = {"train_type": "qlora", "lora_rank": 2}

@@ -280,7 +280,7 @@ def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any
     if isinstance(read, str):
         source = read if read.lstrip().startswith("{") else Path(read).expanduser()
         expected = "a JSON file with FSDP's settings, or a dict"
-        read = json_object(source, f"fsdp_config {read!r:.80}", expected=expected, hint=hint)
+        read = json_object(source, f"fsdp_config {read!r:.300}", expected=expected, hint=hint)
     if read is not None and not isinstance(read, Mapping):
         raise DataError(f"fsdp_config is {read!r:.80}", expected="FSDP's settings by name", hint=hint)
     settings = dict(cast("Mapping[str, Any]", read or {}))

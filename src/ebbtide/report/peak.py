@@ -92,7 +92,7 @@ def split(run: Run) -> PeakParts | None:
             parts[name] = parts.get(name, 0) + found
 
     held: dict[str, Any] = (run.all("parts") or [{}])[-1]
-    forward, curve = _forward_before(run, peak), run.curve()
+    forward, curve = _forward_before(run, peak), run.curve(dated=False)
     base = floor = left if forward is None else min(_at(curve, forward.begin), left)
     for name, count in (
         (WEIGHTS, sum((held.get("weights") or {}).values())),

@@ -34,6 +34,7 @@ class Peak:
         phase: Its phase; ``None`` between phases.
         step: That phase's step.
         block: The running block; ``None`` if that is not known, or after the last block's forward.
+        dated: It is the allocator's, dated half-way between two edges, so that another block may have been running.
     """
 
     bytes_: int
@@ -41,6 +42,7 @@ class Peak:
     phase: str | None
     step: Any
     block: str | None
+    dated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,17 @@ class Run:
             return "device memory, allocated"
         return "resident memory, sampled from outside" if self.outside else "resident memory"
 
-    def curve(self) -> list[tuple[float, int]]:
-        """Return the run's memory over time: seconds of its clock and bytes."""
+    def curve(self, *, dated: bool = True) -> list[tuple[float, int]]:
+        """Return the run's memory over time: seconds of its clock and bytes.
+
+        Args:
+            dated: With the allocator's peaks, which are dated half-way between two edges.
+        """
         field = "rss_bytes" if self.summary.get("device") in (None, "cpu") else "device_bytes"
         source = self.outside if self.outside and field == "rss_bytes" else self.all("memory")
         begins = self.events[0]["t"] if self.events else 0.0
-        return [(e["t"], e[field]) for e in source if e.get(field) is not None and e["t"] >= begins]
+        found = (e for e in source if e.get(field) is not None and e["t"] >= begins)
+        return [(e["t"], e[field]) for e in found if dated or not _is_dated(e)]
 
     def samples(self, field: str) -> list[tuple[float, int]]:
         """Return the run's own samples of ``rss_bytes`` or ``device_bytes`` over time."""
@@ -156,6 +163,7 @@ class Run:
             phase=span.name if span is not None else None,
             step=span.step if span is not None else None,
             block=block,
+            dated=any(event["t"] == t and _is_dated(event) for event in self.all("memory")),
         )
 
     def _counted_time(self) -> tuple[float, float]:
@@ -171,6 +179,10 @@ class Run:
             begun = [event for event in self.all("block_backward") if span.begin <= event["t"] <= t]
             return begun[-1].get("name") if begun else None
         return next((event.get("name") for event in self.all("block") if t <= event["t"] <= span.end), None)
+
+
+def _is_dated(sample: Event) -> bool:
+    return sample.get("rss_bytes") is None
 
 
 def load_run(folder: str | os.PathLike[str], *, summary: dict[str, Any] | None = None) -> Run:

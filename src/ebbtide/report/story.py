@@ -22,11 +22,11 @@ def peak_sentence(run: Run) -> str:
         where = "while weights were loaded" if within else "outside of any phase (warm-up or between steps)"
     else:
         where = f"in {peak.phase} of step {peak.step}"
-        if peak.block:
+        if peak.block and not peak.dated:
             where += f", at block {peak.block}"
-        elif peak.phase == "forward" and run.blocks(peak.step):
+        elif peak.block is None and peak.phase == "forward" and run.blocks(peak.step):
             where += ", after the last block"
-        elif peak.phase == "backward" and run.blocks(peak.step):
+        elif peak.block is None and peak.phase == "backward" and run.blocks(peak.step):
             where += ", before the first block (head and loss)"
     return f"{run.name}: {size(peak.bytes_)} {where}."
 

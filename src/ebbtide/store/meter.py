@@ -66,7 +66,7 @@ def _shared(meter: object, index: int | None, peak_bytes: int) -> int:
     """Return a meter's peak, given the process's since any meter read it."""
     for peaks in list(_unread.values()):
         peaks[index] = max(peaks.get(index, 0), peak_bytes)
-    return _unread[meter].pop(index)
+    return _unread[meter].pop(index, peak_bytes)  # another thread may have read it
 
 
 class DevicePeak:

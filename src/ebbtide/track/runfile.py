@@ -81,7 +81,7 @@ class RunFile:
     def __enter__(self) -> RunFile:
         self._open()
         self._reader = MemoryReader(device=True)
-        self._reader.take_device_peak_bytes()
+        self._reader.follow_fullest_device()
         self._latest, self._forwards = "", False
         self._write("run_begin", {**_run_begin(), **self._fields, **self._reader.peaks()})
         self._since = time.monotonic()

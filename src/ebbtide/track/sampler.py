@@ -81,8 +81,11 @@ class MemoryReader:
         if self._accelerator is not None:
             import torch
 
-            everywhere = range(torch.accelerator.device_count())
-            self._device_index = max(everywhere, key=self._accelerator.memory_allocated)
+            allocated, current = self._accelerator.memory_allocated, torch.accelerator.current_device_index()
+            everywhere, before = range(torch.accelerator.device_count()), self._device_index
+            self._device_index = max(everywhere, key=lambda index: (allocated(index), index == current))
+            if self._device_index != before:
+                self.take_device_peak_bytes()  # of memory that may have been freed before
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""

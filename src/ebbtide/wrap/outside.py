@@ -102,7 +102,12 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
     base: Any = next((base for base in (list, set, deque) if isinstance(value, base)), None)
-    return list(getattr(value, "__dict__", {}).values() if base is None else base.__iter__(value))
+    if base is not None:
+        return [*base.__iter__(value)]
+    try:
+        return [*value.__dict__.values()]
+    except Exception:  # it has none, or is a proxy of nothing
+        return []
 
 
 def _same(one: Any, other: Any) -> bool:

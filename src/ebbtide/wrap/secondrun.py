@@ -142,6 +142,7 @@ class SecondRun:
         self._varies, self._rounds = varies, None
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
+        self._lock = RLock()  # autograd reads in a thread for each device
         # torch.utils.checkpoint.set_checkpoint_early_stop(False): blocks whose tail must run again.
         self._early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
         self._sampled = run.compared is Compared.SAMPLE
@@ -212,7 +213,7 @@ class SecondRun:
             raise self._modified(dropped, probe._version, dropped.version)
         task = torch._C._current_graph_task_id()
         node = torch._C._current_autograd_node()
-        with _lock:
+        with self._lock:
             late = self._early_stop and task != -1 and not dropped.requires_grad
             if late and node.name() == "RreluWithNoiseBackward0":
                 self._early_stop, dropped.again = False, None  # its noise is written after it is saved
@@ -241,23 +242,24 @@ class SecondRun:
     def _run_again(self, task: int) -> None:
         if task != -1 and _group() is None:
             self.run.engine.let_go_after(task, weakref.ref(self))
-        self._position, self._rounds = 0, None
+        self._rounds = None
         self._run_with(self._save_again)
         if self._position < len(self._dropped):
             raise _saved_less(self.run.block.name, self._position, len(self._dropped))
 
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
-        try:
-            with _lock, torch.enable_grad(), _outside_vmap():
-                inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
-                args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
-                cast = self.run.pass_.cast
-                with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
+        with _lock, torch.enable_grad(), _outside_vmap():
+            self._position = 0
+            inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
+            args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
+            cast = self.run.pass_.cast
+            with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
+                try:
                     self._forward(*args, **kwargs)
-        except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
-            if not self._early_stop or self._position < len(self._dropped):
-                raise
+                except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
+                    if not self._early_stop or self._position < len(self._dropped):
+                        raise
 
     def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
         """Whether a tensor differs from the first forward's because its kernels add up in another order each time.
@@ -293,7 +295,6 @@ class SecondRun:
                 raise _LastSaved
             return tensor.detach()
 
-        self._position = 0
         self._run_with(save)
         return near and not equal
 

@@ -11,6 +11,8 @@ import pytest
 
 from ebbtide.report import Run, html, load_run, peak, split, verdicts
 from ebbtide.report.losses import losses_svg
+from ebbtide.report.peak import WORK
+from ebbtide.report.story import peak_sentence
 from ebbtide.report.table import ABSENT, loss_verdict, losses_table, saved_percent
 from ebbtide.report.verdict import prediction, step_costs
 from ebbtide.track import write_summary
@@ -67,6 +69,23 @@ def device_run(folder: Path, *, peak_at: str = "loss", engine: bool = True, step
     write_events(folder / "run.jsonl", sorted(events, key=lambda e: e["t"]))
     write_summary(folder)
     return load_run(folder)
+
+
+def test_a_peak_that_the_allocator_reported_names_no_block_and_is_no_floor(tmp_path: Path) -> None:
+    """It is dated half-way between two edges: before a forward it holds the gradients that are freed next."""
+    run = device_run(tmp_path, peak_at="block")
+    first = run.peak(counted=True)
+    assert first is not None and not first.dated and first.block == "layers.1"
+    more = 6 * 1024 * MIB
+    dated = [
+        event(19.99999, "memory", rss_bytes=None, device_bytes=FLOOR + 100 * MIB),
+        event(22.5, "memory", rss_bytes=None, device_bytes=first.bytes_ + more),
+    ]
+    run = dataclasses.replace(run, events=sorted([*run.events, *dated], key=lambda e: e["t"]))
+    found, before = split(run), split(device_run(tmp_path / "before", peak_at="block"))
+    assert found is not None and before is not None and found.peak.dated and found.peak.bytes_ == first.bytes_ + more
+    assert found.parts == {**before.parts, WORK: before.parts[WORK] + more}
+    assert peak_sentence(run).endswith("in backward of step 2.")
 
 
 def test_a_peak_in_the_loss_is_divided_into_what_was_recorded(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import FULL_BYTES
 from ebbtide.engine.trust import Trust
 from ebbtide.wrap.secondrun import SecondRun
+from ebbtide.wrap.state import State
 from tests.helpers.oracle import same_bits
 from tests.helpers.twice import Stack, hard
 
@@ -296,6 +297,21 @@ class ReturnsNone(Block):
 @pytest.mark.parametrize("kind", [Catches, RaisesAnother, ReturnsNone])
 def test_a_block_that_catches_every_exception(kind: type[Block]) -> None:
     alike(kind, lambda model: loss(model).backward())
+
+
+def test_an_error_of_restoring_after_the_last_saved_tensor_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_back(self: State, *args: Any, **kwargs: Any) -> None:
+        raise MemoryError("what is current cannot be restored")
+
+    with checkpointed(Block) as model:
+        value = loss(model)
+        for block in model.blocks:
+            block.mark = object()  # so the second forward restores, and then what is current
+        calls = itertools.count()
+        real = State.put_back
+        monkeypatch.setattr(State, "put_back", lambda self, *a, **k: (put_back if next(calls) else real)(self, *a, **k))
+        with pytest.raises(MemoryError, match="what is current"):
+            value.backward()
 
 
 class Twice(torch.autograd.Function):
