@@ -14,7 +14,8 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -335,42 +336,40 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> Non
 
 
 def _read(path: Path) -> Text:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with _reading(path):
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _shape(path: Path) -> list[int]:
     """Return the shape of a clip's latents, from the head of its file."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    with _reading(path), safe_open(path, framework="pt") as opened:
+        return opened.get_slice("latents").get_shape()
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None, None, None]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as opened:
-            return opened.get_slice("latents").get_shape()
+        yield
     except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path} cannot be read: {str(error)[:200]}",
-        expected=f"a file named by {MANIFEST} in its folder",
-        hint=f"remove {MANIFEST} and make the latents again from --data",
-    )
+        hint = f"remove {MANIFEST} and make what is missing or damaged: --preprocess_only true --dataset ..."
+        found = f"{path} cannot be read: {str(error)[:200]}"
+        raise DataError(found, expected="latents as they were written", hint=hint) from error
 
 
 def _made_of(path: Path) -> str | None:
     """Return what a file was made of; ``None``: it cannot be read."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
-        with safe_open(path, framework="pt") as opened:
+        with _reading(path), safe_open(path, framework="pt") as opened:
             return (opened.metadata() or {}).get("request")
-    except (OSError, SafetensorError):
+    except DataError:
         return None
 
 

@@ -307,9 +307,10 @@ def test_an_error_of_restoring_after_the_last_saved_tensor_is_raised(monkeypatch
         value = loss(model)
         for block in model.blocks:
             block.mark = object()  # so the second forward restores, and then what is current
-        calls = itertools.count()
-        real = State.put_back
-        monkeypatch.setattr(State, "put_back", lambda self, *a, **k: (put_back if next(calls) else real)(self, *a, **k))
+        calls, real = itertools.count(), State.put_back
+        monkeypatch.setattr(
+            State, "put_back", lambda self, *a, **k: (put_back if next(calls) == 1 else real)(self, *a, **k)
+        )
         with pytest.raises(MemoryError, match="what is current"):
             value.backward()
 
