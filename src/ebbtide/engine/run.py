@@ -168,8 +168,15 @@ class BlockRun(Replay):
             or tensor.is_neg()
             or tensor.is_quantized
             or tensor._is_zerotensor()
-            # Attributes that somebody gave it: torch's own saving of what needs no gradient hands them on.
-            or (kind is torch.Tensor and outer is None and tensor.__dict__ and not tensor.requires_grad)
+            # Attributes that somebody gave it: torch's own saving of what needs no gradient hands them on. Those of
+            # dynamo, on what compiled code with dynamic shapes saves, are hints for a compilation: they may be lost.
+            or (
+                kind is torch.Tensor
+                and outer is None
+                and tensor.__dict__
+                and not tensor.requires_grad
+                and not all(name.startswith("_dynamo_") for name in tensor.__dict__)
+            )
         ):
             self._keep_light(tensor, storage)
             return LightTicket(tensor, place=self.place)

@@ -65,7 +65,8 @@ class ForwardContext:
                 watched = engine.guard.watch(tensor, tensor._version, compared=compared)
                 self._watched.append((tensor, watched))
         self._moved = moved
-        devices = {x.device for x in inputs if x.device.type not in ("cpu", "meta")}
+        # Also of its weights: a block may move its inputs, or be called with none.
+        devices = {x.device for x in (*inputs, *self._state.tensors) if x.device.type not in ("cpu", "meta")}
         on = {device: torch.empty(0, device=device) for device in devices}  # not the inputs: they may leave
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
         self._random, self._casts = _states(_generators(on)), _casts(self._kinds)
