@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ebbtide
 from tests.helpers.models import build
 from tests.simdev.device import configured, counters, held, simulated_seconds, violations
 
@@ -324,6 +326,34 @@ def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine
         after = simulated_seconds()
     passed, busy = (round(1e6 * (b - a)) for a, b in zip(before, after, strict=True))
     assert (passed, busy) == (1200, 300)
+
+
+class Moves(nn.Module):
+    """A block whose input is on the host, and whose dropout is on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.up(x.to(DEVICE)), 0.5)
+        return (x + self.down(x).sigmoid()).cpu()
+
+
+def test_a_checkpointed_block_that_moves_its_input_draws_the_same_twice() -> None:
+    def trained(policy: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(*(Moves() for _ in range(3))).to(DEVICE), []
+        around = ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0) if policy else nullcontext()
+        with around as handle:
+            for _ in range(4):
+                model(torch.ones(8, 16, requires_grad=True)).square().mean().backward()
+                found += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+            assert handle is None or handle.stats().checkpointed_blocks == 3
+        return found
+
+    assert all(map(torch.equal, trained(None), trained("minimal")))
 
 
 def with_two_devices(module: str) -> None:

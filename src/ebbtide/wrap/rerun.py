@@ -120,15 +120,16 @@ class Reruns:
         alone = not has_collectives(module) and not self._collectives.groups(block, module)
         return watched and alone and self._allowed(block.kind, called)
 
-    def varies(self, block: Block, module: nn.Module) -> None:
-        """A block's kernels add up in another order each time: checkpoint its kind no more, if no other rank does.
+    def varies(self, block: Block, module: nn.Module, why: str) -> None:
+        """A second forward was found to differ: checkpoint the block's kind no more, if no other rank does.
 
         Args:
             block: The engine's description of it.
             module: Its module.
+            why: How it differed, as the reason to log.
         """
         if not has_collectives(module) and not self._collectives.groups(block, module):
-            self._refuse(block.kind, "compute sums in another order each time they run")
+            self._refuse(block.kind, why)
 
     def before(self, block: Block, module: nn.Module) -> State | None:
         """Return the contents of a block's modules before its forward; None if that need not be watched.

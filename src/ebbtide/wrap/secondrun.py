@@ -62,8 +62,7 @@ _ATTENTION = ("ScaledDotProduct", "EfficientAttention", "FlashAttention", "Cudnn
 """How the names of its nodes begin; other nodes of attention are custom functions."""
 
 _lock = RLock()
-"""One second forward at a time: it changes attributes, flags, random states and numerics, which all threads share. A
-thread for each device reads, and a program may go backward in several."""
+"""One second forward at a time: it changes what all threads share, and a thread for each device reads."""
 
 _group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
@@ -128,11 +127,11 @@ class SecondRun:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
         context: See ``ForwardContext.back``.
-        varies: Called when kernels of the block were found to add up in another order each time.
+        varies: Called with why the block cannot be run again, when that is found.
     """
 
     def __init__(
-        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[], object]
+        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[str], object]
     ) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
@@ -221,7 +220,7 @@ class SecondRun:
                 self._run_again(task)
             tensor = dropped.again
             if tensor is None:
-                raise _saved_less(self.run.block.name, self._position, len(self._dropped))
+                raise _saved_less(self.run.block.name, self._position, len(self._dropped), self._varies)
             if task == -1:
                 self.restored = None
             elif not isinstance(node, FunctionCtx):  # a custom function may read it again in the same backward
@@ -232,7 +231,7 @@ class SecondRun:
         if dropped.same is not True and _was_written(node, dropped):
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
-            failed = functools.partial(_differs, self.run.block.name, dropped.size)
+            failed = functools.partial(_differs, self.run.block.name, dropped.size, self._varies)
             self.run.engine.trust.require(dropped.same, failed)
         return tensor
 
@@ -245,7 +244,7 @@ class SecondRun:
         self._rounds = None
         self._run_with(self._save_again)
         if self._position < len(self._dropped):
-            raise _saved_less(self.run.block.name, self._position, len(self._dropped))
+            raise _saved_less(self.run.block.name, self._position, len(self._dropped), self._varies)
 
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
@@ -274,7 +273,7 @@ class SecondRun:
             kept = {n: value for n, value in kept.items() if value is not None}
             self._rounds = any(self._third_differs(kept) for _ in range(TRIES))
             if self._rounds:
-                self._varies()
+                self._varies("compute sums in another order each time they run")
         return self._rounds
 
     def _third_differs(self, kept: dict[int, torch.Tensor]) -> bool:
@@ -376,7 +375,8 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     return name not in _PARTLY_WRITTEN or dropped.requires_grad
 
 
-def _differs(block: str, size: tuple[int, ...]) -> RestoreError:
+def _differs(block: str, size: tuple[int, ...], varies: Callable[[str], object]) -> RestoreError:
+    varies(_OTHERWISE)
     return RestoreError(
         f"block {block!r} was checkpointed, and its second forward computed another {list(size)} tensor than the first",
         expected="a forward that computes the same values twice",
@@ -384,7 +384,8 @@ def _differs(block: str, size: tuple[int, ...]) -> RestoreError:
     )
 
 
-def _saved_less(block: str, found: int, expected: int) -> RestoreError:
+def _saved_less(block: str, found: int, expected: int, varies: Callable[[str], object]) -> RestoreError:
+    varies(_OTHERWISE)
     return RestoreError(
         f"block {block!r} was checkpointed, and its second forward saved {found} of {expected} tensors",
         expected="a forward that computes the same values twice",
@@ -392,6 +393,7 @@ def _saved_less(block: str, found: int, expected: int) -> RestoreError:
     )
 
 
+_OTHERWISE = "computed other values in a second forward"
 _HINT = (
     "does it draw from a random generator, or change an object, that ebbtide cannot reach, or was a weight written "
     "through .data before the backward? pass policy='offload', which checkpoints nothing"

@@ -484,6 +484,15 @@ def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wro
             return super().forward(hard(x * self.draw()))
 
     check_refused(lambda: blocks(Draws), squares, RestoreError, policies=("minimal",))
+    model = blocks(Draws)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        failed = []
+        for number in range(4):
+            try:
+                squares(model, number)
+            except RestoreError as error:
+                failed.append(error)
+        assert len(failed) == 1 and handle.stats().checkpointed_blocks == 0  # who catches it trains on as plain
     check(lambda: blocks(Draws), squares, policies=("offload", "keep"))
 
 
