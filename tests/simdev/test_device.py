@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from tests.helpers.models import build
+from tests.helpers.twice import hard
 from tests.simdev.device import configured, counters, held, simulated_seconds, violations
 
 DEVICE = "simdev"
@@ -337,7 +338,7 @@ class Moves(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.dropout(self.up(x.to(DEVICE)), 0.5)
-        return (x + self.down(x).sigmoid()).cpu()
+        return (x + self.down(hard(x))).cpu()
 
 
 def test_a_checkpointed_block_that_moves_its_input_draws_the_same_twice() -> None:
