@@ -38,8 +38,14 @@ from ebbtide.wrap.state import State, States
 
 logger = logging.getLogger("ebbtide.wrap")
 
-_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, Enum)
+_PLAIN = (
+    torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
+    torch.memory_format, range, slice, Enum,
+)  # fmt: skip
 """Argument types that a block cannot change unnoticed (tensors have versions)."""
+
+_READ = "torch.nn.attention.flex_attention.BlockMask"
+"""An argument type that blocks only read: a mask is made once per forward."""
 
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
@@ -228,10 +234,11 @@ class Reruns:
 
     def _repeatable(self, kind: str, called: Called) -> bool:
         """Whether nothing is known that a second forward of this call would do otherwise."""
-        changeable = next((x for x in called.leaves if not isinstance(x, _PLAIN)), None)
+        changeable = next((x for x in called.leaves if not isinstance(x, _PLAIN) and _name(x) != _READ), None)
         if changeable is not None:
             name = type(changeable).__name__
-            self._refuse(kind, f"are given a {name}, which a second forward would read changed", "use_cache=False")
+            switch = "use_cache=False" if "Cache" in name else ""
+            self._refuse(kind, f"are given a {name}, which a second forward would read changed", switch)
         if any(x.is_inference() for x in called.tensors):
             return False  # autograd does not save them
         return kind not in self._refused
@@ -273,6 +280,10 @@ class _Unseen:
         if not all(watched.same for _, _, watched in self._arguments):
             return "change their inputs, which a second forward would change again"
         return None
+
+
+def _name(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:

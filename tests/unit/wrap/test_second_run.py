@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.parametrizations import weight_norm
 
 import ebbtide
@@ -494,6 +495,22 @@ def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wro
                 failed.append(error)
         assert len(failed) == 1 and handle.stats().checkpointed_blocks == 0  # who catches it trains on as plain
     check(lambda: blocks(Draws), squares, policies=("offload", "keep"))
+
+
+@pytest.mark.parametrize("read", [slice(1), torch.strided, torch.channels_last, "mask"], ids=str)
+def test_arguments_that_nothing_can_change_do_not_end_checkpointing(read: Any) -> None:
+    class Reads(Block):
+        def forward(self, x: Tensor, other: Any) -> Tensor:
+            return super().forward(x)
+
+    class Passes(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            argument = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, "cpu") if read == "mask" else read
+            for block in self.blocks:
+                x = block(x, argument)
+            return x
+
+    check_checkpointed(lambda: sgd(Passes(Reads(), Reads(), Reads())), squares)
 
 
 @pytest.mark.parametrize("late", [0, 2])
