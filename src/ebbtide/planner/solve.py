@@ -73,35 +73,6 @@ class Solution:
         return min(least, self.predicted.overhead_seconds) if checkpoints else least
 
 
-def fit(profile: Profile, budget_bytes: int) -> Solution:
-    """Return the fastest plan whose simulated peak is within a budget.
-
-    Args:
-        profile: The step.
-        budget_bytes: Most device memory.
-
-    Raises:
-        BudgetError: No plan fits; names the smallest peak and what holds it.
-    """
-
-    return Search(profile).fit(budget_bytes)
-
-
-def smallest(profile: Profile) -> Solution:
-    """Return the plan with the smallest simulated peak, at any cost."""
-    return Search(profile).smallest
-
-
-def shrink(profile: Profile, max_slowdown: float) -> Solution:
-    """Return the plan with the smallest peak whose simulated step is at most ``max_slowdown`` slower.
-
-    Args:
-        profile: The step.
-        max_slowdown: 0.05 allows a step that is 5 % slower than one that keeps everything.
-    """
-    return Search(profile).least_memory(max_slowdown * profile.step_seconds * (1 + 1e-9))
-
-
 def follow(profile: Profile, plan: Plan) -> Solution:
     """Apply a plan that uses no profile, such as ``Minimal``'s, to a profile. No block is checkpointed.
 

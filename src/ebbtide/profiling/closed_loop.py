@@ -30,7 +30,7 @@ from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
 from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
+from ebbtide.planner.solve import Search, Solution, follow
 from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
 from ebbtide.store.meter import device_bytes, room_bytes
 from ebbtide.store.protocol import Tier
@@ -212,7 +212,7 @@ class ClosedLoop:
                     self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
-            return with_hooks(smallest(profile)), budget_bytes
+            return with_hooks(Search(profile).smallest), budget_bytes
 
     def _first(self, profile: Profile) -> tuple[Solution, int | None]:
         found, budget_bytes = self._solution(profile, self.budget_bytes)
@@ -277,7 +277,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
     budget = _budget_within(policy.budget_bytes, memory_bytes)
     if budget is not None:
         return fit_with_reserve(profile, budget)
-    found = shrink(profile, policy.max_slowdown)
+    found = shrink_hooked(profile, policy.max_slowdown)
     limit = None if memory_bytes is None else _without_fragments(memory_bytes)
     if limit is None or found.predicted.peak_bytes * (1 + RESERVE) <= limit:
         return found
@@ -313,8 +313,9 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
     Raises:
         BudgetError: No plan fits the memory budget.
     """
+    search = Search(profile)
     try:
-        return fit(profile, int(budget_bytes / (1 + reserve)))
+        return search.fit(int(budget_bytes / (1 + reserve)))
     except BudgetError:
-        found = smallest(profile)
-        return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)
+        least = search.smallest
+        return least if least.predicted.peak_bytes <= budget_bytes else search.fit(budget_bytes)

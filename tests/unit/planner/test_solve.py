@@ -13,8 +13,8 @@ from ebbtide.planner.bound import Bound
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.sites import _spread
-from ebbtide.planner.solve import Search, fit, shrink
-from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
+from ebbtide.planner.solve import Search
+from tests.helpers.profiles import alike, fit, profiles, qwen3_8b, shrink, unit
 
 FAST = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 

@@ -18,7 +18,7 @@ from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import smallest
+from ebbtide.planner.solve import Search
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
@@ -844,7 +844,7 @@ def test_a_part_of_the_budget_is_left_free() -> None:
 
 def test_where_the_reserve_cannot_be_had_the_plan_takes_the_least_memory() -> None:
     profile = alike(4, tuple(make_unit(f"a{i}", MB) for i in range(5)), RATES, window_bytes=MB)
-    least = smallest(profile).predicted.peak_bytes
+    least = Search(profile).smallest.predicted.peak_bytes
     assert fit_with_reserve(profile, least).predicted.peak_bytes == least
     with pytest.raises(BudgetError, match="memory_budget is"):
         fit_with_reserve(profile, least - 1)
