@@ -94,6 +94,7 @@ class Profile:
         tail_seconds: After the first block's backward: the backward of the parts before the blocks, and the optimizer.
         head_base_bytes: Most device memory while the head and the loss run, without what blocks have saved.
         window_bytes: Bytes allowed in flight each way; None: follows the largest block.
+        store_bytes: Most bytes that the store holds at once; None: no limit.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -103,10 +104,12 @@ class Profile:
     tail_seconds: float = 0.0
     head_base_bytes: int = 0
     window_bytes: int | None = None
+    store_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("lead_seconds", "head_seconds", "tail_seconds", "head_base_bytes"):
             _check(name, getattr(self, name))
+        _check("store_bytes", self.store_bytes or 0)
         for block in self.blocks:
             _check(f"forward_seconds of {block.name}", block.forward_seconds)
             _check(f"backward_seconds of {block.name}", block.backward_seconds)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +95,7 @@ def follow(profile: Profile, plan: Plan) -> Solution:
         assignment=assignment,
         predicted=simulate(profile, assignment),
         everything_kept=keep_everything(profile),
-        bound=Bound(profile),
+        bound=Bound(replace(profile, store_bytes=None)),
     )
 
 
@@ -103,6 +104,25 @@ def _possible(action: Action, unit: Unit) -> Action:
     if action is Action.RECOMPUTE and unit.recompute_seconds is None:
         action = Action.OFFLOAD
     return Action.KEEP if action is Action.OFFLOAD and not unit.movable else action
+
+
+def _within_store(profile: Profile, assignment: Assignment) -> Assignment:
+    """Return the actions with those of the last units that the store cannot hold kept; alike in all executions."""
+    if profile.store_bytes is None:
+        return assignment
+    moved: dict[tuple[str, Site], int] = defaultdict(int)
+    for place, number, unit in profile.units():
+        if assignment[place][number] is Action.OFFLOAD:
+            moved[profile.blocks[place].name, unit.site] += unit.moved_bytes
+    excess, kept = sum(moved.values()) - profile.store_bytes, set[tuple[str, Site]]()
+    while excess > 0:
+        key, nbytes = moved.popitem()
+        kept.add(key)
+        excess -= nbytes
+    return tuple(
+        tuple(Action.KEEP if (block.name, u.site) in kept else a for u, a in zip(block.units, actions, strict=True))
+        for block, actions in zip(profile.blocks, assignment, strict=True)
+    )
 
 
 def keep_everything(profile: Profile) -> Simulated:
@@ -265,7 +285,10 @@ class Search:
         return self._known[key]
 
     def simulated(self, assignment: Assignment) -> Solution:
-        """Return the simulated cost of an assignment. Executions of one block share the actions of the first."""
+        """Return the simulated cost of an assignment.
+
+        Executions of one block share the actions of the first; what the store cannot hold is kept.
+        """
         if self._repeats:
             first: dict[tuple[str, Site], Action] = {}
             for place, number, unit in self.profile.units():
@@ -274,6 +297,7 @@ class Search:
                 tuple(_possible(first[block.name, unit.site], unit) for unit in block.units)
                 for block in self.profile.blocks
             ]
+        assignment = _within_store(self.profile, assignment)
         return self._solution(assignment, simulate(self.profile, assignment))
 
     def _solution(self, assignment: Assignment, predicted: Simulated) -> Solution:

@@ -31,6 +31,7 @@ from ebbtide.planner.profile import Profile, Rates
 from ebbtide.profiling.faketensors import NEEDS_VALUES, TENSOR_TYPES, FakeMachine, FakeTensorTier, without_bytes
 from ebbtide.profiling.repeats import Marks, NotAlike, Repeats
 from ebbtide.profiling.step_profile import profile_of
+from ebbtide.store.share import share_of
 from ebbtide.wrap import Attachment, find_blocks
 
 logger = logging.getLogger("ebbtide")
@@ -198,11 +199,12 @@ class _Task:
             return _loss_of(_call(twin, arguments), self.loss)
 
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
-        job, machine = self.job, self.machine
+        job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
         tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
-        return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds)
+        store_bytes = None if machine.can_cancel else share_of(host_bytes, host_bytes, ranks)
+        return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -38,6 +38,9 @@ class SpillTier:
         host: Host memory with a budget.
         open_disk: Opens the disk tier; called at its first use.
         budget_bytes: The budget of ``host``.
+
+    Attributes:
+        unspilled_bytes: What it holds before anything goes to disk.
     """
 
     name, can_cancel = "host", False
@@ -48,6 +51,7 @@ class SpillTier:
         self.follow, self.expect = host.follow, host.expect
         self._open_disk = open_disk
         self._stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
+        self.unspilled_bytes = budget_bytes - self._stage_bytes
         self._disk: DiskTier | None = None
         self._refused: str | None = None
         # Removing a stage requires the lock; slots die without it.

@@ -76,6 +76,7 @@ def main(
     room = limits(
         machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
     )
+    profile = replace(profile, store_bytes=room.store_bytes)
     latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
     known = latest if len(latest) == len(profile.blocks) else None
     found = options(profile, known, room, config.max_slowdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
@@ -58,7 +58,8 @@ def pareto(profile: Profile, options: Sequence[Option]) -> Pareto:
         profile: The step that keeps everything.
         options: The rows of the table.
     """
-    search, bound, step = Search(profile), Bound(profile), profile.step_seconds
+    search, step = Search(profile), profile.step_seconds
+    bound = Bound(replace(profile, store_bytes=None))  # options may need more than the store has
     least, most = search.smallest.predicted.peak_bytes, search.everything.predicted.peak_bytes
     auto: list[Point] = []
     for part in range(BUDGETS):

@@ -772,6 +772,21 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
         devices.append(int((1 + FRAGMENTS) * 1.01 * peak))
 
 
+def test_a_plan_offloads_no_more_than_host_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.store_bytes", lambda tier: 250 * MB)
+    plan = planned(Auto(max_slowdown=1.0))
+    assert plan.table is not None and plan.table.predicted.moved_bytes == 200 * MB
+    assert plan.table.predicted.kept_bytes == 200 * MB
+
+
+def test_a_plan_spills_only_where_no_other_fits_the_budget() -> None:
+    """The disk behind host memory is slower, and how much is not known."""
+    profile = replace(alike(4, (make_unit("a", 100 * MB),), RATES, window_bytes=MB), store_bytes=200 * MB)
+    for budget, spills in ((350 * MB, False), (250 * MB, True)):
+        found = fit_with_reserve(profile, budget).predicted
+        assert found.peak_bytes <= budget and (found.moved_bytes > 200 * MB) is spills
+
+
 def test_a_budget_above_what_the_device_has_is_that_of_the_device(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

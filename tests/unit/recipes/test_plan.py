@@ -157,6 +157,15 @@ def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
     assert "--nproc_per_node 8 --fsdp_strategy full_shard" in values["command"]
 
 
+def test_auto_offloads_no_more_than_the_host_holds(qwen: str, result: Result) -> None:
+    auto = "ebbtide-auto, at most"
+    moved, margin = named(result, auto).offloaded_bytes, 256 * 2**20
+    tight = found(qwen, host_memory=str(margin + moved // 2))
+    assert 0 < named(tight, auto).offloaded_bytes <= moved // 2
+    assert named(tight, auto).fits_host and not named(tight, "ebbtide-offload").fits_host
+    assert json.loads(json.dumps(page.as_values(tight), allow_nan=False))["options"][4]["fits_host"] is True
+
+
 def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
     wide = dataclasses.replace(
         result,

@@ -19,6 +19,7 @@ import torch
 from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
 from ebbtide.store.spill import SpillTier
 from ebbtide.store.spillslot import SpillSlot
@@ -41,6 +42,16 @@ def spilling(folder: Path, *, budget: int = BUDGET, rate: float = 1e6, **given: 
     tier.close()
     gc.collect()
     assert device.host_bytes == 0 and device.violations == []
+
+
+def test_plans_know_what_host_memory_holds_before_it_spills(disk: Path) -> None:
+    with spilling(disk) as (device, tier):
+        held = store_bytes(tier)
+        assert held == BUDGET - 8 * KIB and store_bytes(tier.host) is None
+        slots = [tier.park(produce(device, 8 * KIB)) for _ in range(held // (8 * KIB) + 1)]
+        assert [type(slot) for slot in slots] == [HostSlot] * (len(slots) - 1) + [SpillSlot]
+        for slot in slots:
+            slot.free()
 
 
 def test_what_does_not_fit_goes_to_disk_and_all_comes_back(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
