@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 
-from ebbtide.base.runs import Event
-from ebbtide.report.copies import totals
+from ebbtide.report.copies import copies
 from ebbtide.report.peak import PeakParts
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
@@ -102,29 +101,18 @@ def prediction(run: Run) -> Table:
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
     left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
-    steps = [pairs for pairs in totals(run)[1:] if pairs[-1][1].get("step") not in left_out]
+    steps = [step for step in copies(run)[1:] if step.step not in left_out]
+    if not steps:
+        return {}
+    rates = run.all("stats")[-1]
     found = {
-        "stalls": _per_step(steps, "total_stall_seconds"),
-        "recomputing (host time)": _per_step(steps, "total_recompute_seconds"),
-        "copying out, during compute": _copying(steps, "out"),
-        "copying in, during compute": _copying(steps, "in"),
+        "stalls": median(step.stall_seconds for step in steps),
+        "recomputing (host time)": median(step.recompute_seconds for step in steps),
     }
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-
-def _per_step(steps: Sequence[Sequence[tuple[Event, Event]]], field: str) -> float | None:
-    found = [
-        sum(after[field] - before[field] for before, after in pairs)
-        for pairs in steps
-        if all(field in before and field in after for before, after in pairs)
-    ]
-    return median(found) if found else None
-
-
-def _copying(steps: Sequence[Sequence[tuple[Event, Event]]], way: str) -> float | None:
-    moved = _per_step(steps, f"total_copy_{way}_bytes")
-    rate = steps[-1][-1][1].get(f"copy_{way}_bytes_per_second") if steps else None
-    return moved / rate if moved and rate else None
+    for way, moved in (("out", [step.out_bytes for step in steps]), ("in", [step.in_bytes for step in steps])):
+        if (nbytes := median(moved)) and (rate := rates.get(f"copy_{way}_bytes_per_second")):
+            found[f"copying {way}, during compute"] = nbytes / rate
+    return found
 
 
 def _seconds(value: float | None) -> str:
