@@ -111,30 +111,14 @@ class HostTier:
             self.device.wait(now, self.device.record(stream))
             self.device.record_use(tensor, now)
 
-    def park(self, source: torch.Tensor, *, spare_bytes: int = 0) -> HostSlot:
-        """Begin to copy out ``source``, whose memory must stay until the slot is parked.
-
-        Args:
-            source: One-dimensional contiguous ``uint8`` view on the device; not empty.
-            spare_bytes: Bytes of the budget that must remain free.
-
-        Raises:
-            CapError: The host budget is reached.
-            ConfigError: The source is not such a tensor.
-            TargetError: The tier is closed.
-        """
-        (slot,) = self.park_all([source], spare_bytes=spare_bytes)
-        if isinstance(slot, CapError):
-            raise slot
-        return slot
-
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None, spare_bytes: int = 0
     ) -> list[HostSlot | CapError]:
         """Begin to copy out several sources; those of one device with one wait for compute and one event for all.
 
         Args:
-            sources: As for ``park``.
+            sources: One-dimensional contiguous ``uint8`` views on the device, not empty; their memory must stay until
+                they are parked.
             compute: The stream on which they were made; None: the caller's.
             spare_bytes: Bytes of the budget that must remain free.
 

@@ -84,22 +84,6 @@ class SpillTier:
         host = self.host.free_bytes
         return None if self._disk is None or host is None else host + self._disk.free_bytes
 
-    def park(self, source: torch.Tensor) -> HostSlot | SpillSlot:
-        """Begin to copy out ``source``; its memory must stay until the slot is parked.
-
-        Args:
-            source: One-dimensional contiguous ``uint8`` view on the device; not empty.
-
-        Raises:
-            CapError: Neither host memory nor disk holds it.
-            ConfigError: The source is not such a tensor.
-            TargetError: The tier is closed.
-        """
-        (slot,) = self.park_all([source])
-        if isinstance(slot, CapError):
-            raise slot
-        return slot
-
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
     ) -> list[HostSlot | SpillSlot | CapError]:
@@ -137,21 +121,24 @@ class SpillTier:
             return self.host.prefetch([slot for slot in slots if isinstance(slot, HostSlot)])
         for begun, slot in enumerate(slots):
             try:
-                slot.prefetch()
+                if isinstance(slot, SpillSlot):
+                    self._prefetch(slot)
+                else:
+                    self.host.prefetch([slot])
             except torch.OutOfMemoryError:
                 if not begun:
                     raise
                 return len(slots) - begun
         return 0
 
-    def prefetch_one(self, slot: SpillSlot) -> None:
+    def _prefetch(self, slot: SpillSlot) -> None:
         """Begin the copy-in of ``slot``, or the read from disk."""
         self._check(slot)
         slot.wanted = True
         with self._lock:
             stage = slot.stage
             if stage is not None:
-                stage.prefetch()
+                self.host.prefetch([stage])
         if stage is None and slot.on_disk is not None:
             slot.on_disk.prefetch()
 
@@ -258,7 +245,7 @@ class SpillTier:
                 freed = True
             else:
                 slot, stage = found
-                if not stage.parked:
+                if not self.host.have_parked([stage]):
                     if not wait or self._written or freed:
                         break
                     self.host.wait_copied(stage)

@@ -15,15 +15,13 @@ from ebbtide.store.hostslot import HostSlot
 class _Tier(Protocol):
     """The part of ``SpillTier`` that a slot uses; a protocol, because that module imports this one."""
 
-    def prefetch_one(self, slot: SpillSlot) -> None: ...
-
     def put_back(self, slot: SpillSlot) -> None: ...
 
     def take(self, slot: SpillSlot) -> torch.Tensor: ...
 
 
 class SpillSlot:
-    """One storage on its way to disk; made by ``SpillTier.park``, who owns its fields."""
+    """One storage on its way to disk; made by ``SpillTier``, who owns its fields."""
 
     __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "_tier", "wanted", "where")
 
@@ -36,23 +34,9 @@ class SpillSlot:
     def __del__(self) -> None:
         self.free()
 
-    def wait_parked(self) -> None:
-        """Make compute wait for the copy-out to host memory."""
-        if (stage := self.stage) is not None:
-            stage.wait_parked()
-
     def cancel(self) -> bool:
         """Return False: a copy queued on a stream cannot be cancelled."""
         return False
-
-    def prefetch(self) -> None:
-        """Begin the copy-in from the stage, or the read from disk.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-            DiskError: The disk tier cannot be used.
-        """
-        self._tier.prefetch_one(self)
 
     def put_back(self) -> None:
         """Discard an unused copy-in or read."""

@@ -28,6 +28,7 @@ from tests.helpers.engines import (
     open_engine,
 )
 from tests.helpers.oracle import same_bits
+from tests.helpers.slots import park
 
 ERRORS = [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError]
 
@@ -195,17 +196,17 @@ def test_an_exception_in_the_middle_of_a_hook(
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("call", ["park", "take", "prefetch", "wait_parked"])
+@pytest.mark.parametrize("call", ["park_all", "take", "prefetch", "wait_parked"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DiskFullError])
 def test_an_exception_of_the_store(
     call: str, when: int, error: type[BaseException], tier: str, data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
     x, w, expected = data
     with open_engine("offload", tier, rate=100.0, window_bytes=200) as engine:
-        slot = type(engine.tier.park(torch.zeros(64, dtype=torch.uint8)))
+        slot = type(park(engine.tier, torch.zeros(64, dtype=torch.uint8)))
         bomb = Bomb(error, when)
         with monkeypatch.context() as patch:
-            owner: Any = type(engine.tier) if call == "park" else slot
+            owner: Any = slot if call == "take" else type(engine.tier)
             patch.setattr(owner, call, around(bomb, getattr(owner, call)))
             try:
                 got = step(engine, x, w)
@@ -258,7 +259,7 @@ def test_a_model_that_fails_in_a_submodule_forgets_where_it_was() -> None:
 def test_verify_sees_one_wrong_byte(policy: str, tier: str, monkeypatch: Any) -> None:
     x, w = leaf(6, 8), leaf(8, 8, parameter=True)
     with open_engine(policy, tier, rate=1e12, window_bytes=1, verify=True) as engine:
-        slot = type(engine.tier.park(torch.zeros(64, dtype=torch.uint8)))
+        slot = type(park(engine.tier, torch.zeros(64, dtype=torch.uint8)))
         step(engine, x, w)
         intact = slot.take
 
