@@ -204,7 +204,7 @@ def test_eval_and_no_grad_touch_nothing(policy: str, monkeypatch: pytest.MonkeyP
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU()) for _ in range(2)))
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0) as handle:
         monkeypatch.setattr(Engine, "begin_pass", lambda *a, **k: pytest.fail("a pass was begun"))
-        monkeypatch.setattr(Engine, "begin_block", lambda *a, **k: pytest.fail("hooks were opened"))
+        monkeypatch.setattr(BlockRun, "__init__", lambda *a, **k: pytest.fail("hooks were opened"))
         with torch.no_grad():
             model(torch.randn(2, 4))
         with torch.inference_mode():

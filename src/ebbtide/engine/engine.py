@@ -23,11 +23,10 @@ from ebbtide.engine.layout import byte_view, checksum
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.numerics import Numerics, current_numerics
-from ebbtide.engine.passes import Block, Pass, RunRecord
+from ebbtide.engine.passes import Pass, RunRecord
 from ebbtide.engine.recompute import evaluate_now, repeatable
 from ebbtide.engine.restore import Restorer
 from ebbtide.engine.rules import rule_table
-from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
 from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket
@@ -165,15 +164,7 @@ class Engine:
         counts = {"packs": done.tally.packs, "checkpointed": done.checkpointed}
         self.bus.emit("pass_end", engine=self.number, **counts, **done.tally.fields())
 
-    def begin_block(self, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
-        """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-        run = BlockRun(self, block, self._pass, inputs, checkpointed=checkpointed)
-        if self.timer is not None:
-            self.timer.block_begins(run)
-        run.replays = self.replays and not (self.timer is not None and self.timer.measuring)
-        return run
-
-    def end_block(self, run: BlockRun, *, checkpointed: bool = False) -> None:
+    def end_block(self, run: RunRecord, *, checkpointed: bool = False) -> None:
         """A block's forward is over, or was left by an exception."""
         run.close()
         run.pass_.tally.add_all(run.tally)

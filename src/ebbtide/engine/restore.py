@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,11 +27,12 @@ from ebbtide.engine.marks import marked, recording
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.passes import RunRecord
 from ebbtide.engine.recompute import recompute
-from ebbtide.engine.services import Services
 from ebbtide.engine.stats import StallBook
 from ebbtide.engine.tickets import Entry, Residence, operand_error
+from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.trust import Trust
 from ebbtide.schedule import CopyIn, CopyOut
-from ebbtide.store.protocol import Slot
+from ebbtide.store.protocol import Slot, Tier
 
 logger = logging.getLogger("ebbtide.engine")
 
@@ -67,6 +68,18 @@ def _runs_elsewhere() -> bool:
     return False
 
 
+class _Engine(Protocol):
+    """The part of ``Engine`` that a restorer uses; a protocol, because that module imports this one."""
+
+    tier: Tier
+    lock: threading.RLock
+    trust: Trust
+    timer: StepTimer | None
+    orders: dict[tuple[str, int], tuple[int, ...]]
+
+    def close_if_idle(self) -> None: ...
+
+
 class Restorer:
     """Gives backwards what they read. See [Note: where the bytes are].
 
@@ -84,7 +97,7 @@ class Restorer:
     """
 
     def __init__(
-        self, engine: Services, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
+        self, engine: _Engine, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
     ) -> None:
         self._mover, self._copy_out, self._stalls, self._bus = mover, copy_out, stalls, bus
         self._engine = weakref.ref(

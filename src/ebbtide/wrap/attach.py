@@ -21,7 +21,7 @@ from torch import nn
 
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
-from ebbtide.engine.run import BlockRun
+from ebbtide.engine.run import BlockRun, begin_block
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
@@ -273,7 +273,7 @@ class Attachment:
             ConflictError: Another offloader already holds it.
         """
         name_checkpoints(self._logged, block.name)
-        run = self.engine.begin_block(block, kept.tensors() if readable() else inputs)
+        run = begin_block(self.engine, block, kept.tensors() if readable() else inputs)
         try:
             theirs = kept.hook((run.pack, self.engine.unpack))
         finally:

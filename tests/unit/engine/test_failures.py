@@ -133,9 +133,7 @@ def test_an_exception_of_the_model(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("when", [0, 1, 3])
-@pytest.mark.parametrize(
-    "hook", ["pack", "unpack", "begin_block", "end_block", "restorer.begin_block", "restorer.read"]
-)
+@pytest.mark.parametrize("hook", ["pack", "unpack", "__init__", "end_block", "restorer.begin_block", "restorer.read"])
 def test_an_exception_in_a_hook(
     hook: str, when: int, error: type[BaseException], data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
@@ -144,7 +142,7 @@ def test_an_exception_in_a_hook(
 
     x, w, expected = data
     part, _, name = hook.rpartition(".")
-    owner: Any = Restorer if part else BlockRun if hook == "pack" else Engine
+    owner: Any = Restorer if part else BlockRun if hook in ("pack", "__init__") else Engine
     with open_engine(REMAKE, rate=100.0) as engine:
         assert same_bits(step(engine, x, w), expected)
         bomb = Bomb(error, when)
@@ -322,13 +320,14 @@ def test_a_change_in_place_of_what_stays_names_the_block(kept: str) -> None:
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_that_an_interrupt_kept_from_its_hooks_holds_nothing(block: int, monkeypatch: Any) -> None:
     """Between a block's beginning and its hooks nobody but the pass knows the run, and the run holds itself."""
+    from ebbtide.engine.run import begin_block
     from ebbtide.wrap import attach
     from tests.helpers.handles import training
 
     begun: list[object] = []
 
     def struck(self: Any) -> Any:
-        run = self._engine.begin_block(self._block, self._inputs)
+        run = begin_block(self._engine, self._block, self._inputs)
         if len(begun) == block:
             raise KeyboardInterrupt
         begun.append(run.block.name)

@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.base.errors import ConflictError
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timing import StepTimer
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
 from tests.helpers.engines import assert_nothing_left
@@ -51,17 +53,17 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @contextmanager
-def counting_blocks(handle: ebbtide.Handle) -> Iterator[list[str]]:
+def counting_blocks() -> Iterator[list[str]]:
     """Names of the blocks whose hooks were entered; none runs without them, as one of a measured step would."""
     entered: list[str] = []
-    begin = handle._engine.begin_block
+    begin = BlockRun.__init__
 
-    def counted(block: Any, inputs: list[Tensor], **given: Any) -> Any:
+    def counted(run: BlockRun, engine: Engine, block: Block, *others: Any, **given: Any) -> None:
         entered.append(block.name)
-        return begin(block, inputs, **given)
+        begin(run, engine, block, *others, **given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._engine, "begin_block", counted)
+        patch.setattr(BlockRun, "__init__", counted)
         patch.setattr(StepTimer, "runs_plain", lambda self, name: False)
         yield entered
 
@@ -121,7 +123,7 @@ def test_a_forward_wrapped_after_enabling_stays_and_is_inert_after_closing() -> 
     block = tiny.block_list()[0]
     ours = block.forward
     theirs = block.forward = lambda *a, **k: ours(*a, **k)
-    with counting_blocks(handle) as entered:
+    with counting_blocks() as entered:
         assert differences(tiny.step(), expected) == []
         assert len(entered) == 3
         handle.close()
@@ -284,7 +286,7 @@ def test_switched_off_and_on_at_every_step(policy: str) -> None:
         for on in (True, False, False, True, False, True):
             (handle.enable if on else handle.disable)()
             assert handle.enabled is on
-            with counting_blocks(handle) as entered:
+            with counting_blocks() as entered:
                 assert differences(tiny.step(), expected) == []
             assert len(entered) == (3 if on else 0)
 
@@ -370,7 +372,7 @@ def test_called_in_other_ways(how: str, policy: str) -> None:
 
     expected = run()
     with enable(tiny.model, policy=policy) as handle:
-        with counting_blocks(handle) as entered:
+        with counting_blocks() as entered:
             for _ in range(3):
                 assert same(run(), expected)
         assert len(entered) == 9
@@ -449,7 +451,7 @@ def test_an_exception_inside_a_checkpoint_of_a_block_leaves_no_hooks_open(policy
 def test_without_gradients_no_hooks_are_entered(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = build("block")
     with enable(tiny.model) as handle:
-        monkeypatch.setattr(handle._engine, "begin_block", lambda *_: pytest.fail("hooks were entered"))
+        monkeypatch.setattr(BlockRun, "__init__", lambda *_, **__: pytest.fail("hooks were entered"))
         monkeypatch.setattr(handle._engine, "begin_pass", lambda *_: pytest.fail("a pass began"))
         with mode():
             tiny.model(**tiny.inputs)
