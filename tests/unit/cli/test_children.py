@@ -39,7 +39,7 @@ def test_an_interrupt_while_a_child_starts_ends_it(
 
     monkeypatch.setattr(children.subprocess, "Popen", interrupted)
     with terminate_as_interrupt(), pytest.raises(error):
-        Child(WAITING, tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+        Child(WAITING, tmp_path / "run", environment=os.environ)
     assert len(started) == 1
     assert started[0].returncode not in (None, 0)  # 1: Python itself was interrupted while it started
 
@@ -103,7 +103,7 @@ def test_a_child_runs_alone_where_the_folder_can_hold_no_pipe(tmp_path: Path, mo
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
 
     monkeypatch.setattr(children.os, "mkfifo", refused)
-    child = Child([sys.executable, "-c", ""], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+    child = Child([sys.executable, "-c", ""], tmp_path / "run", environment=os.environ)
     child.permit_step()
     ended = child.follow(lambda: False)
     assert ended is not None and ended.code == 0
@@ -114,7 +114,7 @@ def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) 
     script.write_text("echo training\n")
     script.chmod(0o755)
     with pytest.raises(ConfigError, match=r"train\.sh.* cannot be started.*\n?.*hint: .*try sh "):
-        Child([str(script)], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+        Child([str(script)], tmp_path / "run", environment=os.environ)
     with pytest.raises(ConfigError, match="cannot be started"):
         run_module._wait_for([str(script)], dict(os.environ))
 
