@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ebbtide.base.errors import ConfigError, note_place
+from ebbtide.base.errors import ConfigError, note_place, spelled
 from ebbtide.engine import Block, Engine
-from ebbtide.wrap.meeting import Meeting, spelled
+from ebbtide.wrap.meeting import Meeting
 from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
 
 ONCE, AGAIN, LATER, NEVER = "once", "again", "later", "never"

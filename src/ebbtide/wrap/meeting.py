@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, spelled
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -79,11 +79,6 @@ class Meeting:
                 expected=f"the same calls on {spelled(self.ranks)}, which train the same part of the model",
                 hint="check the log of that rank; the time limit is that of init_process_group",
             )
-
-
-def spelled(ranks: Sequence[int]) -> str:
-    """Return ranks as text."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _in_full(key: str) -> str:
