@@ -18,6 +18,9 @@ from ebbtide.engine.tickets import Entry, Version
 _Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
 
 
+MOST_DEAD = 64
+"""Storages that died and are still known: they are forgotten together."""
+
 MOST_PARTS = 32
 """Parts of a storage with entries of their own; the next view that is saved moves the storage."""
 
@@ -73,7 +76,7 @@ class StorageIndex:
         """
         known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
-            if self._dead:
+            if len(self._dead) > MOST_DEAD:
                 self._forget_dead()
             # Nothing interrupts a deque's ``append``. Hashed at once, because a dead reference can no longer be.
             self._keys[reference := weakref.ref(storage, self._dead.append)] = id(storage)

@@ -202,7 +202,7 @@ class Restorer:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
             raise
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content.device)
             backward.restored.append(weakref.ref(entry))
         if flow is not None:
             flow.has_read(entry)
@@ -295,5 +295,5 @@ class Restorer:
         if self._timer is not None:
             self._timer.made((entry.site, entry.nbytes))
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content.device)
             backward.restored.append(weakref.ref(entry))

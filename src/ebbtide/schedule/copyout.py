@@ -33,10 +33,6 @@ class _Group(NamedTuple, Generic[SavedT]):
     def of(cls, members: Sequence[_Waiting[SavedT]]) -> _Group[SavedT]:
         return cls(members, sum([waiting.nbytes for waiting in members]))
 
-    @property
-    def alive(self) -> list[SavedT]:
-        return [saved for waiting in self.members if (saved := waiting.saved()) is not None]
-
 
 class CopyOut(Generic[SavedT]):
     """Copies from the device to the store: under way, or held back; oldest first.
@@ -101,7 +97,8 @@ class CopyOut(Generic[SavedT]):
             self._held_live.add(saved)
             while self._held and self._held_live.total > self.window.held_bytes:
                 begun = self._held.popleft()
-                self._is_held_no_more(begun)
+                if (left := begun.saved()) is not None:
+                    self._held_live.remove(left)
                 self._gather(begun._replace(stayed=begun.forward is not forward), new=new)
         self.retire(new=new)
 
@@ -136,7 +133,7 @@ class CopyOut(Generic[SavedT]):
         """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
         if forward.offered_bytes:
             self.expect(forward.offered_bytes)
-        self._held = deque(waiting for waiting in self._held if waiting.saved() is not None)
+        self._held = deque([waiting for waiting in self._held if waiting.saved() is not None])
         for waiting in self._held:
             saved = waiting.saved()
             if waiting.forward is forward and saved is not None:
@@ -163,16 +160,13 @@ class CopyOut(Generic[SavedT]):
         if not self._in_window:
             self.begin(new)
             self._release_copied(self.window.out_bytes)
-        self._count_none_as_none()
-
-    def _count_none_as_none(self) -> None:
         if not self._queue and not self._gathered:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count
 
     def _release_copied(self, limit_bytes: int) -> None:
         """Release sources of finished copies, oldest first; compute waits for one while more bytes are in flight."""
         while self._queue:
-            group = self._queue[0].alive
+            group = [saved for waiting in self._queue[0].members if (saved := waiting.saved()) is not None]
             try:
                 if group and not self._mover.release_sources(group, wait=False):
                     if self.in_flight_bytes + self._held_live.total <= limit_bytes:
@@ -189,8 +183,8 @@ class CopyOut(Generic[SavedT]):
         """Cancel the copies of a forward that have not begun. See [Note: start of backward]."""
         self._postponed = [waiting for waiting in self._postponed if waiting.forward is not forward]
         for waiting in self._held:
-            if waiting.forward is forward:
-                self._is_held_no_more(waiting)
+            if waiting.forward is forward and (saved := waiting.saved()) is not None:
+                self._held_live.remove(saved)
         self._held = deque(waiting for waiting in self._held if waiting.forward is not forward)
         self._gathered = [waiting for waiting in self._gathered if waiting.forward is not forward]
         self._gathered_bytes = sum(waiting.nbytes for waiting in self._gathered)
@@ -206,11 +200,6 @@ class CopyOut(Generic[SavedT]):
         """Cancel a copy if it is of a forward and has not begun; return whether it needs no more attention."""
         saved = waiting.saved()
         return saved is None or (waiting.forward is forward and self._mover.cancel_copy_out(saved))
-
-    def _is_held_no_more(self, waiting: _Waiting[SavedT]) -> None:
-        saved = waiting.saved()
-        if saved is not None:
-            self._held_live.remove(saved)
 
     def _gather(self, waiting: _Waiting[SavedT], *, new: _Waiting[SavedT] | None) -> bool:
         """Begin the copy of a storage with those of others; returns whether a group of copies has begun."""

@@ -71,9 +71,6 @@ class HostSlot:
         self.source: torch.Tensor | None = None  # [Note: who holds a source]
         self.freed = False
 
-    def __del__(self) -> None:
-        self.free()
-
     @property
     def parked(self) -> bool:
         """Whether the copy-out is done, or nobody waits for it because the slot was freed."""
@@ -142,7 +139,9 @@ class HostSlot:
             TargetError: The slot was freed, or the tier is closed.
             torch.OutOfMemoryError: The device has no room for them.
         """
-        return self._live_tier().take(self)
+        if self._tier is None:
+            raise freed_error()
+        return self._tier.take(self)
 
     def free(self) -> None:
         """Free the place; the next user of its bytes waits for a running copy."""
@@ -150,6 +149,8 @@ class HostSlot:
         if tier is not None:
             tier.release(self)
             self._tier, self.freed = None, True
+
+    __del__ = free
 
     def _live_tier(self) -> _Tier:
         if self._tier is None:

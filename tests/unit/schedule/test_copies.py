@@ -86,7 +86,7 @@ class Tier:
     def capturing(self) -> bool:
         return False
 
-    def stream_of(self, tensor: Tensor) -> None:
+    def stream_of(self, where: torch.device) -> None:
         pass
 
     def follow(self, tensor: Tensor, stream: None) -> None:
@@ -370,7 +370,7 @@ class Streams(Tier):
         super().__init__()
         self.now, self.asked = "a", []  # type: ignore[var-annotated]
 
-    def stream_of(self, tensor: Tensor) -> Any:
+    def stream_of(self, where: torch.device) -> Any:
         return self.now
 
     def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
