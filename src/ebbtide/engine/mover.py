@@ -34,10 +34,6 @@ class SlotMover:
         """Whether the store cancels copies that have not begun."""
         return self._tier.can_cancel
 
-    def stream_of(self, saved: Entry) -> StreamHandle | None:
-        """Return the compute stream on which an entry is saved now."""
-        return None if saved.source is None else self._tier.stream_of(saved.source.device)
-
     def copy_out(self, group: Sequence[Entry], stream: StreamHandle | None) -> list[Outcome]:
         """Ask the store for a slot for each entry whose source can still be read."""
         sources = {

@@ -114,7 +114,7 @@ class Restorer:
         if content is None:
             began, timer = time.perf_counter(), self._timer
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
-            keep = functools.partial(self._keep, backward)
+            keep = functools.partial(self._keep, backward, run.block.name)
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
             if timer is not None:
                 timer.begin(run.where)
@@ -291,7 +291,10 @@ class Restorer:
             if engine is not None:
                 engine.close_if_idle()
 
-    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
+    def _keep(self, backward: Backward | None, block: str, entry: Entry, content: torch.Tensor) -> None:
+        """Compare what was recomputed with what was saved, and keep it until the backward ends."""
+        if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:
+            self._trust.require(same, functools.partial(self._trust.differs, entry.site, block))
         if self._timer is not None:
             self._timer.made((entry.site, entry.nbytes))
         if backward is not None:

@@ -232,6 +232,6 @@ def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, t
     return zip(place.parts, tensor.split([part.numel() for part in place.parts]), strict=True)
 
 
-def _each_once(things: Iterable[_T]) -> list[_T]:
+def _each_once(things: Sequence[_T]) -> list[_T]:
     """Return events, or guards, without duplicates: those of a group share one."""
-    return [*{id(thing): thing for thing in things}.values()]
+    return [*dict(zip(map(id, things), things, strict=True)).values()]
