@@ -229,7 +229,8 @@ class Engine:
             tensor: The tensor.
             written: Its bytes are certainly written.
         """
-        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
+        storage = tensor.untyped_storage()
+        entry.source = tensor.new_empty(0, dtype=torch.uint8).set_(storage, entry.first, (entry.nbytes,), (1,))
         stream = self.tier.stream_of(tensor.device)
         self._waits.reader = run.forward_reader
         if self._operator is not None and _operators_begun() != self._operator:

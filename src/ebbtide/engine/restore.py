@@ -155,9 +155,10 @@ class Restorer:
                     entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
                 return entry.source
             case Residence.RESTORED:
-                if entry.restored is not None:
-                    self._tier.follow(entry.restored, entry.restored_on)
-                return entry.restored
+                content, stream = entry.restored, entry.restored_on
+                if content is not None and stream is not None and stream != self._tier.stream_of(content.device):
+                    self._tier.follow(content, stream)
+                return content
             case Residence.ELSEWHERE:
                 storage = None if entry.storage_ref is None else entry.storage_ref()
                 if storage is None:  # it died meanwhile

@@ -91,15 +91,14 @@ class HostTier:
         with self._settled():
             return self._arena.free_bytes
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
-        """Order the caller after another stream, if ``tensor`` was made there, and keep its memory until it was read.
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
+        """Order the caller after another stream, on which ``tensor`` was made, and keep its memory until it was read.
 
         A tensor restored for one reader may have a second one on another stream, which did not wait for the copy.
         """
         now = self.stream_of(tensor.device)
-        if stream is not None and now != stream:
-            self.device.wait(now, self.device.record(stream))
-            self.device.record_use(tensor, now)
+        self.device.wait(now, self.device.record(stream))
+        self.device.record_use(tensor, now)
 
     def park(self, source: torch.Tensor, *, spare_bytes: int = 0) -> HostSlot:
         """Begin to copy out ``source``, whose memory must stay until the slot is parked.

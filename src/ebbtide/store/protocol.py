@@ -69,7 +69,7 @@ class Streamless:
     def stream_of(self, where: torch.device) -> None:
         """Return None: the host computes in order."""
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Do nothing."""
 
     def park_all(self: Tier, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Any]:
@@ -133,7 +133,7 @@ class Tier(Protocol):
         """Return the caller's compute stream on a device; None without streams."""
         ...
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Order the caller, which reads ``tensor``, after another stream, on which it was made."""
 
     def park(self, source: torch.Tensor) -> Slot:
