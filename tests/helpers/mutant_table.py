@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "trust: what is recomputed is not compared",
-        "ebbtide/engine/recompute.py",
+        "ebbtide/engine/restore.py",
         "if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:",
         "if same := False:",
         TRUST,

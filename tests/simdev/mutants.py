@@ -136,8 +136,8 @@ MUTANTS = (
     without(
         "a group's sources are released when its copies are done",
         "host.py",
-        "            if done is not None and not self.copies.is_done(done):\n                return False\n",
-        "            pass\n",
+        " and not self.copies.is_done(latest):\n",
+        " and False:\n",
     ),
     without("places inherit guards", "arena.py", "Guard(self._cooling.over(spans)))", "Guard())"),
     without("places given back cool", "arena.py", "self._cooling.add(span, record.guard)"),

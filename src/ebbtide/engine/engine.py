@@ -220,15 +220,17 @@ class Engine:
             tensor: The tensor.
             written: Its bytes are certainly written.
         """
-        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
+        storage = tensor.untyped_storage()
+        entry.source = tensor.new_empty(0, dtype=torch.uint8).set_(storage, entry.first, (entry.nbytes,), (1,))
+        stream = self.tier.stream_of(tensor.device)
         self._waits.reader = run.forward_reader
         if self._operator is not None and _operators_begun() != self._operator:
             self._resume()
         if written or tensor.requires_grad or not tensor.is_floating_point():
-            self._copy_out.add(entry, run.pass_)
+            self._copy_out.add(entry, run.pass_, stream)
         else:
             self._operator = _operators_begun()
-            self._copy_out.postpone(entry, run.pass_)
+            self._copy_out.postpone(entry, run.pass_, stream)
 
     def _resume(self) -> None:
         """The operator that saved what is postponed has run."""
@@ -288,7 +290,12 @@ class Engine:
                 if task != -1 and run.task != task:
                     self.restorer.begin_block(run, task)
                 if tensor is None:
-                    tensor = ticket.tensor(self.restorer.read(ticket.entry, run, task))
+                    content, probe = self.restorer.read(ticket.entry, run, task), ticket.probe
+                    tensor = ticket.layout.over(content, ticket.entry.first)
+                    if type(probe) is torch.Tensor:  # else the versions are those of the wrapper that it is inside of
+                        # Its versions count with those of what was saved: if a backward changes it in place, whoever
+                        # reads the same value later finds that, as without hooks.
+                        tensor, tensor.data = probe.detach(), tensor
                     if ticket.leaf and task != -1:
                         ticket.restored = tensor
                         self.let_go_after(task, weakref.ref(ticket))

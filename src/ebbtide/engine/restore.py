@@ -127,7 +127,7 @@ class Restorer:
         if content is None:
             began, timer = time.perf_counter(), self._timer
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
-            keep = functools.partial(self._keep, backward)
+            keep = functools.partial(self._keep, backward, run.block.name)
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
             if timer is not None:
                 timer.begin(run.where)
@@ -168,9 +168,10 @@ class Restorer:
                     entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
                 return entry.source
             case Residence.RESTORED:
-                if entry.restored is not None:
-                    self._tier.follow(entry.restored, entry.restored_on)
-                return entry.restored
+                content, stream = entry.restored, entry.restored_on
+                if content is not None and stream is not None and stream != self._tier.stream_of(content.device):
+                    self._tier.follow(content, stream)
+                return content
             case Residence.ELSEWHERE:
                 storage = None if entry.storage_ref is None else entry.storage_ref()
                 if storage is None:  # it died meanwhile
@@ -215,7 +216,7 @@ class Restorer:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
             raise
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content.device)
             backward.restored.append(weakref.ref(entry))
         if flow is not None:
             flow.has_read(entry)
@@ -304,9 +305,12 @@ class Restorer:
             if engine is not None:
                 engine.close_if_idle()
 
-    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
+    def _keep(self, backward: Backward | None, block: str, entry: Entry, content: torch.Tensor) -> None:
+        """Compare what was recomputed with what was saved, and keep it until the backward ends."""
+        if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:
+            self._trust.require(same, functools.partial(self._trust.differs, entry.site, block))
         if self._timer is not None:
             self._timer.made((entry.site, entry.nbytes))
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content.device)
             backward.restored.append(weakref.ref(entry))

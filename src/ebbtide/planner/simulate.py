@@ -74,7 +74,7 @@ class _Forward:
     def __init__(self) -> None:
         self.offered_bytes = 0
 
-    def stayed(self, site: Site, nbytes: int) -> None:
+    def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
         """Nothing: what is held back is read on the device, and counted there."""
 
 
@@ -130,9 +130,6 @@ class _Step:
     @property
     def can_cancel(self) -> bool:
         return self.profile.rates.can_cancel
-
-    def stream_of(self, saved: _Offloaded) -> None:
-        return None
 
     def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
         for each in group:

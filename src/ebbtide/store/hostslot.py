@@ -57,9 +57,6 @@ class HostSlot:
         self.source: torch.Tensor | None = None  # [Note: who holds a source]
         self.freed = False
 
-    def __del__(self) -> None:
-        self.free()
-
     def content(self) -> torch.Tensor:
         """Return the bytes in host memory once they are parked: the memory itself, or a copy if that is in pieces.
 
@@ -98,7 +95,9 @@ class HostSlot:
             TargetError: The slot was freed, or the tier is closed.
             torch.OutOfMemoryError: The device has no room for them.
         """
-        return self._live_tier().take(self)
+        if self._tier is None:
+            raise freed_error()
+        return self._tier.take(self)
 
     def free(self) -> None:
         """Free the place; the next user of its bytes waits for a running copy."""
@@ -106,6 +105,8 @@ class HostSlot:
         if tier is not None:
             tier.release(self)
             self._tier, self.freed = None, True
+
+    __del__ = free
 
     def _live_tier(self) -> _Tier:
         if self._tier is None:

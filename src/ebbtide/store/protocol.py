@@ -56,10 +56,10 @@ class Streamless:
         """Return False: the host has no graphs."""
         return False
 
-    def stream_of(self, tensor: torch.Tensor) -> None:
+    def stream_of(self, where: torch.device) -> None:
         """Return None: the host computes in order."""
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Do nothing."""
 
     def park(self, source: torch.Tensor) -> Any:
@@ -123,11 +123,11 @@ class Tier(Protocol):
         """Whether the caller is capturing a device graph, which no copy may be part of."""
         ...
 
-    def stream_of(self, tensor: torch.Tensor) -> StreamHandle | None:
-        """Return the caller's compute stream on a tensor's device; None without streams."""
+    def stream_of(self, where: torch.device) -> StreamHandle | None:
+        """Return the caller's compute stream on a device; None without streams."""
         ...
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Order the caller, which reads ``tensor``, after another stream, on which it was made."""
 
     def park_all(

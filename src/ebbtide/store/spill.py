@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -107,18 +108,18 @@ class SpillTier:
             return error.with_traceback(None)
         return slot
 
-    def have_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> bool:
+    def have_parked(self, slots: Sequence[Any]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
-        return self.host.have_parked(stages(slots))
+        return self.host.have_parked(slots if self._disk is None else stages(slots))
 
-    def wait_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> None:
+    def wait_parked(self, slots: Sequence[Any]) -> None:
         """Make compute wait for the copies-out of several slots to host memory."""
-        self.host.wait_parked(stages(slots))
+        self.host.wait_parked(slots if self._disk is None else stages(slots))
 
-    def prefetch(self, slots: Sequence[HostSlot | SpillSlot]) -> int:
+    def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
         if self._disk is None:
-            return self.host.prefetch([slot for slot in slots if isinstance(slot, HostSlot)])
+            return self.host.prefetch(slots)
         for begun, slot in enumerate(slots):
             try:
                 if isinstance(slot, SpillSlot):

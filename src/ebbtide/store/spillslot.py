@@ -31,9 +31,6 @@ class SpillSlot:
         self.on_disk: DiskSlot | None = None
         self.wanted = self.freed = False
 
-    def __del__(self) -> None:
-        self.free()
-
     def cancel(self) -> bool:
         """Return False: a copy queued on a stream cannot be cancelled."""
         return False
@@ -58,11 +55,12 @@ class SpillSlot:
             if slot is not None:
                 slot.free()
 
+    __del__ = free
+
 
 def stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
     """Return the slots in host memory; one that was passed on to disk has none any more."""
-    stages = [slot if isinstance(slot, HostSlot) else slot.stage for slot in slots]
-    return [stage for stage in stages if stage is not None]
+    return [stage for slot in slots if (stage := slot if isinstance(slot, HostSlot) else slot.stage) is not None]
 
 
 def staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
