@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.skeleton.trainer import RecordedTrainer, bytes_of, made, shared_arguments
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, shared_arguments
 from ebbtide_recipes.video import export, samples
 from ebbtide_recipes.video.buckets import BucketSampler
 from ebbtide_recipes.video.distill import Distillation
@@ -132,12 +132,12 @@ class VideoTrainer(RecordedTrainer):
         if self.showing.every is not None and self.state.global_step % self.showing.every == 0:
             self.show()
 
-    def weight_bytes(self) -> dict[str, int]:
-        """Return the bytes of weights on this process, by model."""
-        return {name: bytes_of(part.parameters()) for name, part in self.module.named_children()}
+    def models(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """Return the models inside the module."""
+        return self.module.named_children()
 
     def average_bytes(self) -> int:
-        """Return the bytes of the moving average; 0 without one."""
+        """Return the device memory of the moving average; 0 without one."""
         return 0 if self.average is None else self.average.bytes
 
     def show(self) -> None:
