@@ -233,7 +233,7 @@ class RecordedTrainer(Trainer):
         self.model.load_state_dict(saved.state_dict())
 
 
-def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
+def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict[str, Any]:
     """Return the arguments of transformers' trainer that every recipe sets.
 
     Every argument that could make two modes differ, write files or send telemetry is set here: TRL's defaults enable
@@ -241,6 +241,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
 
     Args:
         config: As ``sharding.resolved`` returned it.
+        shards: How many processes share the weights in hybrid sharding; ``None``: those of a node.
 
     Raises:
         ConfigError: A tracker is unknown or not installed.
@@ -261,7 +262,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
         "max_grad_norm": config.max_grad_norm,
         **_checkpointing(on=config.mode == "checkpointing"),
         **sharding.trainer_settings(config),
-        **_hybrid(config),
+        **_hybrid(config, shards),
         "bf16": config.bf16,
         "fp16": config.fp16,
         "ddp_timeout": config.ddp_timeout,
@@ -300,15 +301,15 @@ def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
     return arguments
 
 
-def _hybrid(config: RecipeConfig) -> dict[str, Any]:
-    """Return the mesh of FSDP2's hybrid sharding: shards within a node, copies across nodes."""
+def _hybrid(config: RecipeConfig, shards: int | None) -> dict[str, Any]:
+    """Return the mesh of FSDP2's hybrid sharding, by default shards within a node and copies across nodes."""
     if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
         return {}
     from accelerate.parallelism_config import ParallelismConfig
 
     world = launch.world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)}
+    shards = shards or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // shards, dp_shard_size=shards)}
 
 
 def _check_trackers(names: Sequence[str]) -> None:
