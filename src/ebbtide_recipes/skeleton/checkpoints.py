@@ -38,7 +38,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "PytorchStreamWriter failed writing")
+_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota", "Writer failed writing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +208,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
         what: What was being written.
         output: The run's output folder.
     """
-    full = (isinstance(error, OSError) and error.errno in _FULL) or any(w in str(error) for w in _FULL_WORDS)
-    if not full:
+    if not says_full(error):
         return error
     remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
     return DiskFullError(
@@ -217,6 +216,11 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
         expected="room for it on the disk",
         hint=f"free some space, or {remedy}; {resumable(output)}",
     )
+
+
+def says_full(error: Exception) -> bool:
+    """Whether an error means a full disk; libraries say it in words."""
+    return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
 
 
 def resumable(output: Path) -> str:

@@ -137,6 +137,7 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.EFBIG, "File too large"),
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
     ],
 )
 def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error: Exception) -> None:
