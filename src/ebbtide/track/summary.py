@@ -15,7 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, phase_spans, read_events
+from ebbtide.base.runs import (
+    DETAILS_END,
+    EVENTS_FILE,
+    OUTSIDE_FILE,
+    SCHEMA,
+    SUMMARY_FILE,
+    Event,
+    phase_spans,
+    read_events,
+)
 from ebbtide.track.phases import phase_figures
 from ebbtide.track.steady import Steady, steady_steps
 
@@ -219,11 +228,12 @@ def _passes(events: Sequence[Event]) -> list[Event]:
 
 def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     engine_ran = any(event["event"] == "pass_end" for event in events)
+    complete = not any(event.get("code") == DETAILS_END for event in _all(events, "message"))
     stats = _last(events, "stats") or {}
     counts = any(step["t"] > steady.begins for step in _all(events, "step"))
     stalls = [e for e in _all(events, "stall") if e["t"] > steady.begins or not counts]
     return {
-        "stall_seconds": sum(e["seconds"] for e in stalls) if engine_ran else None,
+        "stall_seconds": sum(e["seconds"] for e in stalls) if engine_ran and complete else None,
         "copy_out_bytes_per_second": stats.get("copy_out_bytes_per_second"),
         "copy_in_bytes_per_second": stats.get("copy_in_bytes_per_second"),
     }

@@ -147,14 +147,18 @@ class RecordedTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
             self.save_more(folder)
+            checkpoints.flush(folder)
+            self.accelerator.wait_for_everyone()
+            if main:
+                size, rows = self.args.world_size, len(self.train_dataset)
+                checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
         except Exception as error:
             if main:
                 checkpoints.remove(folder)
-            raise checkpoints.not_saved(error, folder, output) from error
-        self.accelerator.wait_for_everyone()
+            if full := checkpoints.not_saved(error, folder, output):
+                raise full from error
+            raise
         if main:
-            size, rows = self.args.world_size, len(self.train_dataset)
-            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
 
@@ -364,4 +368,6 @@ def save(trainer: RecordedTrainer, folder: Path) -> None:
     try:
         trainer.save_model(str(folder))
     except Exception as error:
-        raise checkpoints.not_saved(error, folder, folder) from error
+        if full := checkpoints.not_saved(error, folder, folder):
+            raise full from error
+        raise

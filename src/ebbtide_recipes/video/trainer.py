@@ -167,10 +167,13 @@ class VideoTrainer(RecordedTrainer):
             BUS.emit("phase", name="sample", edge="end", step=None)
             model.train(training)
         if self.args.should_save:
-            samples.write(
-                made, self.showing.prompts, self.showing.source, Path(self.args.output_dir), self.showing.sampling,
-                step=step, device=self.args.device, dtype=self.showing.dtype,
-            )  # fmt: skip
+            try:
+                samples.write(
+                    made, self.showing.prompts, self.showing.source, Path(self.args.output_dir), self.showing.sampling,
+                    step=step, device=self.args.device, dtype=self.showing.dtype,
+                )  # fmt: skip
+            except OSError as error:  # such as a full disk, which must not end a training run
+                LOGGER.warning("samples after step %d could not be written: %s", step, error)
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

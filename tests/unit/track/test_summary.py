@@ -5,6 +5,7 @@ import pytest
 from ebbtide.base.errors import DataError
 from ebbtide.base.runs import SETTLING
 from ebbtide.track import summarise, write_summary
+from ebbtide.track.steady import Steady
 from tests.unit.track.events import begin, event, pass_end, phases, write_events
 
 MIB = 1024**2
@@ -117,6 +118,23 @@ def test_a_verdict_is_the_plans_last_text_and_no_plan_of_its_own(tmp_path):
     summary = run(tmp_path, events)
     assert summary["plan"] == {"name": "auto", "text": "measured"}
     assert summary["warm_up_steps"] == 2
+
+
+def test_no_step_is_searched_for_among_those_of_a_long_warm_up():
+    """Of a run that plans late, the summary would take hours."""
+    compared = 0
+
+    class Step(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            nonlocal compared
+            compared += 1
+            return int(self) == int(other)
+
+    steady = Steady(warm_up=tuple(map(Step, range(100))), trimmed=frozenset(), begins=0.0)
+    assert [steady.counts(Step(step)) for step in range(200)] == [False] * 100 + [True] * 100
+    assert compared <= 300
 
 
 def test_activations_come_from_the_trimmed_step_and_times_from_the_others(tmp_path):
