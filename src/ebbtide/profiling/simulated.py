@@ -212,9 +212,9 @@ class _Task:
 def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, int]) -> Profile:
     """Return the profile with the base of each block if it is checkpointed.
 
-    The heuristic's step frees what it recomputed before it recomputes more; a checkpointed block has all at once, on top
-    of what was on the device at the beginning of its backward. An operator then holds the gradient of its result and
-    makes that of its input, each at most as large as the largest saved tensor.
+    The heuristic's step frees what it recomputed before it recomputes more; a checkpointed block has all at once, and
+    what was on the device at the beginning of its backward. An operator then holds the gradient of its result and makes
+    that of its input, each at most as large as the largest saved tensor.
 
     Args:
         profile: Of that step.
