@@ -112,13 +112,13 @@ def step_costs(run: Run) -> dict[str, float]:
     steps = [step for step in copies(run)[1:] if step.step not in left_out]
     if not steps:
         return {}
-    rates = run.all("stats")[-1]
     found = {
         "stalls": median(step.stall_seconds for step in steps),
         "recomputing (host time)": median(step.recompute_seconds for step in steps),
     }
     for way, moved in (("out", [step.out_bytes for step in steps]), ("in", [step.in_bytes for step in steps])):
-        if (nbytes := median(moved)) and (rate := rates.get(f"copy_{way}_bytes_per_second")):
+        rates = filter(None, (event.get(f"copy_{way}_bytes_per_second") for event in run.all("stats")[::-1]))
+        if (nbytes := median(moved)) and (rate := next(rates, None)):  # the last model may copy nothing
             found[f"copying {way}, during compute"] = nbytes / rate
     return found
 
