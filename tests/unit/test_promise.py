@@ -169,6 +169,29 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
         assert_nothing_left(timed.handle._engine)
 
 
+def test_bytes_of_blocks_without_hooks_are_those_of_the_latest_batch(dear_hooks: list[str]) -> None:
+    """They are counted in a measured step; a batch of half the size keeps half of them."""
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        long = timed.handle.stats()
+        assert timed.plan._timer is not None and len(timed.plan._timer.unhooked) == BLOCKS
+        assert long.unique_bytes == long.kept_bytes > 0
+        timed.x, full, blocks = timed.x[:8], timed.x, list[int]()
+        timed.gradients()  # nothing is installed on the blocks
+        assert timed.handle.stats().unique_bytes == timed.handle.stats().kept_bytes == long.unique_bytes // 2
+        deaf = timed.handle._engine.bus.subscribe(
+            lambda kind, fields: blocks.append(fields["unique_bytes"]) if kind == "block" else None
+        )
+        timed.gradients()  # with a listener it is, and each block counts
+        assert timed.handle.stats().unique_bytes == timed.handle.stats().kept_bytes == long.unique_bytes // 2
+        assert sum(blocks) == long.unique_bytes // 2
+        deaf()
+        timed.x = full
+        timed.steps(1)
+        assert timed.handle.stats().unique_bytes == long.unique_bytes
+
+
 def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list[str]) -> None:
     """Half a second for each saved tensor: no plan for all twelve blocks is within 50 %, one for some of them is."""
     timed = Timed(12, max_slowdown=0.5)

@@ -26,6 +26,7 @@ class BlockProfile:
         units: Its saved storages, in order.
         forward_base_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_base_bytes: The same while its backward runs.
+        checkpoint_base_bytes: The same if it is checkpointed, where that is known to be more.
         checkpointable: It may be checkpointed.
         input_bytes: Bytes of its inputs, which a checkpoint keeps.
         hook_seconds: Cost of its hooks when everything is kept, if measured.
@@ -39,6 +40,7 @@ class BlockProfile:
     units: tuple[Unit, ...]
     forward_base_bytes: int = 0
     backward_base_bytes: int = 0
+    checkpoint_base_bytes: int = 0
     checkpointable: bool = False
     input_bytes: int = 0
     hook_seconds: float = 0.0
@@ -115,6 +117,7 @@ class Profile:
             _check(f"backward_seconds of {block.name}", block.backward_seconds)
             _check(f"forward_base_bytes of {block.name}", block.forward_base_bytes)
             _check(f"backward_base_bytes of {block.name}", block.backward_base_bytes)
+            _check(f"checkpoint_base_bytes of {block.name}", block.checkpoint_base_bytes)
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)

@@ -50,7 +50,7 @@ MARGIN = 0.01
 """Share of a budget by which a plan that follows an excess takes less than that demands."""
 
 FRAGMENTS = 0.2
-"""Assumed fragmentation of torch's allocator, as a share of the allocated bytes."""
+"""Assumed fragmentation of torch's allocator, as a share of the allocated bytes: a sixth of the device's."""
 
 LOOSENED = 3
 """Most plans tried that keep less than one that kept its promise."""
@@ -99,7 +99,7 @@ class ClosedLoop:
     @property
     def _room(self) -> str:
         """Describe the memory that bounds plans for ``max_slowdown``."""
-        fragments = f"the device's memory, less {100 * FRAGMENTS:.0f} % for fragments"
+        fragments = "the device's memory, less a sixth for fragments"
         return "the free memory" if self._device_bytes is None else fragments
 
     @property
@@ -288,7 +288,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
         return fit_with_reserve(profile, limit)
     except BudgetError as error:
         raise BudgetError(
-            f"the device has {format_size(limit)}, without {100 * FRAGMENTS:.0f} % for fragments",
+            f"the device has {format_size(limit)}, less a sixth for fragments",
             expected=error.expected,
             hint=error.hint,
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from statistics import median
 
@@ -86,16 +87,23 @@ def prediction(run: Run) -> Table:
     if not plans:
         return Table(columns=(), rows=())
     plan, counted = plans[-1], section(run.summary, "activation_bytes")
-    step = run.summary.get("step_seconds_median")
-    rows = [("step", _seconds(plan.get("step_seconds")), _seconds(step))]
-    rows += [(f"of it, {words}", ABSENT, _seconds(value)) for words, value in step_costs(run).items()]
+    step, passes = run.summary.get("step_seconds_median"), _micro_batches(run)
+    rows = [("step", _seconds(plan.get("step_seconds")), _seconds(None if step is None else step / passes))]
+    rows += [(f"of it, {words}", ABSENT, _seconds(value / passes)) for words, value in step_costs(run).items()]
     rows += [
         (words, size(plan.get(f"{words}_bytes")), size(counted.get(words)))
         for words in ("kept", "offloaded", "recomputed")
     ]
     overhead = number(plan.get("overhead_percent"), "{:+.1f} %")
     head = f"predicted ({overhead} of the step that keeps everything)"
-    return Table(columns=("a step", head, "measured"), rows=tuple(rows))
+    each = "measured" if passes == 1 else f"measured, of one of {passes} micro-batches"
+    return Table(columns=("a step", head, each), rows=tuple(rows))
+
+
+def _micro_batches(run: Run) -> int:
+    """Return the backwards of a step: what is predicted is one forward with its backward."""
+    counts = Counter(span.step for span in run.phases if span.name == "backward")
+    return max(round(median(counts.values())), 1) if counts else 1
 
 
 def step_costs(run: Run) -> dict[str, float]:
@@ -104,13 +112,13 @@ def step_costs(run: Run) -> dict[str, float]:
     steps = [step for step in copies(run)[1:] if step.step not in left_out]
     if not steps:
         return {}
-    rates = run.all("stats")[-1]
     found = {
         "stalls": median(step.stall_seconds for step in steps),
         "recomputing (host time)": median(step.recompute_seconds for step in steps),
     }
     for way, moved in (("out", [step.out_bytes for step in steps]), ("in", [step.in_bytes for step in steps])):
-        if (nbytes := median(moved)) and (rate := rates.get(f"copy_{way}_bytes_per_second")):
+        rates = filter(None, (event.get(f"copy_{way}_bytes_per_second") for event in run.all("stats")[::-1]))
+        if (nbytes := median(moved)) and (rate := next(rates, None)):  # the last model may copy nothing
             found[f"copying {way}, during compute"] = nbytes / rate
     return found
 

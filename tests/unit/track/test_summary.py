@@ -204,6 +204,14 @@ def test_stalls_are_added_up_and_none_is_zero_once_the_engine_ran(tmp_path):
     assert run(tmp_path, [begin(), pass_end(1, unique=1, kept=1)])["stall_seconds"] == 0
 
 
+def test_a_model_that_copies_nothing_hides_no_rates(tmp_path):
+    rates = {"copy_out_bytes_per_second": 5.0, "copy_in_bytes_per_second": 7.0}
+    events = [event(t, "stats", step=1, **given) for t, given in ((2, rates), (3, dict.fromkeys(rates)))]
+    summary = run(tmp_path, [begin(), *events])
+    assert {name: summary[name] for name in rates} == rates
+    assert run(tmp_path, [begin(), events[1]])["copy_in_bytes_per_second"] is None
+
+
 def test_on_a_cpu_the_device_peak_is_the_resident_peak(tmp_path):
     assert run(tmp_path, [begin(), memory(1, 5), memory(2, 9)])["peak_device_bytes"] == 9
     summary = run(tmp_path, [begin(device="cuda"), memory(1, 50, 7), memory(2, 90, 3)])
