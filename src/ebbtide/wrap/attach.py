@@ -235,7 +235,7 @@ class Attachment:
                     if checkpointed:
                         scope.pause()
                         context = ForwardContext(scope.module, run, called.tensors, state)
-                        varies = functools.partial(self._reruns.varies, block, scope.module)
+                        varies = self._reruns.varies(block, scope.module)
                         saved_bytes = seen.unique_for(run.tally.input_bytes)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
