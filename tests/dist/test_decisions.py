@@ -20,9 +20,12 @@ from ebbtide.base.actions import Action, Plan
 from ebbtide.base.errors import RestoreError
 from tests.dist.trial import Enable, Findings, Job, Record, check, compare, follow, note_step, randomise
 from tests.helpers.models import WIDTH
+from tests.helpers.recipes_only import measured_minimal
 from tests.helpers.spawn import Case, CaseResult, run_cases
 
 LAYERS = 3
+SCALE = 1e-6
+"""Of losses: the blocks have no norms, and from larger gradients the second step would be no number."""
 
 
 class Attention(nn.Module):
@@ -132,8 +135,9 @@ def _job(wrapper: str, lengths: tuple[int, int], enable: Enable) -> Job:
 
 def _step(model: nn.Module, length: int, step: int, record: Record) -> None:
     torch.manual_seed(step)
-    value = model(torch.randn(2, length, WIDTH, requires_grad=True)).square().mean()
+    value = model(torch.randn(2, length, WIDTH, requires_grad=True)).square().mean() * SCALE
     value.backward()
+    assert value.isfinite()
     note_step(record, str(step), model, value)
 
 
@@ -151,6 +155,14 @@ def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> 
             patch.setattr(ebbtide, "enable_activation_offloading", with_border)
             return compare(partial(_job, wrapper, lengths), ("minimal",))
     return compare(partial(_job, wrapper, lengths), ("minimal",))
+
+
+def measured(wrapper: str) -> dict[str, Findings]:
+    """Long enough that plans are made from measurements and judged, on ranks whose batches differ."""
+    with measured_minimal():
+        policies: Any = ("minimal", ebbtide.Auto(max_slowdown=3.0))
+        found = compare(partial(_job, wrapper, (4, 24)), policies, steps=14)
+    return {str(policy): one for policy, one in found.items()}
 
 
 def varying() -> list[str]:
@@ -207,6 +219,8 @@ def results() -> dict[str, CaseResult]:
         "exchanging": (border, ("exchanging", LENGTHS)),
         "short": (border, ("fsdp2", (4, 6))),
         "minimal": (uneven, ("fsdp2", LENGTHS)),
+        "measured fsdp2": (measured, ("fsdp2",)),
+        "measured ddp": (measured, ("ddp",)),
         "varying": (varying, ()),
         "skipping": (skipping, ()),
     }
@@ -257,3 +271,8 @@ def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, C
 def test_replicas_are_not_needed_for_a_vote_on_collectives_among_others(results: dict[str, CaseResult]) -> None:
     one, other = results["skipping"].values()
     assert (one > 0, other) == (True, 0)
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_plans_of_measurements_are_exact_on_every_rank(results: dict[str, CaseResult], wrapper: str) -> None:
+    check(results[f"measured {wrapper}"].values(), blocks=LAYERS)
