@@ -84,7 +84,10 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, af
         plan._second_run["Block"] = f"a block took {rank} s"
     for _, scope in handle._attachment._scopes if after == "at rest" else ():
         scope.leave()
-    with handle, mock.patch("ebbtide.wrap.rest.Rest.holds", lambda *args: True) if after == "at rest" else nullcontext():
+    with (
+        handle,
+        mock.patch("ebbtide.wrap.rest.Rest.holds", lambda *args: True) if after == "at rest" else nullcontext(),
+    ):
         for _ in range(3):
             with counted() as meetings:
                 try:
