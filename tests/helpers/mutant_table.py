@@ -658,8 +658,8 @@ MUTANTS = (
     Mutant(
         "second run: other values are taken for rounding",
         "ebbtide/wrap/secondrun.py",
-        "        if not dropped.nearly_same(tensor):\n",
-        "        if False:\n",
+        " or not dropped.nearly_same(tensor):\n",
+        ":\n",
         ONE_LAYER,
     ),
     Mutant(

@@ -82,6 +82,8 @@ class Attachment:
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
         self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
+        self._voting: list[tuple[int, ...]] = []  # those of them that may be needed in a block's forward
+        self._as_set = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
         self._agree()
         self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls()
@@ -91,7 +93,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
-        self._reruns = Reruns(engine.plan, Votes(self._groups))
+        self._reruns = Reruns(engine.plan, Votes(self._voting))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
@@ -124,9 +126,9 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
+        self._agree()
         if self._rest.holds(self._scopes, self._put_on, self._trains(), args, kwargs):
             return forward(*args, **kwargs)
-        self._agree()
         self._depth += 1
         try:
             self._ran.clear()
@@ -161,8 +163,10 @@ class Attachment:
             return
         groups = groups_of(self._model)
         if groups:
-            check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
+            blocks = [block for _, block in self._blocks]
+            check_agreement(groups, terms_of(self._model, blocks, self.engine, self._as_set))
             self._groups += groups
+            self._voting += groups_of(self._model, ddp=False)
         self._looked = now  # only after success: if ranks differ, every forward raises
 
     def _trains(self) -> bytes:
@@ -235,7 +239,7 @@ class Attachment:
                     if checkpointed:
                         scope.pause()
                         context = ForwardContext(scope.module, run, called.tensors, state)
-                        varies = functools.partial(self._reruns.varies, block, scope.module)
+                        varies = self._reruns.varies(block, scope.module)
                         saved_bytes = seen.unique_for(run.tally.input_bytes)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:

@@ -219,7 +219,9 @@ def _own_name(model: nn.Module, name: str) -> str:
 def _kind(module: nn.Module) -> str:
     """Return the name of a block's class, independent of wrappers."""
     inner = _behind(module)
-    own = type(inner).__mro__[2] if is_fsdp2(inner) else type(inner)  # FSDP2 prepends its own class
+    own = type(inner)
+    if is_fsdp2(inner):  # it prepends its own class, and ``replicate`` two
+        own = own.__mro__[getattr(own, "_orig_cls_mro_index", 2)]
     return own.__name__
 
 

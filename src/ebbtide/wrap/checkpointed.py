@@ -125,7 +125,7 @@ class ForwardContext:
 
 
 def run_checkpointed(
-    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Callable[[], object]
+    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Callable[[], object] | None
 ) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 

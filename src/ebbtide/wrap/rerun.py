@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,18 +118,23 @@ class Reruns:
             called: Its call.
         """
         watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
-        alone = not has_collectives(module) and not self._collectives.groups(block, module)
-        return watched and alone and self._allowed(block.kind, called)
+        return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
-    def varies(self, block: Block, module: nn.Module) -> None:
-        """A block's kernels add up in another order each time: checkpoint its kind no more, if no other rank does.
+    def varies(self, block: Block, module: nn.Module) -> Callable[[], None] | None:
+        """Return what ends the checkpointing of a kind whose kernels add up in another order each time.
 
         Args:
             block: The engine's description of it.
             module: Its module.
+
+        Returns:
+            None: other ranks are needed, so the third forward that would show it must not run.
         """
-        if not has_collectives(module) and not self._collectives.groups(block, module):
-            self._refuse(block.kind, "compute sums in another order each time they run")
+        why = "compute sums in another order each time they run"
+        return partial(self._refuse, block.kind, why) if self._alone(block, module) else None
+
+    def _alone(self, block: Block, module: nn.Module) -> bool:
+        return not has_collectives(module) and not self._collectives.groups(block, module)
 
     def before(self, block: Block, module: nn.Module) -> State | None:
         """Return the contents of a block's modules before its forward; None if that need not be watched.

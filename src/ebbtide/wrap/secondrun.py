@@ -14,7 +14,8 @@ second forward with other values is an error before any gradient is computed fro
 through ``.data`` since is one; a weight that nothing saved is computed from may change, as in ordinary autograd.
 
 Kernels that add up in another order each time (``index_put_`` with several threads) are no error: where the values
-differ by rounding, a third forward shows it, and the kind is not checkpointed any more.
+differ by rounding, a third forward shows it, and the kind is not checkpointed any more. No block that communicates is
+run a third time: the other ranks would not be there.
 """
 
 from __future__ import annotations
@@ -128,11 +129,11 @@ class SecondRun:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
         context: See ``ForwardContext.back``.
-        varies: Called when kernels of the block were found to add up in another order each time.
+        varies: Called when kernels of the block were found to add up in another order each time; None: never look.
     """
 
     def __init__(
-        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[], object]
+        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[], object] | None
     ) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
@@ -266,7 +267,7 @@ class SecondRun:
 
         Then a third forward differs from the second, and all by rounding. As in plain training, none is the right one.
         """
-        if not dropped.nearly_same(tensor):
+        if self._varies is None or not dropped.nearly_same(tensor):
             return False
         if self._rounds is None:
             found = [reference and reference() for reference in self._dropped]
@@ -394,5 +395,5 @@ def _saved_less(block: str, found: int, expected: int) -> RestoreError:
 
 _HINT = (
     "does it draw from a random generator, or change an object, that ebbtide cannot reach, or was a weight written "
-    "through .data before the backward? pass policy='offload', which checkpoints nothing"
+    "through .data before the backward, or does a sum's order vary? pass policy='offload', which checkpoints nothing"
 )
