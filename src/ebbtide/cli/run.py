@@ -246,7 +246,7 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
     for note in _of(notes, "more"):
         lines.append(f"ebbtide: {note['model']} and later models were left as they are")
         if note["alike"]:
-            lines.append("hint: if they are layers of one model, call enable_activation_offloading(model) in the script")
+            lines.append("hint: if these are layers of a model, call enable_activation_offloading(model) in the script")
     for note in _of(notes, "unrecorded"):
         lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
     for note in _of(notes, "end"):

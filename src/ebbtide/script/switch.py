@@ -126,7 +126,7 @@ class ScriptSwitch:
             sys.stderr.write(f"ebbtide: {type(module).__name__} is offloaded: {_how(handle)}\n")
 
     def _drop_unused(self) -> None:
-        """Drop models that nothing but the switch holds, such as those of earlier folds: a handle ends with its model."""
+        """Drop models that nothing else holds, such as those of earlier folds: a handle ends with its model."""
         if not self._switched or "more" in self._noted:
             return
         weak = [(weakref.ref(model), handle and weakref.ref(handle)) for model, handle in self._switched]
