@@ -212,6 +212,17 @@ def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list
         assert 0 < predicted.overhead_percent <= 50 and predicted.kept_bytes < stats.unique_bytes
 
 
+def test_a_plan_is_judged_where_blocks_are_called_without_the_model() -> None:
+    """As a method of the model does: such a pass ends when the next one begins, after its backward."""
+    timed = Timed(max_slowdown=0.6)
+    layers = nn.Sequential(*timed.model.children())
+    with timed.handle:
+        for _ in range(UNTIL_PLAN + TO_JUDGE + 2):
+            found = torch.autograd.grad(layers(timed.x).square().sum(), list(timed.model.parameters()))
+            assert all(map(torch.equal, found, timed.expected))
+        assert timed.plan._check is not None and timed.plan._check.measured is not None
+
+
 def test_a_model_of_one_block_gets_a_plan() -> None:
     """In one of its measured steps no block has hooks."""
     timed = Timed(1, max_slowdown=0.05)

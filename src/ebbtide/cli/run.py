@@ -244,7 +244,10 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
             "ebbtide: the script checkpoints its blocks, so only what they keep could be offloaded; "
             "without gradient_checkpointing ebbtide chooses for every tensor"
         )
-    lines += [f"ebbtide: {n['model']} and later models were left as they are" for n in _of(notes, "more")]
+    for note in _of(notes, "more"):
+        lines.append(f"ebbtide: {note['model']} and later models were left as they are")
+        if note["alike"]:
+            lines.append("hint: if these are layers of a model, call enable_activation_offloading(model) in the script")
     for note in _of(notes, "unrecorded"):
         lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
     for note in _of(notes, "end"):

@@ -25,7 +25,7 @@ from ebbtide.engine.run import BlockRun, begin_block
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
-from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, under_fsdp1, weights_of
+from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
@@ -101,8 +101,12 @@ class Attachment:
         self._own: Scope | None = None  # of a model that is its own single block
         # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
         name = "_compiled_call_impl" if is_compiled(model) else "forward"
-        self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
-        self._install(blocks)
+        try:
+            self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
+            self._install(blocks)
+        except BaseException:  # Ctrl-C too
+            self.remove()
+            raise
 
     @property
     def block_names(self) -> list[str]:
@@ -112,6 +116,7 @@ class Attachment:
     def remove(self) -> None:
         """Remove all hooks. May be called repeatedly."""
         self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
+        self._install([])
         while self._undo:
             self._undo.pop()()
         self.handle = None
@@ -180,6 +185,9 @@ class Attachment:
         if version != self._tree.version:  # as ``_agree`` saw it; FSDP may be applied after the handle
             moves = weights_move(self._model)
             self._moves = self._tree.version, moves
+            still = still_inside(self._model, self._blocks)
+            if len(still) < len(self._blocks):
+                self._install(still)
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
         self.engine.begin_pass(lasting, self._tree.weights())
@@ -350,22 +358,17 @@ class Attachment:
                 scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
                 scope.leave()
                 attached.pop(scope.module, None)
+                self._reruns.forget()
         for module, block in blocks:
             scope = before.get(id(module))
             if scope is not None:
                 scope.block = block
             else:
-                scope = self._enter(module, block)
+                attached[module], scope = weakref.ref(self), Scope(block, module)
             self._scopes.append((module, scope))
+            if id(module) not in before:
+                self._put_on(module, scope)
         self._stand_around_compiled()
-
-    def _enter(self, module: nn.Module, block: Block) -> Scope:
-        attached[module] = weakref.ref(self)
-        self._undo.append(functools.partial(attached.pop, module, None))
-        scope = Scope(block, module)
-        self._undo.append(scope.leave)
-        self._put_on(module, scope)
-        return scope
 
     def _put_on(self, module: nn.Module, scope: Scope) -> None:
         if module is self._model:
@@ -383,7 +386,7 @@ class Attachment:
             if is_compiled(module):
                 scope.leave()
                 call = functools.partial(self._block_call, scope)
-                self._undo.append(StandIn(module, call, "_compiled_call_impl").remove)
+                scope.inside.append(StandIn(module, call, "_compiled_call_impl").remove)
 
     def _leave_compiled_parts(self, scope: Scope) -> None:
         """Remove the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""

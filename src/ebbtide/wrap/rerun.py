@@ -201,6 +201,10 @@ class Reruns:
         if spec != called.spec or not inputs.same(leaves):
             self._refuse(kind, "change their inputs, which a second forward would read changed")
 
+    def forget(self) -> None:
+        """Let go of the blocks' states: what they hold leads back to here."""
+        self._states = States()
+
     def _inspect(self, kind: str, module: nn.Module) -> None:
         """Refuse a kind by what its functions and modules are."""
         if generators_of(module):

@@ -26,6 +26,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timing import StepTimer
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
+from ebbtide.wrap.scope import Scope
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
@@ -140,19 +141,65 @@ def test_the_state_dict_stays() -> None:
         assert [n for n, _ in tiny.model.named_modules()] == [n for n, _ in build("block").model.named_modules()]
 
 
-def test_a_closed_model_is_freed_without_the_collector() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+@MODES
+def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool) -> None:
     tiny = build("mlp")
-    handle = enable(tiny.model)
-    tiny.step()
+    handle = enable(tiny.model, policy=policy)
+    for _ in range(3):
+        tiny.step()
     handle.close()
-    gone = weakref.ref(tiny.model)
+    gone = [weakref.ref(x) for x in (tiny.model, *tiny.model.parameters())]
+    remaining = handle if kept else None
     gc.collect()
     gc.disable()
     try:
         del tiny, handle
-        assert gone() is None
+        assert [x() for x in gone] == [None] * len(gone)
     finally:
         gc.enable()
+    if remaining is not None:
+        remaining.disable()
+        assert not remaining.enabled and remaining.stats().packs and "% of" in remaining.explain()
+
+
+def test_an_interrupt_while_enabling_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = build("mlp")
+    expected = tiny.step()
+    follow, calls = Scope.follow, []
+
+    def interrupted(scope: Scope) -> None:
+        calls.append(scope)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        follow(scope)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scope, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            enable(tiny.model)
+    assert leftovers(tiny.model) == [] and differences(tiny.step(), expected) == []
+    with enable(tiny.model):
+        assert differences(tiny.step(), expected) == []
+
+
+def test_replaced_blocks_are_named_and_freed(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("mlp")
+    with enable(tiny.model, policy="minimal") as handle:
+        for _ in range(2):
+            tiny.step()
+        before = tiny.block_list()[0]
+        old, name = weakref.ref(before), next(n for n, m in tiny.model.named_modules() if m is before)
+        tiny.model.set_submodule(name, copy.deepcopy(before))
+        assert leftovers(tiny.model.get_submodule(name)) == []
+        del before
+        for _ in range(2):
+            tiny.step()
+        gc.collect()
+        assert old() is None
+        assert handle._attachment is not None and name not in handle._attachment.block_names
+        assert caplog.text.count(f"replaced after offloading was enabled ({name})") == 1
+    assert leftovers(tiny.model) == []
 
 
 # Copies
