@@ -44,6 +44,9 @@ _DETAILS = frozenset(("memory", "phase", "pass_begin", "pass_end", "block", "blo
 _DETAIL_BYTES = 64 * 2**20
 """Size of a file from which on details are left out: a summary reads the file into memory, some 7 times its size."""
 
+HIGHER = 1.01
+"""A sample is a new peak from this multiple of the latest one on."""
+
 
 class RunFile:
     """Records a run into a folder while it is open.
@@ -79,6 +82,7 @@ class RunFile:
         self._lock = threading.RLock()
         self._file: int | None = None
         self._bytes = 0
+        self._highest: dict[str, float] = {}
         self._pid = os.getpid()
         self._lockstep: Lockstep | None = None
         self._removers: list[Callable[[], None]] = []
@@ -237,7 +241,8 @@ class RunFile:
         self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if kind in _DETAILS and self._bytes > _DETAIL_BYTES:
+        higher = kind == "memory" and self._is_higher(fields)
+        if kind in _DETAILS and self._bytes > _DETAIL_BYTES and not higher:
             return
         # Fields may have their own "t", for events that are recognized later.
         line = json.dumps({"t": time.monotonic(), "event": kind, **_plain(fields)}, allow_nan=False) + "\n"
@@ -257,10 +262,17 @@ class RunFile:
             if before <= _DETAIL_BYTES < self._bytes:
                 self._end_details()
 
+    def _is_higher(self, sample: Mapping[str, Any]) -> bool:
+        """Whether a sample is clearly above all before it: a record without details still has the peak."""
+        above = {name: value for name, value in sample.items() if (value or 0) > HIGHER * self._highest.get(name, 0)}
+        above.pop("t", None)
+        self._highest.update(above)
+        return bool(above)
+
     def _end_details(self) -> None:
         text = (
             f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps and totals, and no further memory "
-            "samples, phases, blocks or stalls"
+            "samples but new peaks, no phases, blocks or stalls"
         )
         logger.warning("%s: %s", self.folder, text)
         self._write("message", {"level": "warning", "code": DETAILS_END, "text": text})

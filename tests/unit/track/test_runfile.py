@@ -200,8 +200,12 @@ def test_a_long_record_leaves_out_details_and_no_step(tmp_path, monkeypatch, cap
             bus.emit("pass_end", unique_bytes=8, kept_bytes=8)
             bus.emit("stats", total_stall_seconds=0.5)
             run.step(step, seconds=1.0, loss=1.0)
+        for factor in (2, 2.001, 1.5, 3):  # samples after the details have ended
+            run._memory(int(factor * 2**40), None)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["status"], summary["stall_seconds"]) == (100, "ok", None)
+    events = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert [e["rss_bytes"] for e in events if e.get("rss_bytes", 0) > 2**40] == [2 * 2**40, 3 * 2**40]
     written = kinds(tmp_path)
     at = written.index("message")
     assert set(written[at:]) == {"message", "stats", "step", "run_end"} and written.count("stats") == 100
