@@ -61,13 +61,14 @@ def tier_rates(tier: HostTier, sources: list[torch.Tensor]) -> tuple[float, floa
     slots = []
 
     def out() -> None:
-        slots.extend(tier.park(source) for source in sources)
+        for source in sources:
+            slots.extend(tier.park_all([source]))
         for slot in slots:
-            slot.wait_parked()
+            tier.wait_parked([slot])
 
     def into() -> None:
         for slot in slots:
-            slot.prefetch()
+            tier.prefetch([slot])
         for slot in slots:
             slot.take()
             slot.free()
@@ -100,8 +101,8 @@ def count_waste(total_bytes: int) -> dict[str, float]:
     try:
         while asked < total_bytes:
             size = UNEVEN[len(slots) % len(UNEVEN)]
-            slots.append(tier.park(torch.empty(size, dtype=torch.uint8, device=where)))
-            slots[-1].wait_parked()
+            slots += tier.park_all([torch.empty(size, dtype=torch.uint8, device=where)])
+            tier.wait_parked([slots[-1]])
             asked, rounded = asked + size, rounded + (1 << (size - 1).bit_length())
         state = tier.arena
         torch.accelerator.synchronize()

@@ -52,7 +52,8 @@ class Handle:
     """Activation offloading on one model, until ``close()`` or the end of a ``with``; may be switched at any step."""
 
     def __init__(self, engine: Engine, attachment: Attachment, model: nn.Module) -> None:
-        self._engine, self._attachment, self._closed = engine, attachment, False
+        self._engine, self._attachment = engine, attachment
+        self._covered: list[str] = []  # the attachment's lines; a closed handle has none, and does not hold the model
         attachment.handle = self
         self._unlist = provide(engine, model)
 
@@ -64,7 +65,7 @@ class Handle:
     @property
     def enabled(self) -> bool:
         """Whether the next forward is offloaded."""
-        return self._attachment.enabled and not self._closed
+        return self._attachment is not None and self._attachment.enabled
 
     def stats(self) -> Stats:
         """Return the figures of the latest pass and the totals; ``print`` shows ten lines."""
@@ -77,15 +78,15 @@ class Handle:
         are small storages, the coverage of the blocks, the store, and the longest stalls.
         """
         engine = self._engine
-        lines = [self.plan.explain()]
-        lines += engine.last_pass.explain(engine.options.min_bytes)
-        lines += self._attachment.explain()
+        lines = [self.plan.explain(), *engine.last_pass.explain(engine.options.min_bytes)]
+        lines += self._covered if self._attachment is None else self._attachment.explain()
         lines += [f"not recomputed: {site}: {reason}" for site, reason in engine.trust.demoted.items()]
         return "\n".join(lines + self.stats().details())
 
     def disable(self) -> None:
         """Stop offloading from the next forward on. Live graphs still restore their saved tensors."""
-        self._attachment.enabled = False
+        if self._attachment is not None:
+            self._attachment.enabled = False
 
     def enable(self) -> None:
         """Offload again from the next forward on.
@@ -93,7 +94,7 @@ class Handle:
         Raises:
             ConfigError: The handle was closed.
         """
-        if self._closed:
+        if self._attachment is None:
             again = "call enable_activation_offloading again"
             raise ConfigError("this handle is closed", expected="an open handle", hint=again)
         self._attachment.enabled = True
@@ -103,11 +104,12 @@ class Handle:
 
         May be called repeatedly: after a graph was dropped without a backward, the next call closes the store.
         """
-        if not self._closed:
-            self._closed = True
-            self._attachment.remove()
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.remove()
+            self._covered = attachment.explain()
             self._unlist()
-            log_saved(self._engine, self._attachment.calls)
+            log_saved(self._engine, attachment.calls)
         self._engine.close()
 
     def __enter__(self) -> Handle:
@@ -203,12 +205,13 @@ def enable_activation_offloading(
     except BaseException:
         engine.tier.close()
         raise
+    handle = Handle(engine, attachment, model)
     warn_of_idle(engine, model, host_budget=host_budget)
     warn_of_torch(engine)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", **plan_fields(engine.plan))
-    return Handle(engine, attachment, model)
+    return handle
 
 
 def make_plan(

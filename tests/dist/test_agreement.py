@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from ebbtide.base.errors import ConfigError, StrategyError
 from ebbtide.config import STRATEGIES
 from ebbtide.wrap import check_strategy
 from ebbtide.wrap.agreement import check_agreement, groups_of
+from ebbtide.wrap.meeting import Meeting
 from tests.helpers.models import WIDTH, Block, Stack
 from tests.helpers.spawn import Case, CaseResult, run_cases
 
@@ -59,13 +62,14 @@ def told(wrapper: str, *options: dict[str, Any]) -> str:
     return "agreed"
 
 
-def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False) -> list[str]:
+def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, after: str = "") -> list[str]:
     """Enable on this rank, wrap, train; return what was said in each of three steps.
 
     Args:
         wrapper: How it is wrapped.
         options: As ``told`` takes them.
         late: Rank 1 wraps first.
+        after: What came of earlier steps: ``"measured"`` or ``"at rest"``.
     """
     rank = dist.get_rank()
     model: nn.Module = Stack(*(Block() for _ in range(2)))
@@ -75,7 +79,15 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False) ->
     if not first:
         module = wrapped(wrapper, model)
     said: list[str] = []
-    with handle:
+    plan: Any = handle.plan
+    if after == "measured":
+        plan._second_run["Block"] = f"a block took {rank} s"
+    for _, scope in handle._attachment._scopes if after == "at rest" else ():
+        scope.leave()
+    with (
+        handle,
+        mock.patch("ebbtide.wrap.rest.Rest.holds", lambda *args: True) if after == "at rest" else nullcontext(),
+    ):
         for _ in range(3):
             with counted() as meetings:
                 try:
@@ -86,7 +98,7 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False) ->
     return said
 
 
-@contextlib.contextmanager
+@contextmanager
 def counted() -> Iterator[list[object]]:
     """Note how often ranks compare."""
     compared: list[object] = []
@@ -125,6 +137,37 @@ def asked(wrapper: str) -> dict[str, str]:
             said[strategy] = check_strategy(model, strategy)
         except StrategyError as error:
             said[strategy] = str(error)
+    return said
+
+
+def interrupted() -> str:
+    """Ctrl-C while a rank waits for one that does not come; then both come, and the other one is interrupted."""
+    model = wrapped("fsdp2")
+    said = ""
+    if dist.get_rank() == 0:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer = threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,))
+        timer.start()
+        try:
+            ebbtide.enable_activation_offloading(model)
+        except KeyboardInterrupt:
+            said = "interrupted"
+        signal.signal(signal.SIGINT, before)
+    dist.barrier()
+    ebbtide.enable_activation_offloading(model).close()
+    return said + "; then agreed"
+
+
+def met() -> list[str]:
+    """A rank is interrupted after the other has read its text: both count that meeting."""
+    said: list[str] = []
+    with suppress(KeyboardInterrupt), Meeting([0, 1], "meet", "one") as meeting:
+        said += meeting.attend().values()
+        dist.barrier()
+        if dist.get_rank():
+            raise KeyboardInterrupt
+    with Meeting([0, 1], "meet", "two") as meeting:
+        said += meeting.attend().values()
     return said
 
 
@@ -236,6 +279,10 @@ def cases() -> dict[str, Case]:
     found["one later"] = (partial(wrapped_later, late=True), ("fsdp2", {"policy": "minimal"}))
     found["never"] = (never_enabled, ())
     found["paths"] = (told, ("ddp", {"disk_path": "/var/tmp"}, {}))
+    found["measured later"] = (partial(wrapped_later, after="measured"), ("ddp", {"policy": "minimal"}))
+    found["rests later"] = (partial(wrapped_later, after="at rest"), ("ddp", {"policy": "auto"}))
+    found["interrupted"] = (interrupted, ())
+    found["met"] = (met, ())
     found["absent"] = (absent, (False,))
     found["late"] = (absent, (True,))
     return found
@@ -269,6 +316,21 @@ def test_ranks_of_a_model_wrapped_later_compare_once_in_the_first_forward(
         for one in said:  # not only the first: nobody trains on
             assert "plan is 'offload" in one and "on rank 0, but 'inputs" in one
             assert "expected the same on ranks 0, 1, which train the same part of the model" in one
+
+
+@pytest.mark.parametrize("after", ["measured", "rests"])
+def test_steps_before_the_wrapping_are_no_difference_and_no_excuse(two: dict[str, CaseResult], after: str) -> None:
+    """What ranks have measured differs by nature; and one that needs no hooks any more must still be met."""
+    agreed = ["trains, 1 compared", "trains, 0 compared", "trains, 0 compared"]
+    assert two[f"{after} later"].values() == [agreed] * 2
+
+
+def test_a_rank_that_waits_can_be_interrupted(two: dict[str, CaseResult]) -> None:
+    assert two["interrupted"].values() == ["interrupted; then agreed", "; then agreed"]
+
+
+def test_a_rank_that_is_interrupted_after_it_was_met_has_met(two: dict[str, CaseResult]) -> None:
+    assert two["met"].values() == [["one", "two"]] * 2
 
 
 def test_a_rank_that_wraps_first_agrees_with_one_that_wraps_later(two: dict[str, CaseResult]) -> None:

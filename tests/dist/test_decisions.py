@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+import time
+from datetime import timedelta
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -15,11 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
 from ebbtide.base.actions import Action, Plan
+from ebbtide.base.errors import RestoreError
 from tests.dist.trial import Enable, Findings, Job, Record, check, compare, follow, note_step, randomise
 from tests.helpers.models import WIDTH
+from tests.helpers.recipes_only import measured_minimal
 from tests.helpers.spawn import Case, CaseResult, run_cases
 
 LAYERS = 3
+SCALE = 1e-6
+"""Of losses: the blocks have no norms, and from larger gradients the second step would be no number."""
 
 
 class Attention(nn.Module):
@@ -72,15 +78,29 @@ class Exchanging(Layer):
         return super().forward(Exchange.apply(x))
 
 
+class Varying(Exchanging):
+    """Adds up in another order each time, as ``index_put_`` does with several threads."""
+
+    varies = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        rows = list(torch.sin(x).unbind(1))
+        if self.varies:
+            rows.sort(key=lambda row: time.perf_counter_ns() * 7919 % 101)
+        return x + reduce(torch.add, rows).square().unsqueeze(1)
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[nn.Module] = Layer) -> None:
         super().__init__()
         self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def forward(self, x: Tensor, *, layers: int = LAYERS) -> Tensor:
+        for layer in self.layers[:layers]:
             x = layer(x)
-        return x
+        return self.head(x)
 
 
 class OfTheLength:
@@ -115,8 +135,9 @@ def _job(wrapper: str, lengths: tuple[int, int], enable: Enable) -> Job:
 
 def _step(model: nn.Module, length: int, step: int, record: Record) -> None:
     torch.manual_seed(step)
-    value = model(torch.randn(2, length, WIDTH, requires_grad=True)).square().mean()
+    value = model(torch.randn(2, length, WIDTH, requires_grad=True)).square().mean() * SCALE
     value.backward()
+    assert value.isfinite()
     note_step(record, str(step), model, value)
 
 
@@ -136,6 +157,55 @@ def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> 
     return compare(partial(_job, wrapper, lengths), ("minimal",))
 
 
+def measured(wrapper: str) -> dict[str, Findings]:
+    """Long enough that plans are made from measurements and judged, on ranks whose batches differ."""
+    with measured_minimal():
+        policies: Any = ("minimal", ebbtide.Auto(max_slowdown=3.0))
+        found = compare(partial(_job, wrapper, (4, 24)), policies, steps=14)
+    return {str(policy): one for policy, one in found.items()}
+
+
+def varying() -> list[str]:
+    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing more."""
+    model = Model(Varying)
+    model.layers[0].varies = dist.get_rank() == 0
+    said: list[str] = []
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        follow(handle, OfTheLength(handle.plan, 1))
+        for _ in range(3):
+            loss = model(torch.randn(2, 16, WIDTH, requires_grad=True)).square().mean()
+            try:
+                loss.backward()
+                said.append("trains")
+            except RestoreError as error:
+                said.append(str(error))
+            failed = torch.tensor([float(said[-1] != "trains")])
+            dist.all_reduce(failed)  # a third forward of one rank would have taken the other's part in it
+            if failed:
+                break
+    return said
+
+
+def skipping() -> int:
+    """A replica runs no block, and the units in the blocks are of one rank each."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, before, model = dist.get_rank(), store.timeout, Model()
+    mesh = [dist.DeviceMesh("cpu", [r]) for r in range(2)][rank]
+    for layer in model.layers:
+        fully_shard(layer.one, mesh=mesh)
+    own = [name for name, _ in model.named_parameters() if ".one." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    replica = DistributedDataParallel(model, find_unused_parameters=True)
+    store.set_timeout(timedelta(seconds=5))
+    with ebbtide.enable_activation_offloading(replica, policy="minimal", min_bytes=0) as handle:
+        follow(handle, OfTheLength(handle.plan, 1))
+        for _ in range(2):
+            x = torch.randn(2, 4, WIDTH, requires_grad=True)
+            replica(x, layers=0 if rank else LAYERS).square().mean().backward()
+        store.set_timeout(before)
+        return handle.stats().checkpointed_blocks
+
+
 LENGTHS = (4, 96)
 BORDER_BYTES = 10_000
 
@@ -149,6 +219,10 @@ def results() -> dict[str, CaseResult]:
         "exchanging": (border, ("exchanging", LENGTHS)),
         "short": (border, ("fsdp2", (4, 6))),
         "minimal": (uneven, ("fsdp2", LENGTHS)),
+        "measured fsdp2": (measured, ("fsdp2",)),
+        "measured ddp": (measured, ("ddp",)),
+        "varying": (varying, ()),
+        "skipping": (skipping, ()),
     }
     return run_cases(cases, 2, timeout_seconds=90.0)
 
@@ -185,3 +259,20 @@ def test_minimal_decides_alike_on_lengths_that_differ(results: dict[str, CaseRes
     check(values, blocks=LAYERS)
     one, other = (found["minimal"].checkpointed for found in values)
     assert one == other
+
+
+def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, CaseResult]) -> None:
+    one, other = results["varying"].values()
+    assert one[0] == "trains" and "its second forward computed another" in one[1]
+    assert "or does a sum's order vary?" in one[1]
+    assert other == ["trains", "trains"]
+
+
+def test_replicas_are_not_needed_for_a_vote_on_collectives_among_others(results: dict[str, CaseResult]) -> None:
+    one, other = results["skipping"].values()
+    assert (one > 0, other) == (True, 0)
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_plans_of_measurements_are_exact_on_every_rank(results: dict[str, CaseResult], wrapper: str) -> None:
+    check(results[f"measured {wrapper}"].values(), blocks=LAYERS)

@@ -26,6 +26,7 @@ from ebbtide.store.spillslot import SpillSlot
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import delay, memory_limited_to, needs_limit, needs_sleep
 from tests.helpers.handles import enable_over
+from tests.helpers.slots import park
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,12 +69,12 @@ def step(tier: Any, sizes: list[int], *, late: bool) -> None:
         expected.append(source.clone())
         if late:
             delay()
-        slots.append(tier.park(source.add_(1)))  # written by a kernel that waits behind the delay
-        slots[-1].wait_parked()
+        slots.append(park(tier, source.add_(1)))  # written by a kernel that waits behind the delay
+        tier.wait_parked([slots[-1]])
         del source
         torch.full((8 * MIB,), 255, dtype=torch.uint8, device=expected[-1].device)
     for slot in reversed(slots):
-        slot.prefetch()
+        tier.prefetch([slot])
     for slot, source in zip(reversed(slots), reversed(expected), strict=True):
         if late:
             delay()
@@ -94,7 +95,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> No
     address = source.data_ptr()
     with out:
         delay()
-    slot = tier.park(source)
+    slot = park(tier, source)
     del source
     slot.free()
     del slot
@@ -111,10 +112,10 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> No
 @needs_sleep
 def test_what_nobody_took_goes_back_and_comes_again(tier: HostTier) -> None:
     source = noise(4 * MIB)
-    slot = tier.park(source)
+    slot = park(tier, source)
     before = torch.accelerator.memory_allocated()
     for _ in range(3):
-        slot.prefetch()
+        tier.prefetch([slot])
         delay()
         slot.put_back()
         torch.full((4 * MIB,), 255, dtype=torch.uint8, device=source.device)
@@ -254,7 +255,7 @@ def test_from_disk_to_the_device(tmp_path: Path) -> None:
         pytest.skip("the temporary directory lies in RAM")
     place = open_tier("host", host_budget_bytes=32 * MIB, disk_path=tmp_path)
     sources = [noise(2 * MIB + 5) for _ in range(40)]
-    slots = [place.park(source) for source in sources]
+    slots = [park(place, source) for source in sources]
     assert sum(isinstance(slot, SpillSlot) and slot.stage is None for slot in slots) > 10
     for slot, source in zip(reversed(slots), reversed(sources), strict=True):
         assert torch.equal(slot.take(), source)

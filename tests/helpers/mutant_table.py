@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "trust: what is recomputed is not compared",
-        "ebbtide/engine/recompute.py",
+        "ebbtide/engine/restore.py",
         "if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:",
         "if same := False:",
         TRUST,
@@ -658,8 +658,8 @@ MUTANTS = (
     Mutant(
         "second run: other values are taken for rounding",
         "ebbtide/wrap/secondrun.py",
-        "        if not dropped.nearly_same(tensor):\n",
-        "        if False:\n",
+        " or not dropped.nearly_same(tensor):\n",
+        ":\n",
         ONE_LAYER,
     ),
     Mutant(

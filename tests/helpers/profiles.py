@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ebbtide.base.actions import Site
 from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
+from ebbtide.planner.solve import Search, Solution
 
 GEMM, ATTENTION = 790e12, 616e12
 """FLOP a second of an H200 in bfloat16."""
@@ -52,6 +53,16 @@ def alike(
         for i in range(count)
     )  # fmt: skip
     return Profile(blocks=blocks, rates=rates, **step)  # type: ignore[arg-type]
+
+
+def fit(profile: Profile, budget_bytes: int) -> Solution:
+    """Return the fastest plan within a budget."""
+    return Search(profile).fit(budget_bytes)
+
+
+def shrink(profile: Profile, max_slowdown: float) -> Solution:
+    """Return the plan of the least memory within a slowdown, where hooks cost nothing."""
+    return Search(profile).least_memory(max_slowdown * profile.step_seconds * (1 + 1e-9))
 
 
 def qwen3_8b(tokens: int, *, out: float = 52.8e9, back: float = 55e9, layers: int = 36) -> Profile:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 from unittest import mock
 
 
@@ -16,5 +18,19 @@ def minimal_by_rule() -> Iterator[None]:
     """
     from ebbtide.profiling import minimal
 
-    with mock.patch.object(minimal, "every_other", lambda step: frozenset[str]()):
+    with mock.patch.object(minimal, "every_other", partial(_none, minimal.every_other)):
         yield
+
+
+@contextmanager
+def measured_minimal() -> Iterator[None]:
+    """Within ``minimal_by_rule``: ``Minimal`` as users have it."""
+    from ebbtide.profiling import minimal
+
+    by_rule: Any = minimal.every_other
+    with mock.patch.object(minimal, "every_other", by_rule.args[0]):
+        yield
+
+
+def _none(real: Callable[..., frozenset[str]], step: object) -> frozenset[str]:
+    return frozenset()

@@ -108,7 +108,7 @@ def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, d
     with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=ranks_a_node):
         warnings.simplefilter("ignore")  # of the hosts; tests of one process have them as errors
         config = run.check(recipe, config)
-        trainer = run.carry_out(recipe, config, run.claim(config))
+        trainer = run.carry_out(recipe, config, run.claim(config, contextlib.ExitStack()))
         wrapped = found_strategy(trainer.model_wrapped)
         state = _digests(trainer) if digest else None
         blocks = [_blocks(model) for model in (trainer.model_wrapped, getattr(trainer, "ref_model", None)) if model]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.cli.run import _ending
 from ebbtide.script.request import why_untrained
 from tests.helpers.switched import run_switched
 
@@ -21,6 +22,9 @@ SHAPES = {
     "compiled": ["Layers"],
     "compiled_step": ["Layers"],
     "accelerated": ["Layers"],
+    "iterated": ["Layers"],
+    "actor_critic": ["Sequential", "Sequential"],
+    "folds": ["Layers"] * 2,
 }
 """Shape of the loop → the models that are switched, in their order."""
 
@@ -89,6 +93,19 @@ def test_a_script_that_ends_by_os_exit_is_recorded_to_its_end(tmp_path: Path) ->
     run = run_switched(LOOP, "abrupt", folder=tmp_path / "run", mode="ebbtide")
     assert run.code == 0 and "the script's last line" in run.output
     assert len(run.all("step")) == 6 and run.checksum and run.events[-1]["status"] == "ok"
+
+
+def test_models_of_earlier_folds_are_freed(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "folds", "6", folder=tmp_path / "run", mode="ebbtide-minimal")
+    assert run.code == 0 and "models left: 1" in run.output, run.output
+    assert models(run.notes) == ["Layers"] * 6
+
+
+def test_layers_that_are_called_one_by_one_are_named(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "method", folder=tmp_path / "run", mode="ebbtide-minimal", compared=False)
+    assert run.code == 0, run.output
+    assert [note["alike"] for note in run.notes if note["event"] == "more"] == [True]
+    assert any("enable_activation_offloading(model)" in line for line in _ending(run.notes, 0))
 
 
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:

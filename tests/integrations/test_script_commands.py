@@ -48,7 +48,9 @@ def test_run_offloads_a_script_and_leaves_a_report(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["steps"], summary["status"], summary["model"]) == (6, "error", "Layers")
     assert summary["peak_host_bytes"] and load_run(tmp_path / "out").error == "exit code 7"
-    assert "already holds a run" in ran(*argv).stderr
+    requeued = ran("run", "--out", tmp_path / "out", "--", "true").stderr
+    assert f"the record of an earlier run in {tmp_path / 'out'} is kept as run-1.jsonl" in requeued
+    assert (tmp_path / "out" / "run-1.jsonl").exists() and "6 steps" not in requeued
 
 
 @pytest.mark.parametrize(

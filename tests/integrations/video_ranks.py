@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -33,7 +34,7 @@ def video_case(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=nodes):
         warnings.simplefilter("ignore")
         config = run.check(RECIPE, VideoConfig(**values))
-        trainer = run.carry_out(RECIPE, config, run.claim(config))
+        trainer = run.carry_out(RECIPE, config, run.claim(config, contextlib.ExitStack()))
         assert trainer is not None
         wrapped = found_strategy(trainer.model_wrapped)
         state = _digests(trainer)

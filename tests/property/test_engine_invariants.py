@@ -147,41 +147,32 @@ def test_a_storage_crosses_the_link_at_most_once_each_way(graph: Graph, seed: in
     alive: list[torch.UntypedStorage] = []
     with warnings.catch_warnings(), open_engine(plan_of(seed), rate=1e12, window_bytes=window_bytes) as engine:
         warnings.simplefilter("ignore")
-        tier, park = engine.tier, engine.tier.park
-        taken: Counter[int] = Counter()
+        tier, park_all, take = engine.tier, engine.tier.park_all, engine.tier.take
+        taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        counts = list[int]()
         weights: set[int] = set()
 
-        def watched_park(source: torch.Tensor) -> Any:
-            storage = source.untyped_storage()
-            alive.append(storage)  # so that no address stands for two
-            parked[storage._cdata] += source.numel()
-            assert storage._cdata not in weights
-            slot = park(source)
-            take = slot.take
-            return _Counting(slot, take, taken)
+        def watched_park(sources: list[torch.Tensor], **given: Any) -> Any:
+            for source in sources:
+                storage = source.untyped_storage()
+                alive.append(storage)  # so that no address stands for two
+                parked[storage._cdata] += source.numel()
+                assert storage._cdata not in weights
+            return park_all(sources, **given)
 
-        tier.park = watched_park  # type: ignore[method-assign]
+        def counted_take(slot: Any) -> Any:
+            taken[slot] = taken.get(slot, 0) + 1
+            counts.append(taken[slot])
+            return take(slot)
+
+        tier.park_all, tier.take = watched_park, counted_take  # type: ignore[method-assign]
         watched = Watched(engine, graph)
         weights |= {v.untyped_storage()._cdata for v in watched.leaves.values() if isinstance(v, torch.nn.Parameter)}
         for storage in alive:
             assert parked[storage._cdata] <= 1.5 * storage.nbytes(), "parts and then the whole"
             assert storage._cdata not in weights
         watched.backward()
-        assert all(count == 1 for count in taken.values())
-
-
-class _Counting:
-    """A slot that counts its readings."""
-
-    def __init__(self, slot: Any, take: Any, taken: Counter[int]) -> None:
-        self._slot, self._take, self._taken = slot, take, taken
-
-    def take(self) -> Any:
-        self._taken[id(self)] += 1
-        return self._take()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._slot, name)
+        assert all(count == 1 for count in counts)
 
 
 @settings(max_examples=30)
@@ -213,7 +204,7 @@ def test_eval_and_no_grad_touch_nothing(policy: str, monkeypatch: pytest.MonkeyP
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU()) for _ in range(2)))
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0) as handle:
         monkeypatch.setattr(Engine, "begin_pass", lambda *a, **k: pytest.fail("a pass was begun"))
-        monkeypatch.setattr(Engine, "begin_block", lambda *a, **k: pytest.fail("hooks were opened"))
+        monkeypatch.setattr(BlockRun, "__init__", lambda *a, **k: pytest.fail("hooks were opened"))
         with torch.no_grad():
             model(torch.randn(2, 4))
         with torch.inference_mode():

@@ -22,6 +22,7 @@ from torch import Tensor
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, block, open_engine
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.slots import park
 
 WORD = 4  # bytes of a float32
 
@@ -254,11 +255,11 @@ def test_no_more_is_pinned_than_is_parked(sizes: list[int]) -> None:
     memory = torch.zeros(max(sizes), dtype=torch.uint8)
     calls: list[int] = []
     for step in range(4):
-        slots = [tier.park(memory[:size]) for size in sizes]
+        slots = [park(tier, memory[:size]) for size in sizes]
         state = tier.arena
         assert state.held_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
         for slot in slots if step % 2 else reversed(slots):
-            slot.wait_parked()
+            tier.wait_parked([slot])
             slot.free()
         del slots, slot
         tier.trim()

@@ -20,6 +20,7 @@ from ebbtide.store.location import filesystem_of
 from ebbtide.store.protocol import Slot, Tier
 from ebbtide.store.spill import SpillTier
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.slots import park
 
 STEPS = st.lists(
     st.tuples(
@@ -41,7 +42,7 @@ class Lives:
     def step(self, action: str, number: int) -> None:
         if action == "park":
             source = self.produce(self.sizes[number % len(self.sizes)])
-            slot = self.tier.park(source)
+            slot = park(self.tier, source)
             self.slots.append((slot, source.clone()))
             self.sources[slot] = source
             return
@@ -52,13 +53,13 @@ class Lives:
             return
         slot, expected = self.slots[number % len(self.slots)]
         if action == "wait":
-            slot.wait_parked()
+            self.tier.wait_parked([slot])
             assert self.tier.have_parked([slot])
             self.sources.pop(slot, None)
         elif action == "drop" and self.tier.have_parked([slot]):
             self.sources.pop(slot, None)
         elif action == "prefetch":
-            slot.prefetch()
+            self.tier.prefetch([slot])
         elif action == "take":
             taken = slot.take()
             assert torch.equal(taken, expected)

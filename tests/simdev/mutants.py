@@ -82,20 +82,17 @@ MUTANTS = (
         "while self._leaving:",
     ),
     without(
-        "source is dropped only when its copy is done",
-        "hostslot.py",
-        "        if done:\n            self.source",
-        "        if True:\n            self.source",
+        "source of a finished copy is dropped",
+        "host.py",
+        "        for slot in slots:\n            slot.source = None\n        return True",
+        "        return True",
     ),
-    without(
-        "source of a finished copy is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""
-    ),
-    without("compute waits for the copy-out", "hostslot.py", "self._live_tier().copies.stall(self.compute, self.done)"),
+    without("compute waits for the copy-out", "host.py", "self.copies.stall(slot.compute, slot.done)"),
     without(
         "waited source is dropped",
-        "hostslot.py",
-        "self.compute, self.done)\n        self.source = None",
-        "self.compute, self.done)",
+        "host.py",
+        "slot.compute, slot.done)\n        for slot in slots:\n            slot.source = None",
+        "slot.compute, slot.done)",
     ),
     without(
         "a slot has the event of its group going out",
@@ -139,8 +136,8 @@ MUTANTS = (
     without(
         "a group's sources are released when its copies are done",
         "host.py",
-        "            if done is not None and not self.copies.is_done(done):\n                return False\n",
-        "            pass\n",
+        " and not self.copies.is_done(latest):\n",
+        " and False:\n",
     ),
     without("places inherit guards", "arena.py", "Guard(self._cooling.over(spans)))", "Guard())"),
     without("places given back cool", "arena.py", "self._cooling.add(span, record.guard)"),

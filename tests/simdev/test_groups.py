@@ -12,6 +12,7 @@ from ebbtide.base.errors import CapError
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
+from tests.helpers.slots import park
 from tests.simdev.device import configured, held, violations
 from tests.simdev.test_ordering import DELAYS, DEVICE, MIB, SIZES, Trial, is_pattern, pattern
 
@@ -30,7 +31,7 @@ class GroupTrial(Trial):
         for slot, number in zip(self.tier.park_all(sources, compute=made_on), numbers, strict=True):
             if isinstance(slot, HostSlot):
                 if self.random.random() < 0.5:
-                    slot.wait_parked()
+                    self.tier.wait_parked([slot])
                 self.slots.append((slot, number))
             else:
                 assert isinstance(slot, CapError)
@@ -62,7 +63,7 @@ def test_a_device_with_room_for_some_brings_in_the_first() -> None:
     torch.accelerator.synchronize()
     found = [slot for slot in slots if isinstance(slot, HostSlot)]
     for slot in found:
-        slot.wait_parked()
+        tier.wait_parked([slot])
     torch.accelerator.empty_cache()
     with configured(capacity=torch.accelerator.memory_reserved() + 3 * MIB):
         refused = tier.prefetch(found)
@@ -76,7 +77,7 @@ def test_a_device_with_room_for_some_brings_in_the_first() -> None:
 
 def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
     tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
-    tier.park(pattern(2 * MIB, 1)).free()  # streams and host memory are there
+    park(tier, pattern(2 * MIB, 1)).free()  # streams and host memory are there
     torch.accelerator.synchronize()
     filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
     source = pattern(2 * MIB, 3)
@@ -88,7 +89,7 @@ def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
         assert ahead is not None
         filled.ahead = None  # or its compute stream would wait, and what is parked next after it
         filled.free()
-        slot = tier.park(source)
+        slot = park(tier, source)
         time.sleep(0.05)  # a copy-out that does not wait would be done
     torch.accelerator.synchronize()
     assert is_pattern(ahead.target, 9)

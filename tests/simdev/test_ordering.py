@@ -19,6 +19,7 @@ from ebbtide.base.errors import CapError
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
+from tests.helpers.slots import park
 from tests.simdev.device import configured, counters, held, violations
 
 DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
@@ -66,22 +67,22 @@ class Trial:
         self.count += 1
         source = pattern(self.random.choice(SIZES), self.count)
         try:
-            slot = self.tier.park(source)
+            slot = park(self.tier, source)
         except CapError:
             return
         del source
         if self.random.random() < 0.6:
-            slot.wait_parked()
+            self.tier.wait_parked([slot])
         self.slots.append((slot, self.count))
 
     def prefetch(self) -> None:
-        self.random.choice(self.slots)[0].prefetch()
+        self.tier.prefetch([self.random.choice(self.slots)[0]])
 
     def put_back(self) -> None:
         self.random.choice(self.slots)[0].put_back()
 
     def ask(self) -> None:
-        assert self.random.choice(self.slots)[0].parked in (True, False)
+        assert self.tier.have_parked([self.random.choice(self.slots)[0]]) in (True, False)
 
     def take(self) -> None:
         slot, value = self.random.choice(self.slots)
@@ -127,28 +128,28 @@ def test_any_sequence_gives_the_bytes_that_went_in(number: int, streams: int, se
 
 
 def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> None:
-    tier.park(pattern(MIB, 1)).free()  # streams and host memory are there
+    park(tier, pattern(MIB, 1)).free()  # streams and host memory are there
     out, _ = tier.copies._side_streams(DEVICE)
     source, before = pattern(MIB, 7), counters()["copies_async"]
     with held(out):
-        slot = tier.park(source)
+        slot = park(tier, source)
         torch.accelerator.current_stream().synchronize()  # compute is not held up
-        assert not slot.parked and not bool((slot.content() == 7).all())
+        assert not tier.have_parked([slot]) and not bool((slot.content() == 7).all())
     with configured(copy_delay_us=50_000):
-        slot = tier.park(source)
+        slot = park(tier, source)
         tier.wait_copied(slot)
-    assert slot.parked and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
+    assert tier.have_parked([slot]) and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
 
 
 def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
     with held(tier.copies._side_streams(DEVICE)[0]):
-        slots = [tier.park(pattern(MIB, i)) for i in range(2)]
-        parked, held_before = slots[0].parked, slots[0].source is not None
-        slots[0].wait_parked()
+        slots = [park(tier, pattern(MIB, i)) for i in range(2)]
+        parked, held_before = tier.have_parked([slots[0]]), slots[0].source is not None
+        tier.wait_parked([slots[0]])
         held_after = slots[0].source is not None
     torch.accelerator.synchronize()  # before any assertion, whose message would wait for the stream that is held
     assert (parked, held_before, held_after) == (False, True, False)
-    done, held_after = slots[1].parked, slots[1].source is not None
+    done, held_after = tier.have_parked([slots[1]]), slots[1].source is not None
     assert (done, held_after) == (True, False)
 
 
@@ -166,7 +167,7 @@ def test_memory_stays_pinned_until_its_copies_are_done() -> None:
 def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> None:
     tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
     with configured(copy_delay_us=50_000):
-        slot = tier.park(pattern(2 * MIB, 1))
+        slot = park(tier, pattern(2 * MIB, 1))
         slot.free()
         del slot
         filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
@@ -178,9 +179,9 @@ def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> 
 
 def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
     """Chunks go back only when no copy runs in them: the arena lets nothing go before, and waits when it is closed."""
-    tier.park(pattern(MIB, 1)).free()
+    park(tier, pattern(MIB, 1)).free()
     with held(tier.copies._side_streams(DEVICE)[0]):
-        slot: Any = tier.park(pattern(64 * MIB, 2))
+        slot: Any = park(tier, pattern(64 * MIB, 2))
         kept = [chunk.memory for chunk in tier._arena._chunks]  # unpinning would wait for the stream that is held
         slot.free()
         del slot
@@ -196,7 +197,7 @@ def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
 
 def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = tier.device
-    slot, copy = tier.park(pattern(MIB, 3)), device.copy_all
+    slot, copy = park(tier, pattern(MIB, 3)), device.copy_all
 
     def interrupted(*given: Any) -> None:
         copy(*given)
@@ -205,9 +206,9 @@ def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytes
     monkeypatch.setattr(device, "copy_all", interrupted)
     with configured(copy_delay_us=20_000):
         with pytest.raises(KeyboardInterrupt):
-            slot.prefetch()
+            tier.prefetch([slot])
         monkeypatch.undo()
-        slot.prefetch()  # another target: the first one's memory may be used again once its copy is done
+        tier.prefetch([slot])  # another target: the first one's memory may be used again once its copy is done
         other = pattern(MIB, 255)
         assert is_pattern(slot.take(), 3) and is_pattern(other, 255)
     slot.free()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
+from tests.helpers.slots import park
 from tests.simdev.device import configured, violations
 
 DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
@@ -113,11 +114,11 @@ def test_gradients_are_those_of_plain_training(block: type[TwoStreams], given: d
 def test_a_prefetch_for_one_stream_serves_another() -> None:
     tier, side = HostTier(AcceleratorDevice()), torch.Stream(device=DEVICE)
     source = torch.arange(1 << 20, device=DEVICE).to(torch.uint8)
-    expected, slot = source.clone(), tier.park(source)
-    slot.wait_parked()
+    expected, slot = source.clone(), park(tier, source)
+    tier.wait_parked([slot])
     del source
     with configured(copy_delay_us=2000):
-        slot.prefetch()
+        tier.prefetch([slot])
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             taken = slot.take()
@@ -136,13 +137,13 @@ def test_memory_waits_for_the_stream_that_saved_it() -> None:
     values = torch.arange(2, dtype=torch.uint8, device=DEVICE)
     for _ in range(2):  # the first call of a shape waits
         source = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[1])
-        tier.park(source).free()
+        park(tier, source).free()
         side.wait_stream(torch.accelerator.current_stream())
         with side:
-            slot = tier.park(source)
+            slot = park(tier, source)
             late = source + source
         tier.wait_copied(slot)
-        assert slot.parked
+        assert tier.have_parked([slot])
         del source
         torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[0])
         torch.accelerator.synchronize()
@@ -159,8 +160,8 @@ def test_memory_waits_for_a_side_stream_that_saves_first() -> None:
     side.wait_stream(torch.accelerator.current_stream())
     with configured(copy_delay_us=2000):
         with side:
-            slot = tier.park(source)
-            slot.wait_parked()
+            slot = park(tier, source)
+            tier.wait_parked([slot])
         del source
         torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[0])
         torch.accelerator.synchronize()

@@ -329,6 +329,9 @@ def test_stats_print_ten_lines() -> None:
         stats = handle.stats()
     assert len(str(stats).splitlines()) == 10 and f"{stats.memory_saved_percent:.1f} %" in str(stats)
     assert str(stats) in stats._repr_html_()
+    some = dataclasses.replace(stats, unique_bytes=2048, packs=18, small_storages=6, small_bytes=1024)
+    assert "2.0 KiB, 1.0 KiB in 6 small storages; 18 tensors" in str(some)
+    assert "2.0 KiB; 18 tensors" in str(dataclasses.replace(some, small_storages=0))
 
 
 def test_a_plan_of_ones_own_is_carried_out() -> None:

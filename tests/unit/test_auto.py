@@ -15,6 +15,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.events import BUS
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.build import Builder
+from ebbtide.engine.run import BlockRun
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
 from tests.helpers.engines import assert_nothing_left, drain
@@ -354,13 +355,13 @@ def keeping(factor: float = 1.0) -> TablePlan:
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The blocks that began under hooks."""
-    found, begin = list[str](), Engine.begin_block
+    found, begin = list[str](), BlockRun.__init__
 
-    def noted(self: Engine, block: Block, *args: Any, **kwargs: Any) -> Any:
+    def noted(run: BlockRun, engine: Engine, block: Block, *args: Any, **kwargs: Any) -> None:
         found.append(block.name)
-        return begin(self, block, *args, **kwargs)
+        begin(run, engine, block, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "begin_block", noted)
+    monkeypatch.setattr(BlockRun, "__init__", noted)
     return found
 
 

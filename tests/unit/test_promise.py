@@ -169,6 +169,29 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
         assert_nothing_left(timed.handle._engine)
 
 
+def test_bytes_of_blocks_without_hooks_are_those_of_the_latest_batch(dear_hooks: list[str]) -> None:
+    """They are counted in a measured step; a batch of half the size keeps half of them."""
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        long = timed.handle.stats()
+        assert timed.plan._timer is not None and len(timed.plan._timer.unhooked) == BLOCKS
+        assert long.unique_bytes == long.kept_bytes > 0
+        timed.x, full, blocks = timed.x[:8], timed.x, list[int]()
+        timed.gradients()  # nothing is installed on the blocks
+        assert timed.handle.stats().unique_bytes == timed.handle.stats().kept_bytes == long.unique_bytes // 2
+        deaf = timed.handle._engine.bus.subscribe(
+            lambda kind, fields: blocks.append(fields["unique_bytes"]) if kind == "block" else None
+        )
+        timed.gradients()  # with a listener it is, and each block counts
+        assert timed.handle.stats().unique_bytes == timed.handle.stats().kept_bytes == long.unique_bytes // 2
+        assert sum(blocks) == long.unique_bytes // 2
+        deaf()
+        timed.x = full
+        timed.steps(1)
+        assert timed.handle.stats().unique_bytes == long.unique_bytes
+
+
 def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list[str]) -> None:
     """Half a second for each saved tensor: no plan for all twelve blocks is within 50 %, one for some of them is."""
     timed = Timed(12, max_slowdown=0.5)
@@ -187,6 +210,17 @@ def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list
         predicted = timed.plan.table.predicted
         assert 0 < len(timed.plan._timer.unhooked) < 12  # type: ignore[union-attr]
         assert 0 < predicted.overhead_percent <= 50 and predicted.kept_bytes < stats.unique_bytes
+
+
+def test_a_plan_is_judged_where_blocks_are_called_without_the_model() -> None:
+    """As a method of the model does: such a pass ends when the next one begins, after its backward."""
+    timed = Timed(max_slowdown=0.6)
+    layers = nn.Sequential(*timed.model.children())
+    with timed.handle:
+        for _ in range(UNTIL_PLAN + TO_JUDGE + 2):
+            found = torch.autograd.grad(layers(timed.x).square().sum(), list(timed.model.parameters()))
+            assert all(map(torch.equal, found, timed.expected))
+        assert timed.plan._check is not None and timed.plan._check.measured is not None
 
 
 def test_a_model_of_one_block_gets_a_plan() -> None:

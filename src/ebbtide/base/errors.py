@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -162,3 +162,8 @@ def few(names: Iterable[str], *, count: int = 3) -> str:
     """Return the first names as text, and how many more there are."""
     found = list(names)
     return ", ".join(found[:count]) + (f" and {len(found) - count} more" if len(found) > count else "")
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """Return ranks as text."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

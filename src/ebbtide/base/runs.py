@@ -6,8 +6,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterable
+import os
+import platform
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +23,14 @@ EVENTS_FILE = "run.jsonl"
 OUTSIDE_FILE = "outside.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
+LOCK_FILE = ".lock"
+_ASIDE = re.compile(r"run-(\d+)\.jsonl")
 LOCKSTEP_FILE = "lockstep"
 LOCKSTEP_VARIABLE = "EBBTIDE_LOCKSTEP"
 """Environment variable: the pipe on which a run is given its turn after each step. See [Note: a fair comparison]."""
+
+DETAILS_END = "details-end"
+"""Code of the message after which a long run's record has no details, such as stalls."""
 
 SCHEMA = 1
 SETTLING = 1
@@ -40,6 +50,52 @@ class PhaseSpan:
     step: Any
     begin: float
     end: float
+
+
+@contextmanager
+def only_writer(folder: Path) -> Generator[None, None, None]:
+    """Hold the lock on a folder: two runs would write, rename and remove the same files.
+
+    The system releases the lock with the process. Where a file system has no locks, nothing is locked.
+
+    Raises:
+        DataError: Another process holds the lock.
+        OSError: The folder cannot be written.
+    """
+    import fcntl
+
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise DataError(
+                    f"another run ({file.read().strip() or 'unknown'}) writes into {folder}",
+                    expected="one run in a folder at a time",
+                    hint="wait for its end, or choose another folder; if that run has ended and a network file system "
+                    f"still holds its lock, remove {folder / LOCK_FILE}",
+                ) from error
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+        yield
+
+
+def records_aside(folder: Path) -> dict[int, Path]:
+    """Return the records of earlier runs in a folder, by the number in their names."""
+    found = [(_ASIDE.fullmatch(path.name), path) for path in folder.iterdir()]
+    return {int(match[1]): path for match, path in found if match}
+
+
+def put_record_aside(folder: Path) -> Path:
+    """Rename a folder's record to ``run-1.jsonl``, ``run-2.jsonl``, ..., so that the next run can write its own.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    return (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
 
 
 def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:

@@ -53,7 +53,7 @@ def format_size(size_bytes: float, *, digits: int = 1) -> str:
     """Format a size: ``1536`` → ``'1.5 KiB'``; ``digits`` after the point."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
+        if abs(round(value, 0 if unit == "B" else digits)) < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{digits}f} {unit}"
         value /= 1024
     return f"{value:.{digits}f} TiB"

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,20 +74,8 @@ def set_names(kind: type[Any], argv: Sequence[str]) -> set[str]:
         kind: As ``read_arguments`` takes it.
         argv: The arguments after the verb.
     """
-    names, found, rest = _Names(kind, "", ()), set[str](), list(argv)
-    while rest:
-        token = rest.pop(0)
-        if override := names.override(token):
-            written = override[1]
-        elif token.startswith("--"):
-            written, equals, _ = token[2:].partition("=")
-            if not equals:
-                _following(rest, names.known(written) or written, names)
-        else:
-            continue
-        if (name := names.known(written)) is not None:
-            found.add(name)
-    return found
+    names = _Names(kind, "", ())
+    return {name for what, written, _ in _split(argv, names) if what and (name := names.known(written)) is not None}
 
 
 class _Names:
@@ -243,20 +231,16 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     """Split the arguments into the YAML file, if there is one, and the values of each flag."""
     path: Path | None = None
     found: Values = {}
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        if override := names.override(token):
-            _override(override[1], override[2], found, names)
+    for what, written, texts in _split(argv, names):
+        if what == "key":
+            _override(written, texts[0], found, names)
             continue
-        if not token.startswith("--"):
-            if path is not None or found or token[:1] in ("-", "\u2013", "\u2014"):
-                raise _stray(token, names)
-            path = Path(token)
+        if not what:
+            if path is not None or found or written[:1] in ("-", "\u2013", "\u2014"):
+                raise _stray(written, names)
+            path = Path(written)
             continue
-        written, equals, value = token[2:].partition("=")
         name = names.canonical(written, what="flag")
-        texts = [value] if equals else _following(rest, name, names)
         if not texts:
             raise ConfigError(
                 f"--{written} has no value", expected="a value", hint=f"`{names.prog} --help` shows its values"
@@ -269,6 +253,20 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
         else:
             _add(found, name, flag)
     return path, found
+
+
+def _split(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield arguments: "key", its name and value; "flag", its name and values; or "" and another word."""
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if override := names.override(token):
+            yield "key", override[1], [override[2]]
+        elif token.startswith("--"):
+            written, equals, value = token[2:].partition("=")
+            yield "flag", written, [value] if equals else _following(rest, names.known(written) or written, names)
+        else:
+            yield "", token, []
 
 
 def _override(written: str, value: str, found: Values, names: _Names) -> None:

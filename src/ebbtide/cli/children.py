@@ -22,6 +22,9 @@ from ebbtide.cli.starting import started
 from ebbtide.track import MemoryReader, Sampler
 
 OUTPUT_FILE = "output.txt"
+SAMPLE_SECONDS = 0.005
+"""Time between two samples of a child's memory."""
+
 _POLITE_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
 _TAIL_LINES = 25
@@ -55,18 +58,15 @@ class Child:
         command: The program and its arguments.
         folder: The child's run folder; created here.
         environment: Its complete environment, but for the variable of the lockstep.
-        sample_seconds: Time between two samples.
 
     Raises:
         KeyboardInterrupt: This process was interrupted; the child has already been ended.
     """
 
-    def __init__(
-        self, command: Sequence[str], folder: Path, *, environment: Mapping[str, str], sample_seconds: float
-    ) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, *, environment: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.most_bytes = folder, 0
-        self._sample_seconds, self._began = sample_seconds, time.monotonic()
+        self._began = time.monotonic()
         self._variables = dict(environment)
         with contextlib.ExitStack() as opening:
             self._lockstep = self._make_pipe(opening)
@@ -111,7 +111,7 @@ class Child:
         Args:
             over: Called repeatedly: whether the step is over.
         """
-        sampler = Sampler(MemoryReader(self._process.pid, children=True), self._write, seconds=self._sample_seconds)
+        sampler = Sampler(MemoryReader(self._process.pid, children=True), self._write, seconds=SAMPLE_SECONDS)
         sampler.start()
         try:
             while (code := self._wait()) is None:

@@ -5,7 +5,6 @@ Recipes are switched by their flags (here), other scripts from outside (``compar
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import shlex
@@ -142,10 +141,7 @@ def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], o
 
 def _set_twice(config: Any) -> list[str]:
     """Return the names that both the file and compare set."""
-    if config is None:
-        return []
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    return [name for name in OWN_FLAGS if getattr(config, name) != defaults[name]]
+    return [] if config is None else [name for name in OWN_FLAGS if config.is_set(name)]
 
 
 def run(argv: Sequence[str]) -> int:

@@ -36,7 +36,6 @@ def run_round(
     starts: Sequence[Start],
     progress: RunProgress,
     *,
-    sample_seconds: float,
     ended: Callable[[str, Ended], None],
     lockstep: bool = True,
     report: Callable[[str], None] = lambda words: None,
@@ -49,7 +48,6 @@ def run_round(
     Args:
         starts: The runs, in order.
         progress: Is shown them.
-        sample_seconds: Time between two memory samples.
         lockstep: They may run at the same time: no two write the same files.
         ended: Called with the mode and the outcome of each run.
         report: Called with the reason, if the runs follow one another.
@@ -60,7 +58,7 @@ def run_round(
         for number, start in enumerate(starts, start=1):
             reader = progress.begin(start.what, start.folder)
             command, environment = start.prepare()
-            child = Child(command, start.folder, environment=environment, sample_seconds=sample_seconds)
+            child = Child(command, start.folder, environment=environment)
             closing.callback(child.close)
             outcome = None if alone else _step(child, reader, progress)
             if outcome is None and alone is None:

@@ -23,7 +23,7 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
-from ebbtide.cli.children import OUTPUT_FILE, Ended
+from ebbtide.cli.children import OUTPUT_FILE, SAMPLE_SECONDS, Ended
 from ebbtide.cli.lockstep import Start, run_round
 from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
@@ -91,7 +91,6 @@ class Rounds:
         rounds: How often each mode is run.
         out: The output folder.
         steps: Steps of each child; ``None``: not known in advance.
-        sample_seconds: Time between two memory samples.
         flag: The flag that sets the number of steps.
         lockstep: The runs of a round may go in lockstep: no two write the same files.
     """
@@ -100,7 +99,6 @@ class Rounds:
     rounds: int
     out: Path
     steps: int | None
-    sample_seconds: float = 0.005
     flag: str = "--max_steps"
     lockstep: bool = False
 
@@ -148,14 +146,7 @@ def run_rounds(
                     board.add(number, plan.rounds, mode, ended)
 
                 starts = [_start(number, mode, start, plan.out) for mode in order]
-                run_round(
-                    starts,
-                    progress,
-                    sample_seconds=plan.sample_seconds,
-                    ended=add,
-                    lockstep=plan.lockstep,
-                    report=report,
-                )
+                run_round(starts, progress, ended=add, lockstep=plan.lockstep, report=report)
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             console.print(f"{stopped}: the processes were ended; the report has the finished runs", style="yellow")
@@ -269,7 +260,7 @@ def _environment(plan: Rounds) -> dict[str, Any]:
         "variables": modes | ({"all": own} if own else {}),
         "rounds": plan.rounds,
         "orders": [" ".join(order) for order in plan.orders],
-        "sample_seconds": plan.sample_seconds,
+        "sample_seconds": SAMPLE_SECONDS,
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": os.cpu_count(),

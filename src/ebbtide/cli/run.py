@@ -22,12 +22,12 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event, read_events
+from ebbtide.base.runs import EVENTS_FILE, Event, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.starting import started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
-from ebbtide.script.request import Request, read_notes, why_untrained
+from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
 _OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: No command, one that does not exist, or a flag that cannot be read.
-        DataError: ``--out`` already holds a run.
+        DataError: ``--out`` cannot be created.
         DiskError: ``--disk_path`` cannot hold offloaded bytes.
     """
     parser = Parser(
@@ -160,16 +160,17 @@ def _directory(path: str, program: str) -> str:
 
 
 def _folder(out: Path) -> Path:
-    """Create the folder of a recorded run.
+    """Create the folder of a recorded run; put an earlier record aside, as of a job that a scheduler starts again.
 
     Raises:
-        DataError: It holds a run, or cannot be created.
+        DataError: It cannot be created.
     """
-    if (out / EVENTS_FILE).exists():
-        hint = "name another with --out"
-        raise DataError(f"{out} already holds a run ({EVENTS_FILE})", expected="a folder without one", hint=hint)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # no record, or the same command on another node was first
+            kept = put_record_aside(out)
+            (out / NOTES_FILE).unlink(missing_ok=True)
+            print(f"ebbtide: the record of an earlier run in {out} is kept as {kept.name}", file=sys.stderr)
     except OSError as error:
         raise DataError(
             f"{out} cannot be made ({error.strerror})", expected="a folder for the run", hint="name another with --out"
@@ -243,7 +244,10 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
             "ebbtide: the script checkpoints its blocks, so only what they keep could be offloaded; "
             "without gradient_checkpointing ebbtide chooses for every tensor"
         )
-    lines += [f"ebbtide: {n['model']} and later models were left as they are" for n in _of(notes, "more")]
+    for note in _of(notes, "more"):
+        lines.append(f"ebbtide: {note['model']} and later models were left as they are")
+        if note["alike"]:
+            lines.append("hint: if these are layers of a model, call enable_activation_offloading(model) in the script")
     for note in _of(notes, "unrecorded"):
         lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
     for note in _of(notes, "end"):

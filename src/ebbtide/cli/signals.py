@@ -1,4 +1,4 @@
-"""Make SIGTERM and SIGHUP end a command as Ctrl-C does: files closed, children ended, summaries written."""
+"""Make SIGTERM, SIGHUP and the like end a command as Ctrl-C does: files closed, children ended, summaries written."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import NoReturn
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP was received. Cleanup code for Ctrl-C handles it, too."""
+    """A signal that ends a command was received. Cleanup code for Ctrl-C handles it, too."""
 
 
 @contextmanager
 def terminate_as_interrupt() -> Generator[None, None, None]:
     """Raise ``Terminated`` in the main thread on SIGTERM and SIGHUP, instead of ending the process at once.
 
-    A second one is ignored during cleanup, as is a SIGHUP that was ignored before (``nohup``). Outside the main thread
-    this does nothing.
+    So do SIGUSR1 and SIGUSR2, with which schedulers announce the end of a job, unless a handler was set. A second one
+    is ignored during cleanup, as is a SIGHUP that was ignored before (``nohup``). Outside the main thread this does
+    nothing.
 
     Raises:
         Terminated: One was received.
     """
     ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    ending += [n for n in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(n) is signal.SIG_DFL]
 
     def terminate(_number: int, _frame: FrameType | None) -> NoReturn:
         for number in ending:

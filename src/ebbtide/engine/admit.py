@@ -12,6 +12,7 @@ import torch
 
 from ebbtide.base.actions import Action, Candidate, Site, StandingPlan
 from ebbtide.engine.build import Builder
+from ebbtide.engine.engine import Engine
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
@@ -19,7 +20,6 @@ from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import Narrow, narrowed, narrower
 from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
-from ebbtide.engine.services import Services
 from ebbtide.engine.sites import OUTSIDE, Known, Sites
 from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.timing import StepTimer
@@ -37,7 +37,7 @@ class Admission(RunRecord):
     """The part of a block's forward that makes entries and carries out the plan."""
 
     def __init__(
-        self, engine: Services, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
+        self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
     ) -> None:
         self.engine = engine
         self.builder: Builder | None = None  # made last: an interrupt may strike before

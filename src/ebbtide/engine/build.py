@@ -22,7 +22,7 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.recipe import MAX_DEPTH
-from ebbtide.engine.slots import UnreadableSlot, packed_in, readable
+from ebbtide.engine.slots import UnreadableSlot, packed_in
 from ebbtide.engine.storages import storage_key
 from ebbtide.engine.tickets import UNCHECKED, Expr, KeptTicket, LightTicket, Operand, Ticket
 from ebbtide.engine.weights import Weights
@@ -125,8 +125,8 @@ class NodeView:
 
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
-        saved = getattr(self.node, "_raw_saved_" + name, None) if name and readable() else None
-        found = None if saved is None else self._builder.packed_operand(packed_in(saved))
+        saved = getattr(self.node, "_raw_saved_" + name, None) if name else None
+        found = None if saved is None else self._builder.packed_operand(getattr(saved, "data", None))
         if found is None:
             functions = self.node.next_functions
             found = self._builder.value(*functions[index]) if index < len(functions) else None

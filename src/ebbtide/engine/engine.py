@@ -23,11 +23,10 @@ from ebbtide.engine.layout import byte_view, checksum
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.numerics import Numerics, current_numerics
-from ebbtide.engine.passes import Block, Pass, RunRecord
+from ebbtide.engine.passes import Pass, RunRecord
 from ebbtide.engine.recompute import evaluate_now, repeatable
 from ebbtide.engine.restore import Restorer
 from ebbtide.engine.rules import rule_table
-from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
 from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket
@@ -165,15 +164,7 @@ class Engine:
         counts = {"packs": done.tally.packs, "checkpointed": done.checkpointed}
         self.bus.emit("pass_end", engine=self.number, **counts, **done.tally.fields())
 
-    def begin_block(self, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
-        """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-        run = BlockRun(self, block, self._pass, inputs, checkpointed=checkpointed)
-        if self.timer is not None:
-            self.timer.block_begins(run)
-        run.replays = self.replays and not (self.timer is not None and self.timer.measuring)
-        return run
-
-    def end_block(self, run: BlockRun, *, checkpointed: bool = False) -> None:
+    def end_block(self, run: RunRecord, *, checkpointed: bool = False) -> None:
         """A block's forward is over, or was left by an exception."""
         run.close()
         run.pass_.tally.add_all(run.tally)
@@ -229,15 +220,17 @@ class Engine:
             tensor: The tensor.
             written: Its bytes are certainly written.
         """
-        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
+        storage = tensor.untyped_storage()
+        entry.source = tensor.new_empty(0, dtype=torch.uint8).set_(storage, entry.first, (entry.nbytes,), (1,))
+        stream = self.tier.stream_of(tensor.device)
         self._waits.reader = run.forward_reader
         if self._operator is not None and _operators_begun() != self._operator:
             self._resume()
         if written or tensor.requires_grad or not tensor.is_floating_point():
-            self._copy_out.add(entry, run.pass_)
+            self._copy_out.add(entry, run.pass_, stream)
         else:
             self._operator = _operators_begun()
-            self._copy_out.postpone(entry, run.pass_)
+            self._copy_out.postpone(entry, run.pass_, stream)
 
     def _resume(self) -> None:
         """The operator that saved what is postponed has run."""
@@ -297,7 +290,12 @@ class Engine:
                 if task != -1 and run.task != task:
                     self.restorer.begin_block(run, task)
                 if tensor is None:
-                    tensor = ticket.tensor(self.restorer.read(ticket.entry, run, task))
+                    content, probe = self.restorer.read(ticket.entry, run, task), ticket.probe
+                    tensor = ticket.layout.over(content, ticket.entry.first)
+                    if type(probe) is torch.Tensor:  # else the versions are those of the wrapper that it is inside of
+                        # Its versions count with those of what was saved: if a backward changes it in place, whoever
+                        # reads the same value later finds that, as without hooks.
+                        tensor, tensor.data = probe.detach(), tensor
                     if ticket.leaf and task != -1:
                         ticket.restored = tensor
                         self.let_go_after(task, weakref.ref(ticket))

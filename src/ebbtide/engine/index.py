@@ -30,16 +30,6 @@ class StorageIndex:
         self._keys: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
 
-    def _forget_dead(self) -> None:
-        """Remove storages that died."""
-        while self._dead:
-            reference = self._dead[0]
-            key = self._keys.get(reference)
-            if key is not None and (known := self.known.get(key)) is not None and known[0] is reference:
-                del self.known[key]
-            self._keys.pop(reference, None)
-            self._dead.popleft()  # last: an interrupted step is repeated
-
     def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
         """Return the entry of bytes ``first`` to ``last`` of a storage at this version."""
         known = self.known.get(id(storage))
@@ -73,8 +63,13 @@ class StorageIndex:
         """
         known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
-            if self._dead:
-                self._forget_dead()
+            while self._dead:  # forget storages that died
+                dead = self._dead[0]
+                key = self._keys.get(dead)
+                if key is not None and (former := self.known.get(key)) is not None and former[0] is dead:
+                    del self.known[key]
+                self._keys.pop(dead, None)
+                self._dead.popleft()  # last: an interrupted step is repeated
             # Nothing interrupts a deque's ``append``. Hashed at once, because a dead reference can no longer be.
             self._keys[reference := weakref.ref(storage, self._dead.append)] = id(storage)
             known = self.known[id(storage)] = reference, [weakref.ref(entry)]

@@ -34,10 +34,6 @@ class SlotMover:
         """Whether the store cancels copies that have not begun."""
         return self._tier.can_cancel
 
-    def stream_of(self, saved: Entry) -> StreamHandle | None:
-        """Return the compute stream on which an entry is saved now."""
-        return None if saved.source is None else self._tier.stream_of(saved.source)
-
     def copy_out(self, group: Sequence[Entry], stream: StreamHandle | None) -> list[Outcome]:
         """Ask the store for a slot for each entry whose source can still be read."""
         sources = {
@@ -74,8 +70,12 @@ class SlotMover:
 
     def release_sources(self, group: Sequence[Entry], *, wait: bool) -> bool:
         """Release the sources of entries whose copies-out began together and are done."""
-        copied = [entry for entry in group if entry.source is not None and entry.slot is not None]
-        slots: list[Slot] = [entry.slot for entry in copied if entry.slot is not None]
+        copied: list[Entry] = []
+        slots: list[Slot] = []
+        for entry in group:
+            if entry.source is not None and entry.slot is not None:
+                copied.append(entry)
+                slots.append(entry.slot)
         try:
             if wait:
                 self._tier.wait_parked(slots)

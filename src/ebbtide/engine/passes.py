@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,13 @@ class Pass:
         self.add_site(site, -nbytes, Action.RECOMPUTE, 0)
         self.add_site(site, nbytes, after)
 
-    def stayed(self, site: Site, nbytes: int) -> None:
-        """Count a storage as kept that was counted as offloaded."""
-        self.tally.add_stayed(nbytes)
-        self.add_site(site, -nbytes, Action.OFFLOAD, -1)
-        self.add_site(site, nbytes, Action.KEEP)
+    def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
+        """Count storages, by site and bytes, as kept that were counted as offloaded."""
+        self.tally.add_stayed(sum([nbytes for _, nbytes in storages]))
+        for action, sign in ((Action.OFFLOAD, -1), (Action.KEEP, 1)):
+            for site, nbytes in storages:
+                count, total = self.sites.get((site, action), (0, 0))
+                self.sites[site, action] = count + sign, total + sign * nbytes
 
     def first_stays(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage that stays is met for the first time in this pass."""

@@ -12,7 +12,8 @@ be recomputed first is evaluated from the outside in; any other one in topologic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,6 +25,9 @@ MAX_DEPTH = 48
 """Longer chains of values nobody saved are not recomputed."""
 
 _NONE: dict[int, torch.Tensor] = {}
+
+_PRESENT = Residence.RESIDENT, Residence.RESTORED
+"""Where an entry with a recipe need not be recomputed."""
 
 Reader = Callable[[Entry], torch.Tensor | None]
 """Returns an entry's content if it needs no recompute, else None."""
@@ -71,7 +75,7 @@ def _is_plain(recipe: Expr) -> bool:
         return False
     for operand in recipe.operands:
         if isinstance(operand, Ticket):
-            if _must_recompute(operand.entry):
+            if operand.entry.recipe is not None and operand.entry.residence not in _PRESENT:
                 return False
         elif isinstance(operand, Expr) and operand.operands and not _is_plain(operand):
             return False
@@ -93,7 +97,7 @@ def _evaluate(recipe: Expr, read: Reader, weight: Callable[[Watched], torch.Tens
                 return None
             values.append(value)
         else:
-            values.append(weight(operand) if isinstance(operand, Watched) else _value(operand, _NONE, weight))
+            values.append(weight(operand) if isinstance(operand, Watched) else _value(_NONE, weight, operand))
     return _compute(recipe, values)
 
 
@@ -102,7 +106,7 @@ def _in_order(
 ) -> torch.Tensor:
     """Return the value of any recipe: evaluated in topological order, each value held until its last reader."""
     values: dict[int, torch.Tensor] = {}
-    waiting = _count_readers(target)
+    value, waiting = functools.partial(_value, values, weight), _count_readers(target)
     stack: list[Expr | Entry] = [target]
     while stack:
         node = stack[-1]
@@ -132,7 +136,7 @@ def _in_order(
                 stack.append(inner)
         if len(stack) > before:
             continue
-        values[id(node)] = _compute(node, [_value(o, values, weight) for o in node.operands])
+        values[id(node)] = _compute(node, map(value, node.operands))
         for operand in node.operands:
             if isinstance(operand, Expr):
                 waiting[id(operand)] -= 1
@@ -142,13 +146,13 @@ def _in_order(
     return values[id(target)]
 
 
-def _compute(expr: Expr, values: list[torch.Tensor]) -> torch.Tensor:
+def _compute(expr: Expr, values: Iterable[torch.Tensor]) -> torch.Tensor:
     made = expr.fn(*values)
     return made if expr.dtype is None or made.dtype is expr.dtype else made.to(expr.dtype)
 
 
 def _value(
-    operand: Operand, values: dict[int, torch.Tensor], weight: Callable[[Watched], torch.Tensor]
+    values: dict[int, torch.Tensor], weight: Callable[[Watched], torch.Tensor], operand: Operand
 ) -> torch.Tensor:
     if isinstance(operand, Ticket):
         return operand.layout.over(values[id(operand.entry)], operand.entry.first)
@@ -159,10 +163,6 @@ def _value(
     if operand.changed:
         raise operand_error(operand.description)
     return operand.tensor
-
-
-def _must_recompute(entry: Entry) -> bool:
-    return entry.recipe is not None and entry.residence not in (Residence.RESIDENT, Residence.RESTORED)
 
 
 def _recipe_of(entry: Entry) -> Expr:
@@ -182,7 +182,7 @@ def _count_readers(target: Expr | Entry) -> dict[int, int]:
             continue
         seen.add(id(node))
         if isinstance(node, Entry):
-            if node.recipe is not None and _must_recompute(node):
+            if node.recipe is not None and node.residence not in _PRESENT:
                 stack.append(node.recipe)
             continue
         for operand in node.operands:

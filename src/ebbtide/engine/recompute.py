@@ -11,35 +11,28 @@ from ebbtide.base.actions import Site
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.guard import Watched, changed_error
 from ebbtide.engine.numerics import exactly
-from ebbtide.engine.recipe import Reader, evaluate
+from ebbtide.engine.recipe import Keeper, Reader, evaluate
 from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import Trust
 
 
-def recompute(
-    trust: Trust, target: Entry, block: str, read: Reader, keep: Callable[[Entry, torch.Tensor], None]
-) -> torch.Tensor:
-    """Evaluate an entry's recipe. Its operands and its result are compared before they are used.
+def recompute(trust: Trust, target: Entry, block: str, read: Reader, keep: Keeper) -> torch.Tensor:
+    """Evaluate an entry's recipe. The weights that it reads are compared before they are used.
 
     Args:
         trust: Raises what a comparison finds.
         target: The entry.
         block: Name of the block that needs it, for errors.
         read: Returns the content of an entry that needs no recompute, else None.
-        keep: Called with every entry recomputed on the way, and its content.
+        keep: Compares every entry recomputed on the way with what was saved, and keeps its content.
     """
-
-    def compare_and_keep(entry: Entry, content: torch.Tensor) -> None:
-        if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:
-            trust.require(same, functools.partial(trust.differs, entry.site, block))
-        keep(entry, content)
 
     def weight(watched: Watched) -> torch.Tensor:
         if (same := watched.same) is not True:
             trust.require(same, functools.partial(_changed, watched.tensor.shape, target.site, block))
         return watched.tensor
 
-    work = functools.partial(evaluate, target, read, compare_and_keep, weight)
+    work = functools.partial(evaluate, target, read, keep, weight)
     return exactly(target.empty.device.type, target.numerics, work)
 
 

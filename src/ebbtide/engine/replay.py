@@ -26,7 +26,7 @@ class Replay(Admission):
         engine, key = self.engine, id(storage)
         if key in engine.kept_storages and (kept := self._find_kept(storage)) is not None:
             return KeptTicket(tensor, self, kept)
-        if key in engine.index.known:
+        if (known := engine.index.known.get(key)) is not None and known[0]() is storage:
             entry = engine.index.find(storage, 0, memo.layout.first, memo.layout.last)
             if entry is not None:
                 same = entry.recipe is None or not engine.weights.move

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,11 +27,12 @@ from ebbtide.engine.marks import marked, recording
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.passes import RunRecord
 from ebbtide.engine.recompute import recompute
-from ebbtide.engine.services import Services
 from ebbtide.engine.stats import StallBook
 from ebbtide.engine.tickets import Entry, Residence, operand_error
+from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.trust import Trust
 from ebbtide.schedule import CopyIn, CopyOut
-from ebbtide.store.protocol import Slot
+from ebbtide.store.protocol import Slot, Tier
 
 logger = logging.getLogger("ebbtide.engine")
 
@@ -67,6 +68,18 @@ def _runs_elsewhere() -> bool:
     return False
 
 
+class _Engine(Protocol):
+    """The part of ``Engine`` that a restorer uses; a protocol, because that module imports this one."""
+
+    tier: Tier
+    lock: threading.RLock
+    trust: Trust
+    timer: StepTimer | None
+    orders: dict[tuple[str, int], tuple[int, ...]]
+
+    def close_if_idle(self) -> None: ...
+
+
 class Restorer:
     """Gives backwards what they read. See [Note: where the bytes are].
 
@@ -84,7 +97,7 @@ class Restorer:
     """
 
     def __init__(
-        self, engine: Services, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
+        self, engine: _Engine, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
     ) -> None:
         self._mover, self._copy_out, self._stalls, self._bus = mover, copy_out, stalls, bus
         self._engine = weakref.ref(
@@ -114,7 +127,7 @@ class Restorer:
         if content is None:
             began, timer = time.perf_counter(), self._timer
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
-            keep = functools.partial(self._keep, backward)
+            keep = functools.partial(self._keep, backward, run.block.name)
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
             if timer is not None:
                 timer.begin(run.where)
@@ -155,9 +168,10 @@ class Restorer:
                     entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
                 return entry.source
             case Residence.RESTORED:
-                if entry.restored is not None:
-                    self._tier.follow(entry.restored, entry.restored_on)
-                return entry.restored
+                content, stream = entry.restored, entry.restored_on
+                if content is not None and stream is not None and stream != self._tier.stream_of(content.device):
+                    self._tier.follow(content, stream)
+                return content
             case Residence.ELSEWHERE:
                 storage = None if entry.storage_ref is None else entry.storage_ref()
                 if storage is None:  # it died meanwhile
@@ -202,7 +216,7 @@ class Restorer:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
             raise
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content.device)
             backward.restored.append(weakref.ref(entry))
         if flow is not None:
             flow.has_read(entry)
@@ -291,9 +305,12 @@ class Restorer:
             if engine is not None:
                 engine.close_if_idle()
 
-    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
+    def _keep(self, backward: Backward | None, block: str, entry: Entry, content: torch.Tensor) -> None:
+        """Compare what was recomputed with what was saved, and keep it until the backward ends."""
+        if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:
+            self._trust.require(same, functools.partial(self._trust.differs, entry.site, block))
         if self._timer is not None:
             self._timer.made((entry.site, entry.nbytes))
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content.device)
             backward.restored.append(weakref.ref(entry))

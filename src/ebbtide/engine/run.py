@@ -7,8 +7,10 @@ import torch
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import note_place
 from ebbtide.engine.admit import KEEP
+from ebbtide.engine.engine import Engine
 from ebbtide.engine.layout import Layout, has_layout
 from ebbtide.engine.modules import Running
+from ebbtide.engine.passes import Block
 from ebbtide.engine.replay import Replay
 from ebbtide.engine.sites import OUTSIDE
 from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
@@ -214,3 +216,12 @@ class BlockRun(Replay):
         self._count()
         dropped = self.tally.add_checkpointed(unique)
         self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)
+
+
+def begin_block(engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
+    """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
+    run = BlockRun(engine, block, engine._pass, inputs, checkpointed=checkpointed)
+    if engine.timer is not None:
+        engine.timer.block_begins(run)
+    run.replays = engine.replays and not (engine.timer is not None and engine.timer.measuring)
+    return run

@@ -173,8 +173,9 @@ class SpanTimer:
         Args:
             saved_bytes: What its blocks saved; None: it is not to be timed.
         """
-        if self._open is not None and self._open.ended is None:
-            self._open.saved_bytes = saved_bytes
+        now = self._open  # blocks called without the model's forward: the next pass ends it, after its backward
+        if now is not None and (now.ended is None or now.saved_bytes is None):
+            now.saved_bytes = saved_bytes
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """A block shows in backward."""

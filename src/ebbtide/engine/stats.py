@@ -262,8 +262,11 @@ class Stats:
     def __str__(self) -> str:
         pace = (self.copy_out_bytes_per_second, self.copy_in_bytes_per_second)
         rate = [f"{format_size(round(r))}/s" if r else "-" for r in pace]
+        small = (
+            f", {format_size(self.small_bytes)} in {self.small_storages} small storages" if self.small_storages else ""
+        )
         lines = {
-            "saved": f"{format_size(self.unique_bytes)} in {self.packs} tensors (latest pass)",
+            "saved": f"{format_size(self.unique_bytes)}{small}; {self.packs} tensors (latest pass)",
             "kept": format_size(self.kept_bytes),
             "offloaded": format_size(self.offloaded_bytes),
             "recomputed": f"{format_size(self.recomputed_bytes)}, {self.checkpointed_blocks} blocks checkpointed",

@@ -249,19 +249,6 @@ class Ticket:
         if entry.probe is None and entry.version == self.version:
             entry.probe = self.probe
 
-    def tensor(self, content: torch.Tensor) -> torch.Tensor:
-        """Return the saved tensor over its restored bytes.
-
-        It counts its versions with the tensor that was saved: a backward that changes it in place is found by whoever
-        reads the same value later, as without hooks.
-        """
-        view = self.layout.over(content, self.entry.first)
-        if type(self.probe) is not torch.Tensor:  # the versions are those of the wrapper that it is inside of
-            return view
-        tensor = self.probe.detach()
-        tensor.data = view
-        return tensor
-
     @property
     def changed(self) -> bool:
         """Whether the saved tensor was changed in place since it was saved."""

@@ -3,7 +3,8 @@
 [Note: when offloading begins in Lightning]
 ``on_train_start`` follows wrapping (DDP, FSDP) and restoring a checkpoint; it is paired with ``on_train_end``, or
 ``on_exception``. Unless a strategy wraps the module, Lightning calls ``training_step`` without the module's
-``forward``, so blocks delimit a pass: the first repeated block starts the next.
+``forward``, so ``training_step`` delimits a pass. With manual optimization it holds several steps: then blocks delimit
+a pass, and the first repeated block starts the next.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ebbtide.base.actions import Plan
 from ebbtide.base.errors import EbbtideError
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.integrations.options import check_options
+from ebbtide.wrap.forward import StandIn
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """Two names of one library; the one that the process has imported is used."""
@@ -113,6 +115,9 @@ class OffloadCallback(Callback):
         self._close()  # of a training that ended without a word
         model = cast("nn.Module", trainer.strategy.model or pl_module)
         self.handle = enable_activation_offloading(model, **self.options)
+        attachment: Any = self.handle._attachment
+        if model is pl_module and getattr(pl_module, "automatic_optimization", False):
+            attachment._undo.append(StandIn(pl_module, attachment._model_call, "training_step").remove)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the handle; its figures remain."""

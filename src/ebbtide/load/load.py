@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError, DataError, few
+from ebbtide.base.errors import ConfigError, DataError, few, spelled
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
@@ -326,7 +326,4 @@ def _spelled(sees: Sequence[str]) -> str:
     by_sight: dict[str, list[int]] = {}
     for rank, sight in enumerate(sees):
         by_sight.setdefault(sight, []).append(rank)
-    return "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {sight[:8] if sight else 'nothing'}"
-        for sight, ranks in by_sight.items()
-    )
+    return "; ".join(f"{spelled(ranks)}: {sight[:8] or 'nothing'}" for sight, ranks in by_sight.items())

@@ -184,18 +184,19 @@ class Saving:
     def _write(self, files: Files, held: Mapping[str, Target]) -> dict[str, Any]:
         """Write this rank's slices into the drafts."""
         try:
-            with contextlib.ExitStack() as stack:
-                for file, entries in files.items():
-                    wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
-                    if not wanted:
-                        continue
-                    fd = os.open(self._folder / (file + _DRAFT), os.O_WRONLY | os.O_CLOEXEC)
-                    stack.callback(os.close, fd)
+            for file, entries in files.items():
+                wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
+                if not wanted:
+                    continue
+                fd = os.open(self._folder / (file + _DRAFT), os.O_WRONLY | os.O_CLOEXEC)
+                try:  # one open file at a time: there may be more files than a process may open
                     for target, entry in wanted:
                         for box, view in target.boxes:
                             for run in spans_of(Piece(key=target.name, box=box, into=view), entry, exact=True):
                                 _put(fd, run.into, place_of(run.box, entry))
                     os.fsync(fd)
+                finally:
+                    os.close(fd)
         except OSError as error:
             raise self._unwritable(error) from error
         return {}

@@ -209,11 +209,14 @@ def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple
             yield from boxes_of_range(shape, low, high)
 
 
+def _units(model: nn.Module, kind: str) -> Iterator[Any]:
+    """Yield the units of FSDP1 or FSDP2; there are none while torch's class of this name is not imported."""
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), kind, ())
+    return (module for module in model.modules() if isinstance(module, fsdp))
+
+
 def _flat_units(model: nn.Module) -> Iterator[Any]:
-    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    for module in model.modules():
-        if fsdp is not None and isinstance(module, fsdp) and getattr(module, "_handle", None) is not None:
-            yield module
+    return (unit for unit in _units(model, "FullyShardedDataParallel") if getattr(unit, "_handle", None) is not None)
 
 
 def _flat_targets(model: nn.Module) -> Iterator[Target]:
@@ -253,7 +256,7 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
 
 def fsdp2_params(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's own account of each parameter that it shards."""
-    for unit in _fsdp2_units(model):
+    for unit in _units(model, "FSDPModule"):
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # one group a unit, before torch 2.10
@@ -264,15 +267,8 @@ def fsdp2_params(model: nn.Module) -> Iterator[Any]:
 
 def reshard(model: nn.Module) -> None:
     """Let FSDP2 put its shards into the model again: after a forward alone, whole parameters may be there."""
-    for unit in _fsdp2_units(model):
+    for unit in _units(model, "FSDPModule"):
         unit.reshard()
-
-
-def _fsdp2_units(model: nn.Module) -> Iterator[Any]:
-    fsdp2: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    for module in model.modules():
-        if fsdp2 is not None and isinstance(module, fsdp2):
-            yield module
 
 
 def empty_module(device: torch.device | str) -> Callable[[nn.Module], nn.Module]:

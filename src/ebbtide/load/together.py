@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ebbtide.base import errors
-from ebbtide.base.errors import DataError, EbbtideError
+from ebbtide.base.errors import DataError, EbbtideError, spelled
 
 Meet = Callable[[Sequence[int], str, str], Mapping[int, str]]
 """Meets ranks about something with a text; returns the text of each rank, or of this one alone if all are equal."""
@@ -87,10 +87,7 @@ def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | 
     everywhere = len(failed) == count and len(ranks_of) == 1
     found = first["found"]
     if not everywhere:
-        found = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in ranks_of.items()
-        )
+        found = "; ".join(f"{spelled(ranks)}: {text}" for text, ranks in ranks_of.items())
     kind: Any = getattr(errors, first["kind"], DataError)
     made: EbbtideError = kind(found, expected=first["expected"], hint=first["hint"])
     return made

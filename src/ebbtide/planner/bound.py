@@ -9,7 +9,8 @@ stalls:
     overhead(K) = min over M of  max(0, M / out_rate - F) + max(R(K, M), M / in_rate - B)
 
 ``K`` counts the bytes on the device when the head begins. Time of the head hides no copy: bytes copied out during it
-are on the device when it begins, and count as kept. No schedule of whole storages in a real order is faster.
+are on the device when it begins, and count as kept. ``M`` is at most what the store holds. No schedule of whole
+storages in a real order is faster.
 
 A storage may be split, so only its prices per byte matter: storages whose copies are as wide and whose recomputes cost
 the same, within ``PRICE_GRAIN``, are one to the program, at the lowest of their prices. So the bound stays one, at most
@@ -82,6 +83,7 @@ class Bound:
         self._rates = profile.rates
         self._hides_out, self._hides_in = profile.forward_seconds, profile.backward_seconds
         self._must_keep = profile.must_keep_bytes
+        self._store_bytes = math.inf if profile.store_bytes is None else profile.store_bytes
         self._sorts = _sorts(u for _, _, u in profile.units() if u.nbytes and not u.must_keep)
         self._corners = _corners(self._sorts)
 
@@ -96,7 +98,7 @@ class Bound:
         marginal = self.prices(kept_bytes, free)
         if marginal.seconds == math.inf or marginal.moved * out > 1:  # stalling for a copy is cheaper than a recompute
             free = max(free, self._wanted(kept_bytes, 1 / out))
-        moved = max(0.0, min(free, self._wanted(kept_bytes, 0.0)))
+        moved = max(0.0, min(free, self._wanted(kept_bytes, 0.0), self._store_bytes))
         if self.seconds(kept_bytes, moved) < moved / back - self._hides_in:
             low, high = 0.0, moved
             for _ in range(HALVINGS):

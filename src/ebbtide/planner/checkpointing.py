@@ -43,7 +43,7 @@ def checkpointed_peak(profile: Profile, input_bytes: Sequence[int] | None = None
     for held, own, block in zip(kept, input_sizes, blocks, strict=True):
         own_saved = _saved_input_bytes(block)
         twice = own_saved if own_saved <= own else 0  # more than its inputs: a copy in a wider type
-        peaks.append(held + block.saved_bytes - twice + block.backward_base_bytes)
+        peaks.append(held + block.saved_bytes - twice + max(block.backward_base_bytes, block.checkpoint_base_bytes))
     return max(peaks)
 
 

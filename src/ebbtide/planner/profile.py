@@ -26,6 +26,7 @@ class BlockProfile:
         units: Its saved storages, in order.
         forward_base_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_base_bytes: The same while its backward runs.
+        checkpoint_base_bytes: The same if it is checkpointed, where that is known to be more.
         checkpointable: It may be checkpointed.
         input_bytes: Bytes of its inputs, which a checkpoint keeps.
         hook_seconds: Cost of its hooks when everything is kept, if measured.
@@ -39,6 +40,7 @@ class BlockProfile:
     units: tuple[Unit, ...]
     forward_base_bytes: int = 0
     backward_base_bytes: int = 0
+    checkpoint_base_bytes: int = 0
     checkpointable: bool = False
     input_bytes: int = 0
     hook_seconds: float = 0.0
@@ -94,6 +96,7 @@ class Profile:
         tail_seconds: After the first block's backward: the backward of the parts before the blocks, and the optimizer.
         head_base_bytes: Most device memory while the head and the loss run, without what blocks have saved.
         window_bytes: Bytes allowed in flight each way; None: follows the largest block.
+        store_bytes: Most bytes that the store holds at once; None: no limit.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -103,15 +106,18 @@ class Profile:
     tail_seconds: float = 0.0
     head_base_bytes: int = 0
     window_bytes: int | None = None
+    store_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("lead_seconds", "head_seconds", "tail_seconds", "head_base_bytes"):
             _check(name, getattr(self, name))
+        _check("store_bytes", self.store_bytes or 0)
         for block in self.blocks:
             _check(f"forward_seconds of {block.name}", block.forward_seconds)
             _check(f"backward_seconds of {block.name}", block.backward_seconds)
             _check(f"forward_base_bytes of {block.name}", block.forward_base_bytes)
             _check(f"backward_base_bytes of {block.name}", block.backward_base_bytes)
+            _check(f"checkpoint_base_bytes of {block.name}", block.checkpoint_base_bytes)
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)

@@ -74,7 +74,7 @@ class _Forward:
     def __init__(self) -> None:
         self.offered_bytes = 0
 
-    def stayed(self, site: Site, nbytes: int) -> None:
+    def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
         """Nothing: what is held back is read on the device, and counted there."""
 
 
@@ -130,9 +130,6 @@ class _Step:
     @property
     def can_cancel(self) -> bool:
         return self.profile.rates.can_cancel
-
-    def stream_of(self, saved: _Offloaded) -> None:
-        return None
 
     def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
         for each in group:
@@ -221,8 +218,10 @@ class _Step:
         back = 0  # recomputed or prefetched, and not yet released
         coming.reach(place)
         coming.advance()
+        base = block.backward_base_bytes
         if Action.CHECKPOINT in actions:
             self.now += block.checkpoint_seconds
+            base = max(base, block.checkpoint_base_bytes)
             back = sum(u.nbytes for u, action in zip(block.units, actions, strict=True) if action is Action.CHECKPOINT)
         level = self.held + coming.ahead_bytes + back
         for number in reversed(range(len(block.units))):
@@ -239,7 +238,7 @@ class _Step:
             self.now += slice_seconds
         if not block.units:
             self.now += block.backward_seconds
-        self.see(level, block.backward_base_bytes, "backward", block.name)
+        self.see(level, base, "backward", block.name)
         # Its graph is gone, and so are the bytes kept for it.
         self.held -= _more_inputs(block, actions)
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,35 +74,6 @@ class Solution:
         return min(least, self.predicted.overhead_seconds) if checkpoints else least
 
 
-def fit(profile: Profile, budget_bytes: int) -> Solution:
-    """Return the fastest plan whose simulated peak is within a budget.
-
-    Args:
-        profile: The step.
-        budget_bytes: Most device memory.
-
-    Raises:
-        BudgetError: No plan fits; names the smallest peak and what holds it.
-    """
-
-    return Search(profile).fit(budget_bytes)
-
-
-def smallest(profile: Profile) -> Solution:
-    """Return the plan with the smallest simulated peak, at any cost."""
-    return Search(profile).smallest
-
-
-def shrink(profile: Profile, max_slowdown: float) -> Solution:
-    """Return the plan with the smallest peak whose simulated step is at most ``max_slowdown`` slower.
-
-    Args:
-        profile: The step.
-        max_slowdown: 0.05 allows a step that is 5 % slower than one that keeps everything.
-    """
-    return Search(profile).least_memory(max_slowdown * profile.step_seconds * (1 + 1e-9))
-
-
 def follow(profile: Profile, plan: Plan) -> Solution:
     """Apply a plan that uses no profile, such as ``Minimal``'s, to a profile. No block is checkpointed.
 
@@ -123,7 +95,7 @@ def follow(profile: Profile, plan: Plan) -> Solution:
         assignment=assignment,
         predicted=simulate(profile, assignment),
         everything_kept=keep_everything(profile),
-        bound=Bound(profile),
+        bound=Bound(replace(profile, store_bytes=None)),
     )
 
 
@@ -132,6 +104,25 @@ def _possible(action: Action, unit: Unit) -> Action:
     if action is Action.RECOMPUTE and unit.recompute_seconds is None:
         action = Action.OFFLOAD
     return Action.KEEP if action is Action.OFFLOAD and not unit.movable else action
+
+
+def _within_store(profile: Profile, assignment: Assignment) -> Assignment:
+    """Return the actions with those of the last units that the store cannot hold kept; alike in all executions."""
+    if profile.store_bytes is None:
+        return assignment
+    moved: dict[tuple[str, Site], int] = defaultdict(int)
+    for place, number, unit in profile.units():
+        if assignment[place][number] is Action.OFFLOAD:
+            moved[profile.blocks[place].name, unit.site] += unit.moved_bytes
+    excess, kept = sum(moved.values()) - profile.store_bytes, set[tuple[str, Site]]()
+    while excess > 0:
+        key, nbytes = moved.popitem()
+        kept.add(key)
+        excess -= nbytes
+    return tuple(
+        tuple(Action.KEEP if (block.name, u.site) in kept else a for u, a in zip(block.units, actions, strict=True))
+        for block, actions in zip(profile.blocks, assignment, strict=True)
+    )
 
 
 def keep_everything(profile: Profile) -> Simulated:
@@ -294,7 +285,10 @@ class Search:
         return self._known[key]
 
     def simulated(self, assignment: Assignment) -> Solution:
-        """Return the simulated cost of an assignment. Executions of one block share the actions of the first."""
+        """Return the simulated cost of an assignment.
+
+        Executions of one block share the actions of the first; what the store cannot hold is kept.
+        """
         if self._repeats:
             first: dict[tuple[str, Site], Action] = {}
             for place, number, unit in self.profile.units():
@@ -303,6 +297,7 @@ class Search:
                 tuple(_possible(first[block.name, unit.site], unit) for unit in block.units)
                 for block in self.profile.blocks
             ]
+        assignment = _within_store(self.profile, assignment)
         return self._solution(assignment, simulate(self.profile, assignment))
 
     def _solution(self, assignment: Assignment, predicted: Simulated) -> Solution:

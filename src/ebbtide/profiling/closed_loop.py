@@ -15,12 +15,14 @@ plan misses the promise, the one before it is restored for good.
 On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
 device's memory becomes a budget: the fastest plan that fits is chosen. Peaks count memory allocated by torch; a share
 of ``FRAGMENTS`` of it, for fragmentation, must fit too. A user's budget above the device's memory is replaced by that.
-Without a device what a plan keeps must fit the memory that is free between two steps.
+Without a device what a plan keeps must fit the memory that is free between two steps. What a plan offloads must fit the
+rank's host memory, unless no other plan fits a budget: the rates of the disk behind it are not known.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
@@ -30,9 +32,9 @@ from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
 from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
+from ebbtide.planner.solve import Search, Solution, follow
 from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
-from ebbtide.store.meter import device_bytes, room_bytes
+from ebbtide.store.meter import device_bytes, room_bytes, store_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -48,7 +50,7 @@ MARGIN = 0.01
 """Share of a budget by which a plan that follows an excess takes less than that demands."""
 
 FRAGMENTS = 0.2
-"""Assumed fragmentation of torch's allocator, as a share of the allocated bytes."""
+"""Assumed fragmentation of torch's allocator, as a share of the allocated bytes: a sixth of the device's."""
 
 LOOSENED = 3
 """Most plans tried that keep less than one that kept its promise."""
@@ -97,7 +99,7 @@ class ClosedLoop:
     @property
     def _room(self) -> str:
         """Describe the memory that bounds plans for ``max_slowdown``."""
-        fragments = f"the device's memory, less {100 * FRAGMENTS:.0f} % for fragments"
+        fragments = "the device's memory, less a sixth for fragments"
         return "the free memory" if self._device_bytes is None else fragments
 
     @property
@@ -116,6 +118,7 @@ class ClosedLoop:
         self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
         self._before, self.story = None, []
+        profile = replace(profile, store_bytes=store_bytes(self._tier))
         check = marked("plan", lambda: self._check(*self._first(profile)))
         if self.budget_bytes != self._policy.budget_bytes:
             self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room}, is the budget")
@@ -212,7 +215,7 @@ class ClosedLoop:
                     self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
-            return with_hooks(smallest(profile)), budget_bytes
+            return with_hooks(Search(replace(profile, store_bytes=None)).smallest), budget_bytes
 
     def _first(self, profile: Profile) -> tuple[Solution, int | None]:
         found, budget_bytes = self._solution(profile, self.budget_bytes)
@@ -277,7 +280,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
     budget = _budget_within(policy.budget_bytes, memory_bytes)
     if budget is not None:
         return fit_with_reserve(profile, budget)
-    found = shrink(profile, policy.max_slowdown)
+    found = shrink_hooked(profile, policy.max_slowdown)
     limit = None if memory_bytes is None else _without_fragments(memory_bytes)
     if limit is None or found.predicted.peak_bytes * (1 + RESERVE) <= limit:
         return found
@@ -285,7 +288,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
         return fit_with_reserve(profile, limit)
     except BudgetError as error:
         raise BudgetError(
-            f"the device has {format_size(limit)}, without {100 * FRAGMENTS:.0f} % for fragments",
+            f"the device has {format_size(limit)}, less a sixth for fragments",
             expected=error.expected,
             hint=error.hint,
         ) from error
@@ -305,6 +308,8 @@ def _without_fragments(memory_bytes: int) -> int:
 def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESERVE) -> Solution:
     """Return the fastest plan whose peak is within a budget and leaves a share of it free; if none, the smallest.
 
+    If that exceeds the budget, too, the plan may offload more than the store holds, which spills to disk.
+
     Args:
         profile: The step.
         budget_bytes: The user's budget.
@@ -313,8 +318,12 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
     Raises:
         BudgetError: No plan fits the memory budget.
     """
+    search = Search(profile)
     try:
-        return fit(profile, int(budget_bytes / (1 + reserve)))
+        return search.fit(int(budget_bytes / (1 + reserve)))
     except BudgetError:
-        found = smallest(profile)
-        return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)
+        if search.smallest.predicted.peak_bytes <= budget_bytes:
+            return search.smallest
+        if profile.store_bytes is None:
+            return search.fit(budget_bytes)
+    return fit_with_reserve(replace(profile, store_bytes=None), budget_bytes, reserve)  # slower, but it may fit

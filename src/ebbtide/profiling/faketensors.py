@@ -45,6 +45,9 @@ _FREE = {"set_", "detach", "detach_", "empty", "empty_like", "empty_strided", "n
 REAL_BYTES = 16 * 1024**2
 """Results of operators on real tensors are real up to this size."""
 
+_GROUPED = {"_grouped_mm": 2.0, "grouped_mm_fallback": 2.0, "grouped_mm_fallback_backward": 4.0}
+"""FLOP of each term of the products of experts, for which torch has no formula."""
+
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -248,6 +251,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[f
         flops = float(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     elif name == _CPU_ATTENTION + "_backward":
         flops = float(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    elif name in _GROUPED:  # each row of the first, or each column of the second, belongs to one group
+        flops = _GROUPED[name] * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     else:
         counts = flop_registry.get(func.overloadpacket)
         if counts is None:

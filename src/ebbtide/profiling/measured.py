@@ -47,7 +47,7 @@ from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import device_bytes, home_of, meter_for, reserved_bytes, resident_bytes, room_bytes
-from ebbtide.store.protocol import Tier
+from ebbtide.store.protocol import Tier, park_one
 
 logger = logging.getLogger("ebbtide")
 
@@ -392,8 +392,7 @@ class MeasuredPlan:
         self._tier.stalls.timed = True  # until the next pass begins
         self.probed_bytes += PROBE_BYTES
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(self._tier) or "cpu")
-        slot = self._tier.park(source)
-        slot.wait_parked()
+        slot = park_one(self._tier, source)
         slot.take()
         slot.free()
         if source.device.type != "cpu":

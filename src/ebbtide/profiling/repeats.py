@@ -131,7 +131,7 @@ class Repeats:
         return known.passed_on((args, kwargs))
 
     def complete(self, step: TimedStep, marks: Marks) -> TimedStep:
-        """Return a step with the figures of all blocks.
+        """Return a step with the figures of all blocks; ``marks.backward`` is completed in place.
 
         Raises:
             NotAlike: Blocks are not as alike as they looked.
@@ -156,6 +156,7 @@ class Repeats:
         head_peak_bytes = None if step.head_peak_bytes is None else step.head_peak_bytes + offset
         for place in reversed(range(len(names))):
             peak = figures.backward_peak(self._source(place), place) + offset
+            marks.backward[names[place]] += offset
             blocks[place] = replace(blocks[place], backward_peak_bytes=peak)
             offset += figures.backward_adds(self._source(place)) - figures.backward_adds(place)
         return replace(step, blocks=tuple(blocks), head_peak_bytes=head_peak_bytes)

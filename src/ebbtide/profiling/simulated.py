@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.base.units import format_size
@@ -27,10 +28,11 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.trust import Trust
 from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine
-from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.profiling.faketensors import NEEDS_VALUES, TENSOR_TYPES, FakeMachine, FakeTensorTier, without_bytes
 from ebbtide.profiling.repeats import Marks, NotAlike, Repeats
 from ebbtide.profiling.step_profile import profile_of
+from ebbtide.store.share import share_of
 from ebbtide.wrap import Attachment, find_blocks
 
 logger = logging.getLogger("ebbtide")
@@ -191,18 +193,41 @@ class _Task:
                 hint="give the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
             )
         step = found[0] if repeats is None or not repeats.some else repeats.complete(found[0], timer)
-        return self._profile_of(step, twin, simulated.seconds(0.0, timer.began or 0.0))
+        profile = self._profile_of(step, twin, simulated.seconds(0.0, timer.began or 0.0))
+        return _with_checkpoint_bases(profile, step, timer.backward)
 
     def _loss(self, twin: nn.Module, arguments: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast):
             return _loss_of(_call(twin, arguments), self.loss)
 
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
-        job, machine = self.job, self.machine
+        job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
         tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
-        return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds)
+        store_bytes = None if machine.can_cancel else share_of(host_bytes, host_bytes, ranks)
+        return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
+
+
+def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, int]) -> Profile:
+    """Return the profile with the base of each block if it is checkpointed.
+
+    The heuristic's step frees what it recomputed before it recomputes more; a checkpointed block has all at once, and
+    what was on the device at the beginning of its backward. An operator then holds the gradient of its result and makes
+    that of its input, each at most as large as the largest saved tensor.
+
+    Args:
+        profile: Of that step.
+        step: That step.
+        begins: The memory at the beginning of each block's backward.
+    """
+    blocks, kept = list[BlockProfile](), 0
+    for block, timed in zip(profile.blocks, step.blocks, strict=True):
+        kept += sum(unit.nbytes for unit in timed.units if unit.action is Action.KEEP)
+        work = 2 * max((unit.nbytes for unit in block.units), default=0)
+        base = max(begins.get(block.name, 0) - kept, 0) + work
+        blocks.append(replace(block, checkpoint_base_bytes=base))
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -27,6 +27,7 @@ class StepCopies:
         in_bytes: Bytes copied in.
         seconds: Time that the copies took; ``None``: a rate is not known.
         stall_seconds: Time that compute waited for them.
+        recompute_seconds: Time of recomputing, as the host saw it.
     """
 
     step: Any
@@ -35,32 +36,34 @@ class StepCopies:
     in_bytes: int
     seconds: float | None
     stall_seconds: float
+    recompute_seconds: float
 
 
 def copies(run: Run) -> list[StepCopies]:
     """Return the copies of each step with figures."""
     found: list[StepCopies] = []
-    for pairs in totals(run):
+    for pairs in _totals(run):
         ways = {"out": 0, "in": 0}
-        stall, times = 0.0, list[float | None]()
+        stall, recompute, times = 0.0, 0.0, list[float | None]()
         for before, event in pairs:
             for way in ways:
                 moved = _between(before, event, f"total_copy_{way}_bytes")
                 ways[way] += int(moved)
                 times.append(_seconds(int(moved), event.get(f"copy_{way}_bytes_per_second")))
             stall += _between(before, event, "total_stall_seconds")
+            recompute += _between(before, event, "total_recompute_seconds")
         known = [seconds for seconds in times if seconds is not None]
         last = pairs[-1][1]
         found.append(
             StepCopies(
                 step=last.get("step"), t=last["t"], out_bytes=ways["out"], in_bytes=ways["in"], stall_seconds=stall,
-                seconds=sum(known) if len(known) == len(times) else None,
+                recompute_seconds=recompute, seconds=sum(known) if len(known) == len(times) else None,
             )
         )  # fmt: skip
     return found
 
 
-def totals(run: Run) -> list[list[tuple[Event, Event]]]:
+def _totals(run: Run) -> list[list[tuple[Event, Event]]]:
     """Return for each step, and in it for each model, the totals before it and after it. Before its first they are 0.
 
     A step has an event of each model, in one order.

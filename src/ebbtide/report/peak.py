@@ -7,7 +7,7 @@ data). Memory added by forward is first the engine's kept bytes, then tensors sa
 loss: from the blocks' share of the saved bytes), then ``other``; without the engine, all of it is activations. Memory
 added by backward before it reached the last block belongs to the loss; later additions are the work of backward:
 gradients so far, copies in flight and recomputed tensors, which cannot be told apart. In the optimizer step all
-gradients exist, and no activations.
+gradients exist, and no activations; from the second micro-batch of a step on, gradients exist before its forward.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def split(run: Run) -> PeakParts | None:
     ):
         take(name, count, most=base)  # memory at the start of forward includes them all
         base -= parts.get(name, 0)
+    if forward is not None and _accumulates(run, forward):
+        take(GRADIENTS, held.get("gradient_bytes") or 0, most=base)
     if peak.phase == "optimizer":
         take(GRADIENTS, held.get("gradient_bytes") or 0)
     elif forward is not None:
@@ -133,6 +135,13 @@ def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
     last = max(forwards, key=lambda span: span.begin)
     parted = max((s.end for s in before if s.name == "backward" and s.end <= last.begin), default=float("-inf"))
     return dataclasses.replace(last, begin=min(span.begin for span in forwards if span.begin >= parted))
+
+
+def _accumulates(run: Run, forward: PhaseSpan) -> bool:
+    """Whether gradients of an earlier micro-batch are there when a forward begins."""
+    spans = [s for s in run.phases if s.step == forward.step and s.end <= forward.begin]
+    ended = [s for s in spans if s.name in ("backward", "optimizer")]
+    return bool(ended) and max(ended, key=lambda span: span.end).name == "backward"
 
 
 def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from statistics import median
 
-from ebbtide.base.runs import Event
-from ebbtide.report.copies import totals
+from ebbtide.report.copies import copies
 from ebbtide.report.peak import PeakParts
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
@@ -87,44 +87,40 @@ def prediction(run: Run) -> Table:
     if not plans:
         return Table(columns=(), rows=())
     plan, counted = plans[-1], section(run.summary, "activation_bytes")
-    step = run.summary.get("step_seconds_median")
-    rows = [("step", _seconds(plan.get("step_seconds")), _seconds(step))]
-    rows += [(f"of it, {words}", ABSENT, _seconds(value)) for words, value in step_costs(run).items()]
+    step, passes = run.summary.get("step_seconds_median"), _micro_batches(run)
+    rows = [("step", _seconds(plan.get("step_seconds")), _seconds(None if step is None else step / passes))]
+    rows += [(f"of it, {words}", ABSENT, _seconds(value / passes)) for words, value in step_costs(run).items()]
     rows += [
         (words, size(plan.get(f"{words}_bytes")), size(counted.get(words)))
         for words in ("kept", "offloaded", "recomputed")
     ]
     overhead = number(plan.get("overhead_percent"), "{:+.1f} %")
     head = f"predicted ({overhead} of the step that keeps everything)"
-    return Table(columns=("a step", head, "measured"), rows=tuple(rows))
+    each = "measured" if passes == 1 else f"measured, of one of {passes} micro-batches"
+    return Table(columns=("a step", head, each), rows=tuple(rows))
+
+
+def _micro_batches(run: Run) -> int:
+    """Return the backwards of a step: what is predicted is one forward with its backward."""
+    counts = Counter(span.step for span in run.phases if span.name == "backward")
+    return max(round(median(counts.values())), 1) if counts else 1
 
 
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
     left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
-    steps = [pairs for pairs in totals(run)[1:] if pairs[-1][1].get("step") not in left_out]
+    steps = [step for step in copies(run)[1:] if step.step not in left_out]
+    if not steps:
+        return {}
     found = {
-        "stalls": _per_step(steps, "total_stall_seconds"),
-        "recomputing (host time)": _per_step(steps, "total_recompute_seconds"),
-        "copying out, during compute": _copying(steps, "out"),
-        "copying in, during compute": _copying(steps, "in"),
+        "stalls": median(step.stall_seconds for step in steps),
+        "recomputing (host time)": median(step.recompute_seconds for step in steps),
     }
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-
-def _per_step(steps: Sequence[Sequence[tuple[Event, Event]]], field: str) -> float | None:
-    found = [
-        sum(after[field] - before[field] for before, after in pairs)
-        for pairs in steps
-        if all(field in before and field in after for before, after in pairs)
-    ]
-    return median(found) if found else None
-
-
-def _copying(steps: Sequence[Sequence[tuple[Event, Event]]], way: str) -> float | None:
-    moved = _per_step(steps, f"total_copy_{way}_bytes")
-    rate = steps[-1][-1][1].get(f"copy_{way}_bytes_per_second") if steps else None
-    return moved / rate if moved and rate else None
+    for way, moved in (("out", [step.out_bytes for step in steps]), ("in", [step.in_bytes for step in steps])):
+        rates = filter(None, (event.get(f"copy_{way}_bytes_per_second") for event in run.all("stats")[::-1]))
+        if (nbytes := median(moved)) and (rate := next(rates, None)):  # the last model may copy nothing
+            found[f"copying {way}, during compute"] = nbytes / rate
+    return found
 
 
 def _seconds(value: float | None) -> str:

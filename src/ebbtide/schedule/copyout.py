@@ -33,10 +33,6 @@ class _Group(NamedTuple, Generic[SavedT]):
     def of(cls, members: Sequence[_Waiting[SavedT]]) -> _Group[SavedT]:
         return cls(members, sum([waiting.nbytes for waiting in members]))
 
-    @property
-    def alive(self) -> list[SavedT]:
-        return [saved for waiting in self.members if (saved := waiting.saved()) is not None]
-
 
 class CopyOut(Generic[SavedT]):
     """Copies from the device to the store: under way, or held back; oldest first.
@@ -63,17 +59,19 @@ class CopyOut(Generic[SavedT]):
         """Bytes held back for backward."""
         return self._held_live.total
 
-    def add(self, saved: SavedT, forward: Forward, *, postponed: _Waiting[SavedT] | None = None) -> None:
+    def add(
+        self, saved: SavedT, forward: Forward, stream: Hashable = None, *, postponed: _Waiting[SavedT] | None = None
+    ) -> None:
         """Begin the copy of a storage whose source is there, or hold it back; wait while the window is exceeded.
 
         Args:
             saved: The storage.
             forward: What it was saved in.
+            stream: On which it was made; copies of one group have one.
             postponed: What ``postpone`` noted of it: its forward has counted it by now.
         """
         new, waiting = None, postponed
         if waiting is None:
-            stream = None if self._can_cancel else self._mover.stream_of(saved)
             new = waiting = _Waiting(weakref.ref(saved), saved.nbytes, forward, stream)
         nbytes = waiting.nbytes
         late = forward.offered_bytes >= self._expected_bytes - self.window.held_bytes
@@ -101,13 +99,13 @@ class CopyOut(Generic[SavedT]):
             self._held_live.add(saved)
             while self._held and self._held_live.total > self.window.held_bytes:
                 begun = self._held.popleft()
-                self._is_held_no_more(begun)
+                if (left := begun.saved()) is not None:
+                    self._held_live.remove(left)
                 self._gather(begun._replace(stayed=begun.forward is not forward), new=new)
         self.retire(new=new)
 
-    def postpone(self, saved: SavedT, forward: Forward) -> None:
+    def postpone(self, saved: SavedT, forward: Forward, stream: Hashable = None) -> None:
         """Leave a storage alone until ``resume``: its bytes may not be written yet."""
-        stream = None if self._can_cancel else self._mover.stream_of(saved)
         self._postponed.append(_Waiting(weakref.ref(saved), saved.nbytes, forward, stream))
 
     @property
@@ -136,11 +134,9 @@ class CopyOut(Generic[SavedT]):
         """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
         if forward.offered_bytes:
             self.expect(forward.offered_bytes)
-        self._held = deque(waiting for waiting in self._held if waiting.saved() is not None)
-        for waiting in self._held:
-            saved = waiting.saved()
-            if waiting.forward is forward and saved is not None:
-                forward.stayed(saved.site, waiting.nbytes)
+        self._held = deque([waiting for waiting in self._held if waiting.saved() is not None])
+        own = [waiting for waiting in self._held if waiting.forward is forward]
+        forward.stayed([(saved.site, waiting.nbytes) for waiting in own if (saved := waiting.saved()) is not None])
 
     def begin(self, new: _Waiting[SavedT] | None = None) -> None:
         """Begin the copies of what is gathered. See [Note: groups of copies].
@@ -159,23 +155,20 @@ class CopyOut(Generic[SavedT]):
             new: See ``begin``.
         """
         if self._queue:
-            self._release_copied(sys.maxsize)
+            self._release_copied()
         if not self._in_window:
             self.begin(new)
             self._release_copied(self.window.out_bytes)
-        self._count_none_as_none()
-
-    def _count_none_as_none(self) -> None:
         if not self._queue and not self._gathered:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count
 
-    def _release_copied(self, limit_bytes: int) -> None:
+    def _release_copied(self, limit_bytes: int | None = None) -> None:
         """Release sources of finished copies, oldest first; compute waits for one while more bytes are in flight."""
         while self._queue:
-            group = self._queue[0].alive
+            group = [saved for waiting in self._queue[0].members if (saved := waiting.saved()) is not None]
             try:
                 if group and not self._mover.release_sources(group, wait=False):
-                    if self.in_flight_bytes + self._held_live.total <= limit_bytes:
+                    if limit_bytes is None or self.in_flight_bytes + self._held_live.total <= limit_bytes:
                         break
                     self._mover.release_sources(group, wait=True)
             except BaseException:
@@ -189,8 +182,8 @@ class CopyOut(Generic[SavedT]):
         """Cancel the copies of a forward that have not begun. See [Note: start of backward]."""
         self._postponed = [waiting for waiting in self._postponed if waiting.forward is not forward]
         for waiting in self._held:
-            if waiting.forward is forward:
-                self._is_held_no_more(waiting)
+            if waiting.forward is forward and (saved := waiting.saved()) is not None:
+                self._held_live.remove(saved)
         self._held = deque(waiting for waiting in self._held if waiting.forward is not forward)
         self._gathered = [waiting for waiting in self._gathered if waiting.forward is not forward]
         self._gathered_bytes = sum(waiting.nbytes for waiting in self._gathered)
@@ -206,11 +199,6 @@ class CopyOut(Generic[SavedT]):
         """Cancel a copy if it is of a forward and has not begun; return whether it needs no more attention."""
         saved = waiting.saved()
         return saved is None or (waiting.forward is forward and self._mover.cancel_copy_out(saved))
-
-    def _is_held_no_more(self, waiting: _Waiting[SavedT]) -> None:
-        saved = waiting.saved()
-        if saved is not None:
-            self._held_live.remove(saved)
 
     def _gather(self, waiting: _Waiting[SavedT], *, new: _Waiting[SavedT] | None) -> bool:
         """Begin the copy of a storage with those of others; returns whether a group of copies has begun."""
@@ -243,4 +231,4 @@ class CopyOut(Generic[SavedT]):
             if outcome is Outcome.REFUSED:
                 self.refused_bytes += waiting.nbytes
                 if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
-                    waiting.forward.stayed(saved.site, waiting.nbytes)
+                    waiting.forward.stayed([(saved.site, waiting.nbytes)])

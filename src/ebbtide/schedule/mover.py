@@ -29,8 +29,8 @@ class Forward(Protocol):
     offered_bytes: int
     """Given to the store, or held back from it, so far."""
 
-    def stayed(self, site: Site, nbytes: int) -> None:
-        """Count a storage as kept that was counted as offloaded."""
+    def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
+        """Count storages, by site and bytes, as kept that were counted as offloaded."""
 
 
 class Outcome(enum.Enum):
@@ -53,10 +53,6 @@ class Mover(Protocol[_MovedT]):
     @property
     def can_cancel(self) -> bool:
         """Whether copies that have not begun can be cancelled. If not, see [Note: start of backward]."""
-        ...
-
-    def stream_of(self, saved: _MovedT) -> Hashable:
-        """Return the stream that made a source; copies of one group have one."""
         ...
 
     def copy_out(self, group: Sequence[_MovedT], stream: Hashable) -> Sequence[Outcome]:

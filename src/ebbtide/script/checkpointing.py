@@ -39,7 +39,8 @@ def checkpoint_model(model: nn.Module) -> str:
     theirs = {part for module, _ in switched for part in module.modules()}
     blocks = [module for module, _ in find_blocks(model) if theirs.isdisjoint(module.modules())]
     for module in blocks:
-        StandIn(module, _checkpointed)
+        if getattr(module.__dict__.get("forward"), "_call", None) is not _checkpointed:  # as of a model that shares it
+            StandIn(module, _checkpointed)
     around = [f"torch.utils.checkpoint around {len(blocks)} blocks"] if blocks else []
     return " and ".join([*(how for _, how in switched), *around])
 

@@ -110,6 +110,8 @@ class ScriptSteps:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._ended or self._phase == "backward" or in_backward():  # a checkpoint's recomputation
                 return plain(tensors, *args, **kwargs)
+            if not isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge)):
+                tensors = tuple(tensors)  # an iterator yields them once
             self._losses.append(_loss(tensors, args, kwargs, self._unscaled))
             if self._phase == "forward":
                 if self._trims():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing.util
 import os
 import random
@@ -101,8 +102,10 @@ class ScriptSwitch:
             return
         if not any(True for _ in module.children()) or not self._is_held(module):
             return
+        self._drop_unused()
         if len(self._switched) == MOST_MODELS:
-            self._note_once("more", model=type(module).__name__)
+            alike = any(type(model) is type(module) for model, _ in self._switched)
+            self._note_once("more", model=type(module).__name__, alike=alike)
             return
         for model, handle in list(self._switched):
             if any(part is model for part in module.modules()):  # a part of it was called by itself before
@@ -121,6 +124,16 @@ class ScriptSwitch:
         self._steps.follow(module, self._switched)
         if handle is not None and not self._request.compared and self._steps.is_main():
             sys.stderr.write(f"ebbtide: {type(module).__name__} is offloaded: {_how(handle)}\n")
+
+    def _drop_unused(self) -> None:
+        """Drop models that nothing else holds, such as those of earlier folds: a handle ends with its model."""
+        if not self._switched or "more" in self._noted:
+            return
+        weak = [(weakref.ref(model), handle and weakref.ref(handle)) for model, handle in self._switched]
+        self._switched.clear()  # the list that ``ScriptSteps`` reads, too
+        gc.collect()  # a model and its handle hold each other
+        held = ((model(), handle and handle()) for model, handle in weak)
+        self._switched += [(model, handle) for model, handle in held if model is not None]
 
     def _is_held(self, module: nn.Module) -> bool:
         """Whether an optimizer holds parameters of a module."""
@@ -141,7 +154,8 @@ class ScriptSwitch:
         from ebbtide.wrap.others import open_handles
 
         request, name = self._request, type(module).__name__
-        if open_handles(module):
+        others, ours = open_handles(module), [handle for _, handle in self._switched]
+        if any(handle not in ours for handle in others):
             if request.compared:
                 raise ConflictError(
                     f"the script itself enables ebbtide on {name}",
@@ -152,6 +166,9 @@ class ScriptSwitch:
             return None
         own = checkpoints_itself(module)
         handle, how = None, "as the script is"
+        if others:  # of a model that shares its blocks: they are offloaded in the calls of both
+            request.note("model", model=name, how="shares its blocks with another model", checkpoints_itself=own)
+            return None
         if request.mode == "checkpointing":
             how = checkpoint_model(module)
         elif request.mode.startswith("ebbtide"):

@@ -213,22 +213,23 @@ class Arena:
         self._torn = False
         return places
 
-    def give(self, place: Place) -> None:
-        """Release a place, in which a copy may still run. May be called repeatedly."""
-        region = place.region
-        record = self._records.get(region.spans[0][0])
-        if record is None or record.region() is not region or place.number not in region.live:
-            return
-        if self._torn:
-            self._audit()  # before the counts are marked consistent
-        self._torn = True
-        del region.live[place.number]
-        if not region.live:
-            self._cool(record)
-            for first, length in record.spans:
-                self._extents.release(first, length)
-        self._used_bytes -= place.nbytes
-        self._torn = False
+    def give(self, *places: Place) -> None:
+        """Release places, in which copies may still run. May be called repeatedly."""
+        for place in places:
+            region = place.region
+            record = self._records.get(region.spans[0][0])
+            if record is None or record.region() is not region or place.number not in region.live:
+                continue
+            if self._torn:
+                self._audit()  # before the counts are marked consistent
+            self._torn = True
+            del region.live[place.number]
+            if not region.live:
+                self._cool(record)
+                for first, length in record.spans:
+                    self._extents.release(first, length)
+            self._used_bytes -= place.nbytes
+            self._torn = False
 
     def trim(self, streams: Iterable[StreamHandle] = ()) -> None:
         """Free chunks that none of the last backwards needed and in which no copy runs.

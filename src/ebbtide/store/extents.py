@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Iterable
 
 PLACE_ALIGN_BYTES = 4096
@@ -33,7 +34,7 @@ class Extents:
     @property
     def free_bytes(self) -> int:
         """Bytes of the file that no place uses."""
-        return sum(length for _, length in self._free)
+        return sum(map(operator.itemgetter(1), self._free))
 
     @property
     def used_bytes(self) -> int:

@@ -45,5 +45,5 @@ def forked_error(owner: int) -> DiskError:
     return DiskError(
         f"a disk tier of process {owner} is used in its forked child {os.getpid()}",
         expected="one tier per process: threads do not survive a fork",
-        hint="open the tier after the fork, or start workers with the 'spawn' method",
+        hint="in the child call handle.close() and enable_activation_offloading(model), or start it with 'spawn'",
     )

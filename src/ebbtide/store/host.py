@@ -37,6 +37,7 @@ class HostTier:
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero")
         self.device = device
+        self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
         self._arena, self._headroom = Arena(device, budget_bytes), Headroom(device)
         self._counters = TierCounters()
@@ -45,6 +46,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead slots whose copy-out is running
+        self._waits_for_device = False  # a dead slot may hold memory of the device
         self._closed = False
 
     @property
@@ -89,44 +91,14 @@ class HostTier:
         with self._settled():
             return self._arena.free_bytes
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies on the device."""
-        return self.device.owns(tensor)
-
-    def capturing(self) -> bool:
-        """Whether the caller is capturing a device graph."""
-        return self.device.capturing()
-
-    def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
-        """Return the caller's compute stream on a tensor's device."""
-        return self.device.compute_stream(tensor.device)
-
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
-        """Order the caller after another stream, if ``tensor`` was made there, and keep its memory until it was read.
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
+        """Order the caller after another stream, on which ``tensor`` was made, and keep its memory until it was read.
 
         A tensor restored for one reader may have a second one on another stream, which did not wait for the copy.
         """
-        now = self.stream_of(tensor)
-        if stream is not None and now != stream:
-            self.device.wait(now, self.device.record(stream))
-            self.device.record_use(tensor, now)
-
-    def park(self, source: torch.Tensor, *, spare_bytes: int = 0) -> HostSlot:
-        """Begin to copy out ``source``, whose memory must stay until the slot is parked.
-
-        Args:
-            source: One-dimensional contiguous ``uint8`` view on the device; not empty.
-            spare_bytes: Bytes of the budget that must remain free.
-
-        Raises:
-            CapError: The host budget is reached.
-            ConfigError: The source is not such a tensor.
-            TargetError: The tier is closed.
-        """
-        (slot,) = self.park_all([source], spare_bytes=spare_bytes)
-        if isinstance(slot, CapError):
-            raise slot
-        return slot
+        now = self.stream_of(tensor.device)
+        self.device.wait(now, self.device.record(stream))
+        self.device.record_use(tensor, now)
 
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None, spare_bytes: int = 0
@@ -134,7 +106,8 @@ class HostTier:
         """Begin to copy out several sources; those of one device with one wait for compute and one event for all.
 
         Args:
-            sources: As for ``park``.
+            sources: One-dimensional contiguous ``uint8`` views on the device, not empty; their memory must stay until
+                they are parked.
             compute: The stream on which they were made; None: the caller's.
             spare_bytes: Bytes of the budget that must remain free.
 
@@ -192,8 +165,9 @@ class HostTier:
 
     def have_parked(self, slots: Sequence[HostSlot]) -> bool:
         """Whether the copies-out of several slots are done."""
-        for done in {id(slot.done): slot.done for slot in slots}.values():
-            if done is not None and not self.copies.is_done(done):
+        latest = None  # those of a group share it
+        for slot in slots:
+            if slot.done is not latest and (latest := slot.done) is not None and not self.copies.is_done(latest):
                 return False
         for slot in slots:
             slot.source = None
@@ -243,7 +217,7 @@ class HostTier:
         """Return the bytes of ``slot``."""
         if self._closed or slot.freed:
             self._check(slot)
-        if self._dead:
+        if self._waits_for_device or self._leaving:
             with self._lock:
                 self._settle()
         if self.synchronous:
@@ -273,9 +247,11 @@ class HostTier:
 
         The garbage collector may kill a ticket while this thread holds the lock, so the lock is not taken here.
         """
-        if self._is_forked:
+        if os.getpid() != self._pid:
             return
         self._dead.append(slot)
+        if slot.ahead is not None or slot.source is not None:
+            self._waits_for_device = True
         if self._closed and self._lock.acquire(blocking=False):  # there may be no next holder
             try:
                 self._settle()
@@ -336,20 +312,21 @@ class HostTier:
             yield
 
     def _settle(self) -> None:
-        if self._is_forked:
+        if os.getpid() != self._pid:
             return
+        self._waits_for_device = False
         # An interrupted step is repeated, so references are dropped last.
-        while self._dead:
-            slot = self._dead[0]
+        dead = [*self._dead]
+        for slot in dead:
             if slot.ahead is not None:
                 self.copies.drop(slot)
             if slot.source is not None:
                 if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
                     slot.done = slot.place.guard.done(self.device)
                 self._leaving.append(slot)
-            if slot.place is not None:
-                self._arena.give(slot.place)
-                slot.place = None
+        self._arena.give(*[slot.place for slot in dead if slot.place is not None])
+        for slot in dead:
+            slot.place = None
             self._dead.popleft()
         while self._leaving and ((done := self._leaving[0].done) is None or self.copies.is_done(done)):
             self._leaving.popleft()

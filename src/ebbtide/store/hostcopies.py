@@ -88,7 +88,7 @@ class HostCopies:
         begin = self._begin(out)
         for guard in guards:
             guard.claim(out)
-        device.copy_all(_pairs([(place, source) for _, place, source in group]), out)
+        device.copy_all(_pairs(group), out)
         done = device.record(out, timed=begin is not None)
         for guard in guards:
             guard.finish(done)
@@ -133,7 +133,7 @@ class HostCopies:
             slot.ahead = ahead
         for guard in guards:
             guard.claim(into)
-        device.copy_all([(piece, part) for part, piece in _pairs([(place, to) for _, place, to in group])], into)
+        device.copy_all([(piece, part) for part, piece in _pairs(group)], into)
         done = device.record(into, timed=begin is not None)
         for guard in guards:
             guard.finish(done)
@@ -218,11 +218,12 @@ class HostCopies:
             self._spans[kind].append((count, begin, end))
 
 
-def _pairs(copies: Sequence[tuple[Place, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(group: Sequence[Out]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the parts of places, each with its piece of the tensor of that place."""
-    if max([len(place.parts) for place, _ in copies], default=1) == 1:
-        return [(place.parts[0], tensor) for place, tensor in copies]
-    return [pair for place, tensor in copies for pair in pieces(place, tensor)]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _, place, tensor in group:
+        pairs += ((place.parts[0], tensor),) if len(place.parts) == 1 else pieces(place, tensor)
+    return pairs
 
 
 def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -232,6 +233,6 @@ def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, t
     return zip(place.parts, tensor.split([part.numel() for part in place.parts]), strict=True)
 
 
-def _each_once(things: Iterable[_T]) -> list[_T]:
+def _each_once(things: Sequence[_T]) -> list[_T]:
     """Return events, or guards, without duplicates: those of a group share one."""
-    return [*{id(thing): thing for thing in things}.values()]
+    return [*dict(zip(map(id, things), things, strict=True)).values()]

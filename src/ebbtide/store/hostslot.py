@@ -12,7 +12,6 @@ compute waits for it; a slot that dies earlier passes it to the tier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,21 +32,8 @@ class HostCopyIn:
     done: EventHandle | None = None
 
 
-class _Copies(Protocol):
-    """The part of ``HostCopies`` that a slot uses."""
-
-    def is_done(self, event: EventHandle) -> bool: ...
-
-    def stall(self, stream: StreamHandle, event: EventHandle) -> None: ...
-
-
 class _Tier(Protocol):
     """The part of ``HostTier`` that a slot uses; a protocol, because that module imports this one."""
-
-    @property
-    def copies(self) -> _Copies: ...
-
-    def prefetch(self, slots: Sequence[HostSlot]) -> int: ...
 
     def put_back(self, slot: HostSlot) -> None: ...
 
@@ -57,7 +43,7 @@ class _Tier(Protocol):
 
 
 class HostSlot:
-    """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park``, who owns its fields."""
+    """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park_all``, who owns its fields."""
 
     __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
 
@@ -70,30 +56,6 @@ class HostSlot:
         self.ahead: HostCopyIn | None = None
         self.source: torch.Tensor | None = None  # [Note: who holds a source]
         self.freed = False
-
-    def __del__(self) -> None:
-        self.free()
-
-    @property
-    def parked(self) -> bool:
-        """Whether the copy-out is done, or nobody waits for it because the slot was freed."""
-        tier = self._tier
-        if tier is None:
-            return True  # the tier looks after the source of a freed slot
-        done = self.done is None or tier.copies.is_done(self.done)
-        if done:
-            self.source = None
-        return done
-
-    def wait_parked(self) -> None:
-        """Make compute wait for the copy-out.
-
-        Raises:
-            TargetError: The slot was freed.
-        """
-        if self.done is not None:
-            self._live_tier().copies.stall(self.compute, self.done)
-        self.source = None
 
     def content(self) -> torch.Tensor:
         """Return the bytes in host memory once they are parked: the memory itself, or a copy if that is in pieces.
@@ -118,15 +80,6 @@ class HostSlot:
         """Return False: a copy queued on a stream cannot be cancelled."""
         return False
 
-    def prefetch(self) -> None:
-        """Begin the copy-in now.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-            torch.OutOfMemoryError: The device has no room for bytes that are not needed yet.
-        """
-        self._live_tier().prefetch([self])
-
     def put_back(self) -> None:
         """Discard an unused copy-in.
 
@@ -142,7 +95,9 @@ class HostSlot:
             TargetError: The slot was freed, or the tier is closed.
             torch.OutOfMemoryError: The device has no room for them.
         """
-        return self._live_tier().take(self)
+        if self._tier is None:
+            raise freed_error()
+        return self._tier.take(self)
 
     def free(self) -> None:
         """Free the place; the next user of its bytes waits for a running copy."""
@@ -150,6 +105,8 @@ class HostSlot:
         if tier is not None:
             tier.release(self)
             self._tier, self.freed = None, True
+
+    __del__ = free
 
     def _live_tier(self) -> _Tier:
         if self._tier is None:

@@ -209,6 +209,15 @@ def device_bytes(tier: Tier) -> int | None:
     return room + int(device_memory().memory_allocated(home_of(tier)))
 
 
+def store_bytes(tier: Tier) -> int | None:
+    """Return the bytes that host memory holds before the rest goes to disk, which is slower; None: only one of them is.
+
+    Args:
+        tier: The store of the step's offloaded bytes.
+    """
+    return tier.unspilled_bytes if isinstance(tier, SpillTier) else None
+
+
 def resident_bytes() -> int | None:
     """Return the resident size of the process; None if the system does not tell."""
     try:

@@ -1,11 +1,11 @@
 """The protocol between the engine and a tier.
 
 [Note: a slot's life]
-``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's bytes must not change until
-``Tier.have_parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the
+``Tier.park_all(sources)`` begins copy-outs and returns a ``Slot`` for each. The bytes of a source must not change until
+``Tier.have_parked`` is true, or until ``Tier.wait_parked`` has made the compute stream wait for it; until then the
 slot, even a freed one, keeps their memory alive. ``slot.take()`` copies the bytes in, each time it is called;
-``prefetch()`` begins that early, ``put_back()`` discards a prefetch. ``slot.free()`` frees the place, at any time: a
-running copy is waited for, cancelled, or finished before the place is reused.
+``Tier.prefetch`` begins that early, ``slot.put_back()`` discards a prefetch. ``slot.free()`` frees the place, at any
+time: a running copy is waited for, cancelled, or finished before the place is reused.
 
 The disk tier (threads in place of streams) and the host tier over a ``Device`` (streams and events) implement this
 protocol; tiers are independent of autograd.
@@ -26,19 +26,9 @@ from ebbtide.store.device import StreamHandle
 class Slot(Protocol):
     """One offloaded storage."""
 
-    def wait_parked(self) -> None:
-        """Make compute wait for the copy-out. Raises the error of a failed copy."""
-
     def cancel(self) -> bool:
         """Cancel a copy-out that has not begun. True: it was cancelled and the slot is dead."""
         ...
-
-    def prefetch(self) -> None:
-        """Begin the copy-in now (after the copy-out, if that is running), unless it has begun.
-
-        Raises:
-            torch.OutOfMemoryError: The device has no room for bytes that are not needed yet.
-        """
 
     def put_back(self) -> None:
         """Discard or cancel an unused copy-in, if there is one."""
@@ -66,13 +56,17 @@ class Streamless:
         """Return False: the host has no graphs."""
         return False
 
-    def stream_of(self, tensor: torch.Tensor) -> None:
+    def stream_of(self, where: torch.device) -> None:
         """Return None: the host computes in order."""
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Do nothing."""
 
-    def park_all(self: Tier, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Any]:
+    def park(self, source: torch.Tensor) -> Any:
+        """Begin to copy out one source."""
+        raise NotImplementedError
+
+    def park_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Any]:
         """Begin to copy out several sources; see ``Tier.park_all``."""
         found: list[Any] = []
         for source in sources:
@@ -129,24 +123,12 @@ class Tier(Protocol):
         """Whether the caller is capturing a device graph, which no copy may be part of."""
         ...
 
-    def stream_of(self, tensor: torch.Tensor) -> StreamHandle | None:
-        """Return the caller's compute stream on a tensor's device; None without streams."""
+    def stream_of(self, where: torch.device) -> StreamHandle | None:
+        """Return the caller's compute stream on a device; None without streams."""
         ...
 
-    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Order the caller, which reads ``tensor``, after another stream, on which it was made."""
-
-    def park(self, source: torch.Tensor) -> Slot:
-        """Begin to copy out ``source``.
-
-        Args:
-            source: One-dimensional contiguous ``uint8`` view of the bytes, on the device; not empty.
-
-        Raises:
-            DiskFullError: The disk cannot hold it.
-            CapError: The user's cap is reached.
-        """
-        ...
 
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
@@ -154,7 +136,7 @@ class Tier(Protocol):
         """Begin to copy out several sources together; with streams, at the host cost of one.
 
         Args:
-            sources: As for ``park``.
+            sources: One-dimensional contiguous ``uint8`` views of the bytes, on the device; not empty.
             compute: The stream on which they were made, see ``stream_of``; None: the caller's.
 
         Returns:
@@ -170,7 +152,7 @@ class Tier(Protocol):
         """Make compute wait for the copies-out of several slots of this tier. Raises the error of a failed copy."""
 
     def prefetch(self, slots: Sequence[Any]) -> int:
-        """Begin the copy-ins of several slots of this tier together, as with ``Slot.prefetch``.
+        """Begin the copy-ins of several slots of this tier together (after their copy-outs), unless they have begun.
 
         Returns:
             How many, at the end of the list, have not begun for lack of device memory.
@@ -198,3 +180,17 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Stop threads and free everything. May be called repeatedly."""
+
+
+def park_one(tier: Tier, source: torch.Tensor) -> Slot:
+    """Copy out one source, and make compute wait for that.
+
+    Raises:
+        DiskFullError: The disk cannot hold it.
+        CapError: The user's cap is reached.
+    """
+    (slot,) = tier.park_all([source])
+    if isinstance(slot, CapError):
+        raise slot
+    tier.wait_parked([slot])
+    return slot

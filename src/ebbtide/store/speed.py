@@ -16,7 +16,7 @@ import torch
 
 from ebbtide.base.errors import CapError, DiskFullError
 from ebbtide.store.meter import keeps_time
-from ebbtide.store.protocol import Slot, Tier
+from ebbtide.store.protocol import Slot, Tier, park_one
 
 PIECES = 8
 _SECONDS = 1.6
@@ -96,8 +96,7 @@ class _Trial:
     def _out(self, slots: list[Slot]) -> float:
         """Park one piece; the slot may be dropped."""
         before = self._read()
-        slot = self._tier.park(self._source)
-        slot.wait_parked()
+        slot = park_one(self._tier, self._source)
         self._settle()
         slots.append(slot)
         return self._rate(before, self._read(), 0)

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -38,6 +39,9 @@ class SpillTier:
         host: Host memory with a budget.
         open_disk: Opens the disk tier; called at its first use.
         budget_bytes: The budget of ``host``.
+
+    Attributes:
+        unspilled_bytes: What it holds before anything goes to disk.
     """
 
     name, can_cancel = "host", False
@@ -48,6 +52,7 @@ class SpillTier:
         self.follow, self.expect = host.follow, host.expect
         self._open_disk = open_disk
         self._stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
+        self.unspilled_bytes = budget_bytes - self._stage_bytes
         self._disk: DiskTier | None = None
         self._refused: str | None = None
         # Removing a stage requires the lock; slots die without it.
@@ -80,22 +85,6 @@ class SpillTier:
         host = self.host.free_bytes
         return None if self._disk is None or host is None else host + self._disk.free_bytes
 
-    def park(self, source: torch.Tensor) -> HostSlot | SpillSlot:
-        """Begin to copy out ``source``; its memory must stay until the slot is parked.
-
-        Args:
-            source: One-dimensional contiguous ``uint8`` view on the device; not empty.
-
-        Raises:
-            CapError: Neither host memory nor disk holds it.
-            ConfigError: The source is not such a tensor.
-            TargetError: The tier is closed.
-        """
-        (slot,) = self.park_all([source])
-        if isinstance(slot, CapError):
-            raise slot
-        return slot
-
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
     ) -> list[HostSlot | SpillSlot | CapError]:
@@ -119,35 +108,38 @@ class SpillTier:
             return error.with_traceback(None)
         return slot
 
-    def have_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> bool:
+    def have_parked(self, slots: Sequence[Any]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
-        return self.host.have_parked(stages(slots))
+        return self.host.have_parked(slots if self._disk is None else stages(slots))
 
-    def wait_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> None:
+    def wait_parked(self, slots: Sequence[Any]) -> None:
         """Make compute wait for the copies-out of several slots to host memory."""
-        self.host.wait_parked(stages(slots))
+        self.host.wait_parked(slots if self._disk is None else stages(slots))
 
-    def prefetch(self, slots: Sequence[HostSlot | SpillSlot]) -> int:
+    def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
         if self._disk is None:
-            return self.host.prefetch([slot for slot in slots if isinstance(slot, HostSlot)])
+            return self.host.prefetch(slots)
         for begun, slot in enumerate(slots):
             try:
-                slot.prefetch()
+                if isinstance(slot, SpillSlot):
+                    self._prefetch(slot)
+                else:
+                    self.host.prefetch([slot])
             except torch.OutOfMemoryError:
                 if not begun:
                     raise
                 return len(slots) - begun
         return 0
 
-    def prefetch_one(self, slot: SpillSlot) -> None:
+    def _prefetch(self, slot: SpillSlot) -> None:
         """Begin the copy-in of ``slot``, or the read from disk."""
         self._check(slot)
         slot.wanted = True
         with self._lock:
             stage = slot.stage
             if stage is not None:
-                stage.prefetch()
+                self.host.prefetch([stage])
         if stage is None and slot.on_disk is not None:
             slot.on_disk.prefetch()
 
@@ -254,7 +246,7 @@ class SpillTier:
                 freed = True
             else:
                 slot, stage = found
-                if not stage.parked:
+                if not self.host.have_parked([stage]):
                     if not wait or self._written or freed:
                         break
                     self.host.wait_copied(stage)

@@ -15,15 +15,13 @@ from ebbtide.store.hostslot import HostSlot
 class _Tier(Protocol):
     """The part of ``SpillTier`` that a slot uses; a protocol, because that module imports this one."""
 
-    def prefetch_one(self, slot: SpillSlot) -> None: ...
-
     def put_back(self, slot: SpillSlot) -> None: ...
 
     def take(self, slot: SpillSlot) -> torch.Tensor: ...
 
 
 class SpillSlot:
-    """One storage on its way to disk; made by ``SpillTier.park``, who owns its fields."""
+    """One storage on its way to disk; made by ``SpillTier``, who owns its fields."""
 
     __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "_tier", "wanted", "where")
 
@@ -33,26 +31,9 @@ class SpillSlot:
         self.on_disk: DiskSlot | None = None
         self.wanted = self.freed = False
 
-    def __del__(self) -> None:
-        self.free()
-
-    def wait_parked(self) -> None:
-        """Make compute wait for the copy-out to host memory."""
-        if (stage := self.stage) is not None:
-            stage.wait_parked()
-
     def cancel(self) -> bool:
         """Return False: a copy queued on a stream cannot be cancelled."""
         return False
-
-    def prefetch(self) -> None:
-        """Begin the copy-in from the stage, or the read from disk.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-            DiskError: The disk tier cannot be used.
-        """
-        self._tier.prefetch_one(self)
 
     def put_back(self) -> None:
         """Discard an unused copy-in or read."""
@@ -74,11 +55,12 @@ class SpillSlot:
             if slot is not None:
                 slot.free()
 
+    __del__ = free
+
 
 def stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
     """Return the slots in host memory; one that was passed on to disk has none any more."""
-    stages = [slot if isinstance(slot, HostSlot) else slot.stage for slot in slots]
-    return [stage for stage in stages if stage is not None]
+    return [stage for slot in slots if (stage := slot if isinstance(slot, HostSlot) else slot.stage) is not None]
 
 
 def staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:

@@ -10,6 +10,7 @@ of a killed process is readable up to its last event.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any, cast
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.extras import installed
-from ebbtide.base.runs import BOTH_PHASE, EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.base.runs import BOTH_PHASE, DETAILS_END, EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.base.units import format_size
 from ebbtide.track.lockstep import Lockstep
 from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ebbtide.track")
 
 _EDGES = ("phase", "pass_end", "load")
+_DETAILS = frozenset(("memory", "phase", "pass_begin", "pass_end", "block", "block_backward", "stall"))
+"""Events that come many times a step."""
+_DETAIL_BYTES = 64 * 2**20
+"""Size of a file from which on details are left out: a summary reads the file into memory, some 7 times its size."""
+
+HIGHER = 1.01
+"""A sample is a new peak from this multiple of the latest one on."""
 
 
 class RunFile:
@@ -72,6 +81,8 @@ class RunFile:
         # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
         self._lock = threading.RLock()
         self._file: int | None = None
+        self._bytes = 0
+        self._highest: dict[str, float] = {}
         self._pid = os.getpid()
         self._lockstep: Lockstep | None = None
         self._removers: list[Callable[[], None]] = []
@@ -162,18 +173,21 @@ class RunFile:
 
     def _open(self) -> None:
         path = self.folder / EVENTS_FILE
-        if path.exists() and not self._overwrite:
-            raise DataError(
-                f"{self.folder} already holds a run ({EVENTS_FILE})",
-                expected="a folder without one",
-                hint="choose another folder, or pass overwrite=True to replace that run",
-            )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in (EVENTS_FILE, SUMMARY_FILE, REPORT_FILE):
+            if self._overwrite:
+                path.unlink(missing_ok=True)
+            self._file = os.open(path, flags, 0o666)
+            for name in (SUMMARY_FILE, REPORT_FILE):
                 (self.folder / name).unlink(missing_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
         except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():  # maybe of a process that began at the same time
+                raise DataError(
+                    f"{self.folder} already holds a run ({EVENTS_FILE})",
+                    expected="a folder without one",
+                    hint="choose another folder, or pass overwrite=True to replace that run",
+                ) from error
             raise DataError(
                 f"{self.folder} cannot be written ({error.strerror})",
                 expected="a folder for the run's files",
@@ -227,17 +241,41 @@ class RunFile:
         self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        higher = kind == "memory" and self._is_higher(fields)
+        if kind in _DETAILS and self._bytes > _DETAIL_BYTES and not higher:
+            return
         # Fields may have their own "t", for events that are recognized later.
         line = json.dumps({"t": time.monotonic(), "event": kind, **_plain(fields)}, allow_nan=False) + "\n"
+        data = line.encode()
         with self._lock:
             if self._file is None:
                 return
             try:
-                os.write(self._file, line.encode())
+                if os.write(self._file, data) < len(data):  # no further line may follow a part of one
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 # A full disk must not end a training run; only the record ends.
                 logger.warning("The run file in %s is no longer written: %s", self.folder, error.strerror)
                 self._close()
+                return
+            before, self._bytes = self._bytes, self._bytes + len(data)
+            if before <= _DETAIL_BYTES < self._bytes:
+                self._end_details()
+
+    def _is_higher(self, sample: Mapping[str, Any]) -> bool:
+        """Whether a sample is clearly above all before it: a record without details still has the peak."""
+        above = {name: value for name, value in sample.items() if (value or 0) > HIGHER * self._highest.get(name, 0)}
+        above.pop("t", None)
+        self._highest.update(above)
+        return bool(above)
+
+    def _end_details(self) -> None:
+        text = (
+            f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps and totals, and no further memory "
+            "samples but new peaks, no phases, blocks or stalls"
+        )
+        logger.warning("%s: %s", self.folder, text)
+        self._write("message", {"level": "warning", "code": DETAILS_END, "text": text})
 
 
 def _number(value: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ebbtide.base.runs import SETTLING, Event
@@ -34,7 +35,11 @@ class Steady:
 
     def counts(self, step: Any) -> bool:
         """Whether memory of a step counts."""
-        return step not in self.warm_up
+        return step not in self._skipped
+
+    @cached_property
+    def _skipped(self) -> frozenset[Any]:
+        return frozenset(self.warm_up)
 
     def timed(self, step: Any) -> bool:
         """Whether the time of a step counts."""

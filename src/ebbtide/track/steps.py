@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.base.events import BUS, Bus
+from ebbtide.base.events import BUS
 from ebbtide.base.runs import BOTH_PHASE
 from ebbtide.engine.untraced import untraced
 from ebbtide.track.parts import model_bytes, optimizer_parts
@@ -42,14 +42,9 @@ _MARKED = ("forward", "backward", "optimizer")
 
 
 class StepMarker:
-    """Emits ``phase``, ``step``, ``stats`` and ``parts`` while it is open. See [Note: steps mark themselves].
+    """Emits ``phase``, ``step``, ``stats`` and ``parts`` while it is open. See [Note: steps mark themselves]."""
 
-    Args:
-        bus: Source of the engine's passes, and destination of the marks.
-    """
-
-    def __init__(self, bus: Bus = BUS) -> None:
-        self._bus = bus
+    def __init__(self) -> None:
         # Backward may run in autograd's threads, and a finalizer may emit an event in the middle of a mark.
         self._lock = threading.RLock()
         self._undo: list[Callable[[], None]] = []
@@ -77,7 +72,7 @@ class StepMarker:
     def __enter__(self) -> StepMarker:
         before = register_optimizer_step_pre_hook(self._before_optimizer)
         after = register_optimizer_step_post_hook(self._after_optimizer)
-        self._undo = [self._bus.subscribe(self._hear), before.remove, after.remove]
+        self._undo = [BUS.subscribe(self._hear), before.remove, after.remove]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -94,7 +89,7 @@ class StepMarker:
 
         before = model.register_forward_pre_hook(self._before_forward)
         after = model.register_forward_hook(self._after_forward, always_call=True)
-        removers = [before.remove, after.remove, self._bus.provide("weights", weights)]
+        removers = [before.remove, after.remove, BUS.provide("weights", weights)]
         try:
             yield
         finally:
@@ -273,9 +268,9 @@ class StepMarker:
 
     def _look(self) -> None:
         """Read the figures of the step now: when it is emitted, handles may be closed and gradients freed."""
-        self._stats = self._bus.ask("stats")
+        self._stats = BUS.ask("stats")
         if not self._parts_emitted:
-            weights = model_bytes(named for found in self._bus.ask("weights") for named in found.items())
+            weights = model_bytes(named for found in BUS.ask("weights") for named in found.items())
             parts = optimizer_parts(self._stepped)
             self._parts = {**parts, "weights": weights or parts["weights"]}
 
@@ -318,7 +313,7 @@ class StepMarker:
     def _emit(self, kind: str, **fields: Any) -> None:
         self._emitting = True
         try:
-            self._bus.emit(kind, **fields)
+            BUS.emit(kind, **fields)
         finally:
             self._emitting = False
 

@@ -15,11 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, phase_spans, read_events
+from ebbtide.base.runs import (
+    DETAILS_END,
+    EVENTS_FILE,
+    OUTSIDE_FILE,
+    SCHEMA,
+    SUMMARY_FILE,
+    Event,
+    phase_spans,
+    read_events,
+)
 from ebbtide.track.phases import phase_figures
 from ebbtide.track.steady import Steady, steady_steps
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
+_RATES = ("copy_out_bytes_per_second", "copy_in_bytes_per_second")
 _GENERATION = "generation"
 """The phase that begins a rollout."""
 
@@ -219,13 +229,14 @@ def _passes(events: Sequence[Event]) -> list[Event]:
 
 def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     engine_ran = any(event["event"] == "pass_end" for event in events)
-    stats = _last(events, "stats") or {}
+    complete = not any(event.get("code") == DETAILS_END for event in _all(events, "message"))
+    stats = _all(events, "stats")[::-1]
     counts = any(step["t"] > steady.begins for step in _all(events, "step"))
     stalls = [e for e in _all(events, "stall") if e["t"] > steady.begins or not counts]
     return {
-        "stall_seconds": sum(e["seconds"] for e in stalls) if engine_ran else None,
-        "copy_out_bytes_per_second": stats.get("copy_out_bytes_per_second"),
-        "copy_in_bytes_per_second": stats.get("copy_in_bytes_per_second"),
+        "stall_seconds": sum(e["seconds"] for e in stalls) if engine_ran and complete else None,
+        # Each model has events of its own; one may copy nothing.
+        **{name: next(filter(None, (event.get(name) for event in stats)), None) for name in _RATES},
     }
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ebbtide.base.errors import ConfigError, note_place
+from ebbtide.base.errors import ConfigError, note_place, spelled
 from ebbtide.engine import Block, Engine
-from ebbtide.wrap.meeting import Meeting, spelled
+from ebbtide.wrap.meeting import Meeting
 from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
 
 ONCE, AGAIN, LATER, NEVER = "once", "again", "later", "never"
@@ -31,17 +31,21 @@ SHOWN = 3
 """Most differences in one message."""
 
 
-def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
+def groups_of(model: nn.Module, *, ddp: bool = True) -> list[tuple[int, ...]]:
     """Return the groups of ranks that share a part of the model with this one; none if nothing is distributed.
 
     A group comes from the same mesh or process group on each of its ranks, so all of them identify it alike.
+
+    Args:
+        model: The model.
+        ddp: Include the groups of DDP, which no forward of a block needs.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":  # it has no other ranks
         return []
     groups: set[tuple[int, ...]] = set()
     around = ddp_around(model)
     for module in (*model.modules(), *([] if around is None else [around])):
-        if is_ddp(module) or is_fsdp1(module):
+        if (ddp and is_ddp(module)) or is_fsdp1(module):
             inner: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
             groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in inner if g is not None)
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
@@ -52,15 +56,18 @@ def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
     return sorted(g for g in groups if len(g) > 1)
 
 
-def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[str, str]:
+def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine, plan: str) -> dict[str, str]:
     """Return the settings that ranks compare, each with its value in words.
 
     The directory of the disk tier may differ.
+
+    Args:
+        plan: How the plan described itself before it measured anything.
     """
     options = engine.options
     terms = {
         "strategy": found_strategy(model),
-        "plan": f"{engine.plan.name} ({engine.plan.explain()})",
+        "plan": plan,
         "target": engine.tier.name,
         "min_bytes": str(options.min_bytes),
         "window": f"{options.window_bytes} bytes" if options.window_bytes else "as the model needs",
@@ -111,7 +118,8 @@ class Votes:
     """Decides once which kinds of blocks are checkpointed, by all ranks together if a block has collectives.
 
     Args:
-        groups: The voting ranks; may be empty until the model is wrapped.
+        groups: The voting ranks; may be empty until the model is wrapped. Replicas of DDP have no vote: one may run no
+            such block in a step.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:

@@ -21,11 +21,11 @@ from torch import nn
 
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
-from ebbtide.engine.run import BlockRun
+from ebbtide.engine.run import BlockRun, begin_block
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
-from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, under_fsdp1, weights_of
+from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
@@ -82,6 +82,8 @@ class Attachment:
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
         self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
+        self._voting: list[tuple[int, ...]] = []  # those of them that may be needed in a block's forward
+        self._as_set = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
         self._agree()
         self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls()
@@ -91,7 +93,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
-        self._reruns = Reruns(engine.plan, Votes(self._groups))
+        self._reruns = Reruns(engine.plan, Votes(self._voting))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
@@ -99,8 +101,12 @@ class Attachment:
         self._own: Scope | None = None  # of a model that is its own single block
         # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
         name = "_compiled_call_impl" if is_compiled(model) else "forward"
-        self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
-        self._install(blocks)
+        try:
+            self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
+            self._install(blocks)
+        except BaseException:  # Ctrl-C too
+            self.remove()
+            raise
 
     @property
     def block_names(self) -> list[str]:
@@ -110,6 +116,7 @@ class Attachment:
     def remove(self) -> None:
         """Remove all hooks. May be called repeatedly."""
         self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
+        self._install([])
         while self._undo:
             self._undo.pop()()
         self.handle = None
@@ -124,9 +131,9 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
+        self._agree()
         if self._rest.holds(self._scopes, self._put_on, self._trains(), args, kwargs):
             return forward(*args, **kwargs)
-        self._agree()
         self._depth += 1
         try:
             self._ran.clear()
@@ -161,8 +168,10 @@ class Attachment:
             return
         groups = groups_of(self._model)
         if groups:
-            check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
+            blocks = [block for _, block in self._blocks]
+            check_agreement(groups, terms_of(self._model, blocks, self.engine, self._as_set))
             self._groups += groups
+            self._voting += groups_of(self._model, ddp=False)
         self._looked = now  # only after success: if ranks differ, every forward raises
 
     def _trains(self) -> bytes:
@@ -176,6 +185,9 @@ class Attachment:
         if version != self._tree.version:  # as ``_agree`` saw it; FSDP may be applied after the handle
             moves = weights_move(self._model)
             self._moves = self._tree.version, moves
+            still = still_inside(self._model, self._blocks)
+            if len(still) < len(self._blocks):
+                self._install(still)
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
         self.engine.begin_pass(lasting, self._tree.weights())
@@ -235,7 +247,7 @@ class Attachment:
                     if checkpointed:
                         scope.pause()
                         context = ForwardContext(scope.module, run, called.tensors, state)
-                        varies = functools.partial(self._reruns.varies, block, scope.module)
+                        varies = self._reruns.varies(block, scope.module)
                         saved_bytes = seen.unique_for(run.tally.input_bytes)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
@@ -273,7 +285,7 @@ class Attachment:
             ConflictError: Another offloader already holds it.
         """
         name_checkpoints(self._logged, block.name)
-        run = self.engine.begin_block(block, kept.tensors() if readable() else inputs)
+        run = begin_block(self.engine, block, kept.tensors() if readable() else inputs)
         try:
             theirs = kept.hook((run.pack, self.engine.unpack))
         finally:
@@ -346,22 +358,17 @@ class Attachment:
                 scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
                 scope.leave()
                 attached.pop(scope.module, None)
+                self._reruns.forget()
         for module, block in blocks:
             scope = before.get(id(module))
             if scope is not None:
                 scope.block = block
             else:
-                scope = self._enter(module, block)
+                attached[module], scope = weakref.ref(self), Scope(block, module)
             self._scopes.append((module, scope))
+            if id(module) not in before:
+                self._put_on(module, scope)
         self._stand_around_compiled()
-
-    def _enter(self, module: nn.Module, block: Block) -> Scope:
-        attached[module] = weakref.ref(self)
-        self._undo.append(functools.partial(attached.pop, module, None))
-        scope = Scope(block, module)
-        self._undo.append(scope.leave)
-        self._put_on(module, scope)
-        return scope
 
     def _put_on(self, module: nn.Module, scope: Scope) -> None:
         if module is self._model:
@@ -379,7 +386,7 @@ class Attachment:
             if is_compiled(module):
                 scope.leave()
                 call = functools.partial(self._block_call, scope)
-                self._undo.append(StandIn(module, call, "_compiled_call_impl").remove)
+                scope.inside.append(StandIn(module, call, "_compiled_call_impl").remove)
 
     def _leave_compiled_parts(self, scope: Scope) -> None:
         """Remove the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""

@@ -13,6 +13,7 @@ the bytes that autograd saves is measured in the first pass: see [Note: coverage
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -27,6 +28,8 @@ from ebbtide.base.errors import BlocksError, ConflictError, nearest
 from ebbtide.engine import Block
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
 from ebbtide.wrap.strategy import is_ddp, is_engine, is_fsdp1, is_fsdp2, is_partitioned
+
+logger = logging.getLogger("ebbtide.wrap")
 
 LARGE_CHILD = 0.1
 """If nothing repeats, modules with at least this share of the model's parameters are blocks."""
@@ -204,6 +207,19 @@ def paths_in(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path for path, module in model.named_modules()}
 
 
+def still_inside(model: nn.Module, blocks: list[tuple[nn.Module, Block]]) -> list[tuple[nn.Module, Block]]:
+    """Return the blocks that are parts of the model now; warn of those that were replaced since."""
+    inside = set(map(id, model.modules()))
+    lost = [block.name for module, block in blocks if id(module) not in inside]
+    if lost:
+        logger.warning(
+            "%d blocks were removed or replaced after offloading was enabled (%s), and their successors are not "
+            "offloaded; hint: close the handle and call enable_activation_offloading again",
+            len(lost), ", ".join(lost),
+        )  # fmt: skip
+    return [(module, block) for module, block in blocks if id(module) in inside]
+
+
 def _own_name(model: nn.Module, name: str) -> str:
     """Return the path of a module before the model was wrapped, compiled, checkpointed or given PEFT's adapters."""
     parts = [p for p in name.split(".") if p not in WRAPPED]
@@ -219,7 +235,9 @@ def _own_name(model: nn.Module, name: str) -> str:
 def _kind(module: nn.Module) -> str:
     """Return the name of a block's class, independent of wrappers."""
     inner = _behind(module)
-    own = type(inner).__mro__[2] if is_fsdp2(inner) else type(inner)  # FSDP2 prepends its own class
+    own = type(inner)
+    if is_fsdp2(inner):  # it prepends its own class, and ``replicate`` two
+        own = own.__mro__[getattr(own, "_orig_cls_mro_index", 2)]
     return own.__name__
 
 

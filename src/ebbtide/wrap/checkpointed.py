@@ -126,7 +126,7 @@ class ForwardContext:
 
 
 def run_checkpointed(
-    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Callable[[str], object]
+    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Callable[[str], object] | None
 ) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 

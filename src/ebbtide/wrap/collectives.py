@@ -56,7 +56,8 @@ class Collectives:
         self._watched.add(structure)
         if before:
             seen = self._seen.setdefault(classes, set())
-            seen.update(_ranks(group) for group, count in _counts().items() if count != before.get(group, count))
+            counts = _counts().items()  # a group may have been made in this forward
+            seen.update(_ranks(group) for group, count in counts if count != before.get(group, [0] * len(count)))
 
     def _structure(self, block: Block, module: nn.Module) -> tuple[int, int]:
         place = block.name, module.training

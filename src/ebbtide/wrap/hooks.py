@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
-from ebbtide.engine.run import BlockRun
+from ebbtide.engine.run import BlockRun, begin_block
 from ebbtide.wrap.checkpoints import innermost_hooks
 from ebbtide.wrap.secondrun import SecondRun
 
@@ -36,7 +36,7 @@ class offloading:
         self._ended = False
 
     def __enter__(self) -> BlockRun:
-        run = self._run = self._engine.begin_block(self._block, self._inputs, checkpointed=self._checkpointed)
+        run = self._run = begin_block(self._engine, self._block, self._inputs, checkpointed=self._checkpointed)
         saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
         return run
 

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, spelled
 
 logger = logging.getLogger("ebbtide.wrap")
 
 PATIENCE_SECONDS = 30.0
 """After this time a rank logs for whom it waits."""
+LONGEST_PAUSE_SECONDS = 0.2
+"""Between two looks at whether another rank has arrived."""
 
 
 class Meeting:
@@ -50,7 +52,8 @@ class Meeting:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._in_vain or (kind is not None and not issubclass(kind, ConfigError)):
+        early = self._in_vain or (kind is not None and not issubclass(kind, ConfigError))
+        if early and not self._store.check([*self._keys.values()]):  # else the others have met this rank
             self._store.delete_key(self._keys[self._me])
             self._store.add(f"meetings of {self._me}", -1)
 
@@ -81,19 +84,21 @@ class Meeting:
             )
 
 
-def spelled(ranks: Sequence[int]) -> str:
-    """Return ranks as text."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
 def _in_full(key: str) -> str:
     return key + " in full"
 
 
 def _absent(store: Any, keys: Mapping[int, str], seconds: float) -> list[int]:
-    """Wait; return the ranks whose key is missing then."""
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError:  # a file store has no specific error for this
-        return [rank for rank, key in keys.items() if not store.check([key])]
+    """Wait; return the ranks whose key is missing then.
+
+    By polling: no signal, such as Ctrl-C, would end a store's own wait.
+    """
+    end, pause_seconds, left = time.monotonic() + seconds, 0.001, list(keys.values())
+    while left and not store.check(left):
+        while not store.check(left[:1]):  # of many ranks, one alone
+            if time.monotonic() >= end:
+                return [rank for rank, key in keys.items() if not store.check([key])]
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
+        del left[0]
     return []

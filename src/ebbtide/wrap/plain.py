@@ -29,6 +29,7 @@ class _Seen(NamedTuple):
 
     tally: Tally
     elements: float  # of all its inputs; with more it runs with hooks
+    learned: int  # elements of the inputs to which its saved bytes are in proportion
 
 
 class PlainBlocks:
@@ -82,7 +83,8 @@ class PlainBlocks:
             inputs: Its inputs.
         """
         if self._engine.timer is not None:
-            self._pending.append((run.block.name, self._state(inputs), _Seen(run.tally, _elements(inputs))))
+            found = _Seen(run.tally, _elements(inputs), _learned(inputs))
+            self._pending.append((run.block.name, self._state(inputs), found))
 
     def knows(self, name: str, trains: bytes) -> bool:
         """Whether it is known what a block saves in a state of training, and that is hardly more than was planned."""
@@ -121,7 +123,8 @@ class PlainBlocks:
         try:
             output = called.run()
         finally:
-            kept = _kept(self._seen[block.name][state].tally)
+            seen = self._seen[block.name][state]
+            kept = all_kept(seen.tally, _learned(called.tensors), seen.learned)
             pass_.tally.add_all(kept)
             pass_.add_site(Site(block.kind, "", "plain", 0), kept.unique, Action.KEEP)
             if timer is not None:
@@ -179,8 +182,21 @@ def _elements(inputs: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() for t in inputs)
 
 
-def _kept(seen: Tally) -> Tally:
-    """Return the counts of a block that keeps everything."""
+def _learned(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the elements of the inputs that take a gradient; of all, where none does."""
+    return _elements([t for t in inputs if t.requires_grad]) or _elements(inputs)
+
+
+def all_kept(seen: Tally, elements: int, seen_elements: int) -> Tally:
+    """Return the counts of a block or a pass that keeps everything, its bytes in proportion to its inputs.
+
+    Args:
+        seen: The counts of one under hooks.
+        elements: Of the inputs now.
+        seen_elements: Of the inputs then.
+    """
     kept = copy.copy(seen)
+    for name in ("saved", "unique", "small_bytes"):
+        setattr(kept, name, getattr(seen, name) * elements // max(seen_elements, 1))
     kept.kept, kept.offloaded, kept.recomputed = kept.unique, 0, 0
     return kept

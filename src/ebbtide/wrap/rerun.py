@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,19 +124,22 @@ class Reruns:
             called: Its call.
         """
         watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
-        alone = not has_collectives(module) and not self._collectives.groups(block, module)
-        return watched and alone and self._allowed(block.kind, called)
+        return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
-    def varies(self, block: Block, module: nn.Module, why: str) -> None:
-        """A second forward was found to differ: checkpoint the block's kind no more, if no other rank does.
+    def varies(self, block: Block, module: nn.Module) -> Callable[[str], None] | None:
+        """Return what ends the checkpointing of a kind whose second forward differs, for a reason that it takes.
 
         Args:
             block: The engine's description of it.
             module: Its module.
-            why: How it differed, as the reason to log.
+
+        Returns:
+            None: other ranks are needed, so the third forward that would show it must not run.
         """
-        if not has_collectives(module) and not self._collectives.groups(block, module):
-            self._refuse(block.kind, why)
+        return partial(self._refuse, block.kind) if self._alone(block, module) else None
+
+    def _alone(self, block: Block, module: nn.Module) -> bool:
+        return not has_collectives(module) and not self._collectives.groups(block, module)
 
     def before(self, block: Block, module: nn.Module) -> State | None:
         """Return the contents of a block's modules before its forward; None if that need not be watched.
@@ -201,6 +205,10 @@ class Reruns:
         leaves, spec = called.flatten()
         if spec != called.spec or not inputs.same(leaves):
             self._refuse(kind, "change their inputs, which a second forward would read changed")
+
+    def forget(self) -> None:
+        """Let go of the blocks' states: what they hold leads back to here."""
+        self._states = States()
 
     def _inspect(self, kind: str, module: nn.Module) -> None:
         """Refuse a kind by what its functions and modules are."""

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.engine import Engine
+from ebbtide.engine.stats import Tally
 from ebbtide.engine.timing import GROWTH
 from ebbtide.wrap.forward import is_compiled_inside
-from ebbtide.wrap.plain import PlainBlocks
+from ebbtide.wrap.plain import PlainBlocks, all_kept
 from ebbtide.wrap.scope import Scope
 
 
@@ -37,6 +38,7 @@ class Rest:
         self._scopes: list[tuple[nn.Module, Scope]] = []  # blocks without anything installed
         self._elements = 0  # inputs of the measured pass that the plan was made from
         self._before = 0  # inputs of the latest pass
+        self._seen, self._seen_elements = Tally(), 0  # of the last pass before the blocks' rest
 
     def holds(
         self,
@@ -63,6 +65,7 @@ class Rest:
         elements = sum(x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         if not self._scopes and 0 < elements <= GROWTH * self._elements and self._possible(scopes, trains):
             self._scopes, self._trains = list(scopes), trains
+            self._seen, self._seen_elements = self._engine.last_tally, self._before
             for _, scope in self._scopes:
                 scope.leave()
         if self._scopes and timer.outdated():
@@ -73,6 +76,8 @@ class Rest:
         if self._scopes and (timer.wanted or self._engine.bus.active or other):
             while self._scopes:
                 put_on(*self._scopes.pop())
+        if self._scopes and elements != self._before:
+            self._engine.last_tally = all_kept(self._seen, elements, self._seen_elements)
         self._before = elements
         return bool(self._scopes)
 

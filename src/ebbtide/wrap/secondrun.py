@@ -14,7 +14,8 @@ second forward with other values is an error before any gradient is computed fro
 through ``.data`` since is one; a weight that nothing saved is computed from may change, as in ordinary autograd.
 
 Kernels that add up in another order each time (``index_put_`` with several threads) are no error: where the values
-differ by rounding, a third forward shows it, and the kind is not checkpointed any more.
+differ by rounding, a third forward shows it, and the kind is not checkpointed any more. No block that communicates is
+run a third time: the other ranks would not be there.
 """
 
 from __future__ import annotations
@@ -127,11 +128,11 @@ class SecondRun:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
         context: See ``ForwardContext.back``.
-        varies: Called with why the block cannot be run again, when that is found.
+        varies: Called with the reason when a second forward differs; None: never look for the order of sums.
     """
 
     def __init__(
-        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[str], object]
+        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[str], object] | None
     ) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
@@ -220,7 +221,7 @@ class SecondRun:
                 self._run_again(task)
             tensor = dropped.again
             if tensor is None:
-                raise _saved_less(self.run.block.name, self._position, len(self._dropped), self._varies)
+                raise self._saved_less()
             if task == -1:
                 self.restored = None
             elif not isinstance(node, FunctionCtx):  # a custom function may read it again in the same backward
@@ -231,12 +232,17 @@ class SecondRun:
         if dropped.same is not True and _was_written(node, dropped):
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
-            failed = functools.partial(_differs, self.run.block.name, dropped.size, self._varies)
+            how = f"computed another {list(dropped.size)} tensor than the first"
+            failed = functools.partial(_differs, self.run.block.name, how, self._varies)
             self.run.engine.trust.require(dropped.same, failed)
         return tensor
 
     def _modified(self, dropped: _Dropped, found: int, expected: int) -> Exception:
         return modified_error(dropped.dtype, dropped.size, found, expected, f"block {self.run.block.name!r}")
+
+    def _saved_less(self) -> RestoreError:
+        how = f"saved {self._position} of {len(self._dropped)} tensors"
+        return _differs(self.run.block.name, how, self._varies)
 
     def _run_again(self, task: int) -> None:
         if task != -1 and _group() is None:
@@ -244,7 +250,7 @@ class SecondRun:
         self._rounds = None
         self._run_with(self._save_again)
         if self._position < len(self._dropped):
-            raise _saved_less(self.run.block.name, self._position, len(self._dropped), self._varies)
+            raise self._saved_less()
 
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
@@ -265,14 +271,14 @@ class SecondRun:
 
         Then a third forward differs from the second, and all by rounding. As in plain training, none is the right one.
         """
-        if not dropped.nearly_same(tensor):
+        if self._varies is None or not dropped.nearly_same(tensor):
             return False
         if self._rounds is None:
             found = [reference and reference() for reference in self._dropped]
             kept = {n: tensor if d is dropped else d.again for n, d in enumerate(found) if d and d.same is False}
             kept = {n: value for n, value in kept.items() if value is not None}
             self._rounds = any(self._third_differs(kept) for _ in range(TRIES))
-            if self._rounds:
+            if self._rounds and self._varies is not None:
                 self._varies("compute sums in another order each time they run")
         return self._rounds
 
@@ -375,26 +381,17 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     return name not in _PARTLY_WRITTEN or dropped.requires_grad
 
 
-def _differs(block: str, size: tuple[int, ...], varies: Callable[[str], object]) -> RestoreError:
-    varies(_OTHERWISE)
+def _differs(block: str, how: str, varies: Callable[[str], object] | None) -> RestoreError:
+    if varies is not None:
+        varies("computed other values in a second forward")
     return RestoreError(
-        f"block {block!r} was checkpointed, and its second forward computed another {list(size)} tensor than the first",
+        f"block {block!r} was checkpointed, and its second forward {how}",
         expected="a forward that computes the same values twice",
         hint=_HINT,
     )
 
 
-def _saved_less(block: str, found: int, expected: int, varies: Callable[[str], object]) -> RestoreError:
-    varies(_OTHERWISE)
-    return RestoreError(
-        f"block {block!r} was checkpointed, and its second forward saved {found} of {expected} tensors",
-        expected="a forward that computes the same values twice",
-        hint=_HINT,
-    )
-
-
-_OTHERWISE = "computed other values in a second forward"
 _HINT = (
     "does it draw from a random generator, or change an object, that ebbtide cannot reach, or was a weight written "
-    "through .data before the backward? pass policy='offload', which checkpoints nothing"
+    "through .data before the backward, or does a sum's order vary? pass policy='offload', which checkpoints nothing"
 )

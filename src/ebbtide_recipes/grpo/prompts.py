@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from ebbtide.base.errors import DataError, nearest
 from ebbtide_recipes.grpo.rewards import HANDED, truth_in
-
-Row = dict[str, Any]
+from ebbtide_recipes.language.tables import check_kinds
+from ebbtide_recipes.skeleton.rows import Row
 
 ACCEPTED = "`prompt` (text or messages), `messages`, `question` or `problem`"
 _SOURCES = ("prompt", "messages", "question", "problem")
@@ -82,7 +82,7 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
                 hint="every row needs every column; null is a value",
             )
         made.append(_shaped(row, source, where, chat=chat, system=system))
-    _check_one_kind(made, name)
+    check_kinds(made, name, ["prompt"])
     truths = [truth_in(row.get("reward_model")) for row in rows]
     if "answer" in columns or all(truth is None for truth in truths):
         return made
@@ -131,16 +131,3 @@ def _chat(messages: list[Any], where: str, *, chat: bool, system: str | None) ->
     if system is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     return messages
-
-
-def _check_one_kind(rows: Sequence[Row], name: str) -> None:
-    """Refuse text in one row and messages in another."""
-    kind = type(rows[0]["prompt"])
-    for number, row in enumerate(rows, start=1):
-        if type(row["prompt"]) is not kind:
-            raise DataError(
-                f"row {number} of data set {name!r} has a {type(row['prompt']).__name__} as prompt, the first row a "
-                f"{kind.__name__}",
-                expected="text in every row, or messages in every row",
-                hint="split the file in two",
-            )

@@ -153,8 +153,7 @@ def _reward(translation: Translation) -> None:
 
 def _batches(translation: Translation) -> None:
     """Set micro-batches, updates and rollouts. See [Note: verl's batches and steps]."""
-    if _MICRO in translation.keys:
-        common.micro_batch(translation, _MICRO, common.processes(translation, _MICRO))
+    common.micro_batch(translation, _MICRO)
     micro = translation.field("per_device_train_batch_size", 8)
     for key in _LOG_PROBS:
         if translation.number(key, least=1) not in (None, micro):

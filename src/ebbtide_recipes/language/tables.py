@@ -70,6 +70,20 @@ def _has_more(row: Row) -> bool:
     )
 
 
+def check_kinds(rows: Sequence[Row], name: str, columns: Iterable[str]) -> None:
+    """Raise ``DataError`` if one of the columns holds text in one row of a data set and messages in another."""
+    kinds = {column: type(rows[0][column]) for column in columns}
+    for number, row in enumerate(rows, start=1):
+        for column, kind in kinds.items():
+            if type(row[column]) is not kind:
+                raise DataError(
+                    f"row {number} of data set {name!r} has a {type(row[column]).__name__} as {column}, the first row "
+                    f"a {kind.__name__}",
+                    expected="text in every row, or messages in every row",
+                    hint="split the file in two, or convert one half to the shape of the other",
+                )
+
+
 def check_known(rows: Iterable[Sequence[int]], names: Sequence[str], tokenizer: Any, count: int) -> None:
     """Refuse a token that the model has no embedding of: some tokenizers have more tokens than their models.
 

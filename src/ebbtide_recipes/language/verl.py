@@ -113,12 +113,12 @@ def processes(translation: Translation, key: str) -> int:
     return count
 
 
-def micro_batch(translation: Translation, key: str, ranks: int) -> None:
+def micro_batch(translation: Translation, key: str) -> None:
     """Set the micro-batch of a process from one that all processes share."""
     total = translation.number(key, least=1)
     if total is None:
         return
-    if total % ranks:
+    if total % (ranks := processes(translation, key)):
         raise ConfigError(
             f"{translation.shown(key)} for {ranks} processes",
             expected=f"a multiple of {ranks}",

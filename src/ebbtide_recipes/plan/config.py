@@ -13,7 +13,6 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.skeleton.config import RecipeConfig
 from ebbtide_recipes.video.config import VideoConfig
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -109,10 +108,7 @@ class PlanConfig:
                 raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
         _ = self.host_bytes, self.budget_bytes
         self._check_together()
-        if self.recipe == "video":
-            self.as_video()
-        else:
-            self.as_sft()
+        self.as_recipe()
 
     def _check_together(self) -> None:
         if self.train_type == "qlora" and (self.gpus > 1 or self.recipe == "video" or self.bf16):
@@ -144,26 +140,16 @@ class PlanConfig:
         """The model, or the recipe's default."""
         return self.model or ("builtin:small-wan" if self.recipe == "video" else "builtin:smollm2")
 
-    def as_sft(self) -> SftConfig:
-        """Return the config of ``sft`` that would train this.
+    def as_recipe(self) -> SftConfig | VideoConfig:
+        """Return the config of the recipe that would train this.
 
         Raises:
             ConfigError: A value cannot be used there.
         """
-        return SftConfig(**self._shared_with(SftConfig))
-
-    def as_video(self) -> VideoConfig:
-        """Return the config of ``video`` that would train this.
-
-        Raises:
-            ConfigError: A value cannot be used there.
-        """
-        return VideoConfig(**self._shared_with(VideoConfig))
-
-    def _shared_with(self, kind: type[RecipeConfig]) -> dict[str, Any]:
+        kind = VideoConfig if self.recipe == "video" else SftConfig
         names = {field.name for field in dataclasses.fields(kind)} - {"max_slowdown", "memory_budget", "model"}
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
-        return {"model": self.name, **values}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
+        return kind(model=self.name, **values)
 
     def without_effect(self) -> list[str]:
         """Return the given flags that have no effect in combination with the others."""

@@ -79,6 +79,7 @@ def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
             backward_seconds=found.backward_seconds + longer,
             forward_base_bytes=smaller(found.forward_base_bytes),
             backward_base_bytes=smaller(found.backward_base_bytes),
+            checkpoint_base_bytes=smaller(found.checkpoint_base_bytes),
         )
 
     blocks = tuple(map(block, profile.blocks))
@@ -107,14 +108,19 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
     largest = {name: max(map(_gradient, module.parameters()), default=0) for module, name in pairs}
     sizes = [own.get(block.name, 0) for block in profile.blocks]
     before = [early + size for size in accumulate(sizes, initial=0)]
+    # The profile has this pass's own shards.
+    more = [
+        total - (total - rest) // shards + largest.get(block.name, 0)
+        for block, rest in zip(profile.blocks, before, strict=False)
+    ]
     blocks = tuple(
         replace(
             block,
             forward_base_bytes=block.forward_base_bytes + total,
-            backward_base_bytes=block.backward_base_bytes
-            + (total - (total - rest) // shards + largest.get(block.name, 0)),  # the profile has this pass's own shards
+            backward_base_bytes=block.backward_base_bytes + nbytes,
+            checkpoint_base_bytes=block.checkpoint_base_bytes + nbytes,
         )
-        for block, rest in zip(profile.blocks, before, strict=False)
+        for block, nbytes in zip(profile.blocks, more, strict=True)
     )
     return replace(
         profile, blocks=blocks, head_base_bytes=profile.head_base_bytes + total,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError, first_line
 from ebbtide.base.extras import check_installed
@@ -56,7 +56,8 @@ def main(
     for flag, path, example in (("out", config.out, "plan.json"), ("svg", config.svg, "plan.svg")):
         if path is not None:
             check_writable(Path(path).expanduser(), f"{flag} {path!r}", hint=f"such as --{flag} {example}")
-    subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
+    subject_of: Any = video.VideoSubject if config.recipe == "video" else model.Subject
+    subject = subject_of(config.as_recipe())
     machine = _machine(config, begin)
     begin(f"making {config.name} without weights")
     outline = subject.outline(_dtype(config, machine))
@@ -76,6 +77,7 @@ def main(
     room = limits(
         machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
     )
+    profile = replace(profile, store_bytes=room.store_bytes)
     latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
     known = latest if len(latest) == len(profile.blocks) else None
     found = options(profile, known, room, config.max_slowdown)

@@ -57,9 +57,14 @@ class Limits:
             return "yes" if peak_bytes <= ROOM * self.device_bytes else "barely"
         return "barely" if self.budget_bytes is None and peak_bytes <= self.device_bytes else "no"
 
+    @property
+    def store_bytes(self) -> int | None:
+        """Host memory for the offloaded bytes of a rank; None: they go to disk."""
+        return None if self.host_bytes is None else self.host_bytes // self.ranks
+
     def fits_host(self, rank_bytes: int) -> bool:
-        """Return whether the offloaded bytes of a node's ranks fit into its memory."""
-        return self.host_bytes is None or rank_bytes * self.ranks <= self.host_bytes
+        """Return whether the offloaded bytes of a rank fit into its share."""
+        return self.store_bytes is None or rank_bytes <= self.store_bytes
 
 
 def limits(machine: Machine, gpus: int, *, budget_bytes: int | None, host_bytes: int | None, disk: bool) -> Limits:

@@ -260,7 +260,7 @@ def _notes(result: Result) -> list[str]:
 
 
 def _count(number: int) -> str:
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if number >= size:
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= 0.9995 * size:  # three digits round up to 1
             return f"{number / size:.3g} {word}"
     return str(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
@@ -58,7 +58,8 @@ def pareto(profile: Profile, options: Sequence[Option]) -> Pareto:
         profile: The step that keeps everything.
         options: The rows of the table.
     """
-    search, bound, step = Search(profile), Bound(profile), profile.step_seconds
+    search, step = Search(profile), profile.step_seconds
+    bound = Bound(replace(profile, store_bytes=None))  # options may need more than the store has
     least, most = search.smallest.predicted.peak_bytes, search.everything.predicted.peak_bytes
     auto: list[Point] = []
     for part in range(BUDGETS):
@@ -130,7 +131,7 @@ def svg(found: Pareto, title: str) -> str:
 
 
 def _label(point: Point) -> str:
-    return f"{point.name}: {format_size(point.peak_bytes)}, +{100 * (point.step_ratio - 1):.1f} %"
+    return f"{point.name}: {format_size(point.peak_bytes)}, {100 * (point.step_ratio - 1):+.1f} %"
 
 
 def _dot(x: float, y: float, color: str, title: str, *, radius: float = 4) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.language.tables import check_kinds
 from ebbtide_recipes.sft.roles import NOT_LEARNED, with_known_roles
 from ebbtide_recipes.skeleton.rows import Row
 
@@ -277,19 +278,10 @@ def one_kind(rows: Sequence[Row], name: str) -> str:
     Raises:
         DataError: A column holds text in one row and messages in another.
     """
-    first = rows[0]
-    for number, row in enumerate(rows, start=1):
-        for column, value in row.items():
-            if type(value) is not type(first[column]):
-                raise DataError(
-                    f"row {number} of data set {name!r} has a {type(value).__name__} as {column}, the first row a "
-                    f"{type(first[column]).__name__}",
-                    expected="text in every row, or messages in every row",
-                    hint="split the file in two, or convert one half to the shape of the other",
-                )
+    check_kinds(rows, name, rows[0])
     return "+".join(
         f"{column} (messages)" if isinstance(value, list) and column != "messages" else column
-        for column, value in first.items()
+        for column, value in rows[0].items()
     )
 
 

@@ -119,8 +119,7 @@ def _column(translation: Translation, side: str) -> None:
 
 def _batches(translation: Translation) -> None:
     """Set the micro-batch and how many of them make a step."""
-    if _MICRO in translation.keys:
-        common.micro_batch(translation, _MICRO, common.processes(translation, _MICRO))
+    common.micro_batch(translation, _MICRO)
     batch = translation.number(_TRAIN, least=1)
     if batch is None:
         return

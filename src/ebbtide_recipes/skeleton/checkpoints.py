@@ -4,7 +4,8 @@
 A checkpoint has many files, written by several processes, any of which may be killed. When all files are written, the
 main process writes ``ebbtide.json``: their names and sizes, the step, the number of processes, and what the order of
 rows depends on. A folder without this seal, or different from it, is never resumed from. An older checkpoint is removed
-only after a newer one has its seal, and loses its own seal first.
+only after a newer one has its seal, and loses its own seal first. File systems remove at once and write data later:
+each process flushes the files to the disk before the seal, or a node that crashes would lose the old and the new.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
 import shutil
 import uuid
@@ -38,7 +40,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "PytorchStreamWriter failed writing")
+_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota", "Writer failed writing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,31 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int, rows
     draft = folder / f"{SEAL}.part"
     order = _order(config, world_size, rows)
     draft.write_text(json.dumps({"schema": 1, **facts, "order": order, "files": files}, indent=1) + "\n")
+    _flush(draft)
     draft.replace(folder / SEAL)
+    for path in (folder, folder.parent):
+        _flush(path)
+
+
+def flush(folder: Path) -> None:
+    """Write the files of a checkpoint that this machine still has in memory to the disk, before the seal."""
+    for place, _, files in os.walk(folder):
+        for path in (*(Path(place) / name for name in files), Path(place)):
+            _flush(path)
+
+
+def _flush(path: Path) -> None:
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # another process's draft, which now has its name
+        return
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that flushes no folders
+            raise
+    finally:
+        os.close(opened)
 
 
 def _order(config: RecipeConfig, processes: int, rows: int | None) -> dict[str, Any]:
@@ -127,20 +153,21 @@ def resumes(config: RecipeConfig) -> bool:
 
 
 def set_aside_later(config: RecipeConfig) -> None:
-    """Rename the checkpoints beyond the one to resume from, which ``latest`` and ``prune`` would take for newer."""
+    """Rename the checkpoints beyond the one to resume from, which ``latest`` and ``prune`` would take for newer.
+
+    That one may be of another folder, or a copy with a name of its own: the step is its seal's.
+    """
     name, output = config.resume_from_checkpoint or "none", Path(config.output_dir).expanduser()
     if not resumes(config) or name.lower() in LATEST:
         return
-    begin = Path(name).expanduser().resolve()
-    if begin.parent != output.resolve():
-        return
+    step = _named(Path(name).expanduser()).step
     for path in _folders(output):
-        if _step(path) > _step(begin):
+        if _step(path) > step:
             aside = path.with_name(f"{ASIDE}{path.name}")
             if aside.exists():
                 remove(aside)
             path.rename(aside)
-            LOGGER.warning("the run is resumed at step %d: %s is set aside as %s", _step(begin), path, aside.name)
+            LOGGER.warning("the run is resumed at step %d: %s is set aside as %s", step, path, aside.name)
 
 
 def find(config: RecipeConfig, *, world_size: int | None = None, rows: int | None = None) -> Path | None:
@@ -164,6 +191,8 @@ def find(config: RecipeConfig, *, world_size: int | None = None, rows: int | Non
         if sealed is None:
             LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", output)
             return None
+        for path in (path for path in _folders(output) if world_size is not None and _step(path) > sealed.step):
+            LOGGER.warning("%s %s: %s is resumed", path, read_seal(path)[1], sealed.folder)
     else:
         sealed = _named(Path(name).expanduser())
     _check_kind(sealed, config)
@@ -195,28 +224,35 @@ def prune(folder: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; its seal goes first, so that it never looks complete."""
+    """Remove a checkpoint; its seal goes first, so that it never looks complete. Of a link only the link is removed."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / SEAL).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def not_saved(error: Exception, what: Path, output: Path) -> Exception:
-    """Return the error to raise after a failed save: a full disk, or the original.
+def not_saved(error: Exception, what: Path, output: Path) -> DiskFullError | None:
+    """Return the error to raise after a save that failed for a full disk; ``None``: it failed for another reason.
 
     Args:
         error: The original.
         what: What was being written.
         output: The run's output folder.
     """
-    full = (isinstance(error, OSError) and error.errno in _FULL) or any(w in str(error) for w in _FULL_WORDS)
-    if not full:
-        return error
+    if not says_full(error):
+        return None
     remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
     return DiskFullError(
         f"{what} could not be written: {first_line(error)}",
         expected="room for it on the disk",
         hint=f"free some space, or {remedy}; {resumable(output)}",
     )
+
+
+def says_full(error: Exception) -> bool:
+    """Whether an error means a full disk; libraries say it in words."""
+    return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
 
 
 def resumable(output: Path) -> str:
@@ -295,6 +331,11 @@ def _sharding_hint(sharding: str) -> str:
     if sharding == "none":
         return "--fsdp_strategy none"
     return f"--fsdp_strategy full_shard --fsdp_version {sharding[-1]}"
+
+
+def written(folder: Path) -> list[Path]:
+    """Return all checkpoints that runs wrote into a folder: complete or not, set aside or not."""
+    return [path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name.removeprefix(ASIDE))]
 
 
 def _folders(folder: Path) -> Sequence[Path]:

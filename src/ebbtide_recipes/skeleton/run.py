@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import os
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
-from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
+from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
@@ -48,10 +48,11 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     config = check(recipe, config)
     for package in recipe.packages:
         require(package, extra=recipe.extra, use=f"the {recipe.name} recipe")
-    folder = claim(config)
     rank = int(os.environ["RANK"]) if launch.is_rank() else 0
-    resuming = checkpoints.resumes(config)
-    with logging_to(folder, config.log_level, append=resuming, rank=rank), quiet_hosts():
+    with ExitStack() as claimed:
+        folder = claim(config, claimed)
+        claimed.enter_context(logging_to(folder, config.log_level, append=checkpoints.resumes(config), rank=rank))
+        claimed.enter_context(quiet_hosts())
         for name in config.without_effect():
             LOGGER.warning(
                 "--%s has no effect here: the mode is %s, train_type %s, lr_scheduler_type %s",
@@ -73,9 +74,10 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
     Returns:
         The finished trainer; ``None`` if there was nothing to train.
     """
-    prepared = False
+    recorded = prepared = False
     try:
         with _record(recipe, config, folder):
+            recorded = True
             trainer = _prepared(recipe, config)
             if trainer is not None:
                 prepared = True
@@ -86,7 +88,7 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
             LOGGER.info("%s is complete: --resume_from_checkpoint latest continues from it", complete[-1].folder)
         raise
     finally:
-        if not prepared and launch.is_main():
+        if recorded and not prepared and launch.is_main():
             # A run that never began must not block the next.
             for name in (EVENTS_FILE, SUMMARY_FILE):
                 (folder / name).unlink(missing_ok=True)
@@ -174,12 +176,18 @@ def _check_output(config: RecipeConfig) -> None:
         )
 
 
-def claim(config: RecipeConfig) -> Path:
-    """Create the output folder and its log; rename the record of a resumed run."""
+def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
+    """Create the output folder and its log; rename the record of a resumed run.
+
+    Args:
+        config: As ``check`` returned it.
+        claimed: Holds, while it is open, the lock on the folder.
+    """
     folder = Path(config.output_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if launch.is_main():
+            claimed.enter_context(only_writer(folder))
             (folder / LOG_FILE).touch()
             _put_aside(config, folder)
     except OSError as error:
@@ -199,13 +207,12 @@ def _put_aside(config: RecipeConfig, folder: Path) -> None:
     events = folder / EVENTS_FILE
     if checkpoints.resumes(config):
         if events.exists():
-            number = len(list(folder.glob("run-*.jsonl"))) + 1
-            events.rename(folder / f"run-{number}.jsonl")
-        checkpoints.set_aside_later(config)
+            put_record_aside(folder)
     elif config.overwrite_output_dir and (events.exists() or checkpoints.complete(folder)):
-        own = ("checkpoint-*", f"{checkpoints.ASIDE}checkpoint-*", "run-*.jsonl")
-        for path in [path for pattern in own for path in folder.glob(pattern)]:
-            checkpoints.remove(path) if path.is_dir() else path.unlink()
+        for path in checkpoints.written(folder):
+            checkpoints.remove(path)
+        for path in records_aside(folder).values():
+            path.unlink()
 
 
 def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer | None:
@@ -248,6 +255,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
             )
             if found is not None:
                 LOGGER.info("resuming from %s", found)
+                if launch.is_main():  # not earlier: a run that fails while it loads must leave them
+                    checkpoints.set_aside_later(config)
             trainer.train(resume_from_checkpoint=None if found is None else str(found))
             if config.save:
                 save(trainer, folder)  # before the evaluation: if that fails, the trained model is not lost

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
 from ebbtide.store.allocator import trim_heap
+from ebbtide.track.parts import held_bytes, model_bytes, optimizer_parts
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument
@@ -146,14 +147,18 @@ class RecordedTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
             self.save_more(folder)
+            checkpoints.flush(folder)
+            self.accelerator.wait_for_everyone()
+            if main:
+                size, rows = self.args.world_size, len(self.train_dataset)
+                checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
         except Exception as error:
             if main:
                 checkpoints.remove(folder)
-            raise checkpoints.not_saved(error, folder, output) from error
-        self.accelerator.wait_for_everyone()
+            if full := checkpoints.not_saved(error, folder, output):
+                raise full from error
+            raise
         if main:
-            size, rows = self.args.world_size, len(self.train_dataset)
-            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
 
@@ -165,24 +170,22 @@ class RecordedTrainer(Trainer):
 
     _parts_emitted = False
 
-    def weight_bytes(self) -> dict[str, int]:
-        """Return the bytes of weights on this process, by part of the model."""
-        return {"model": bytes_of(self.model.parameters())}
+    def models(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """Return the parts of the model whose weights are reported, by name."""
+        return [("model", self.model)]
 
     def _emit_parts(self) -> None:
-        """Report the bytes of models and optimizer on this process, once they all exist."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        BUS.emit(
-            "parts",
-            step=self.state.global_step,
-            weights=self.weight_bytes(),
-            gradient_bytes=bytes_of(p for p in self.model.parameters() if p.requires_grad),
-            optimizer_bytes=bytes_of(value for value in states if isinstance(value, torch.Tensor)),
-            average_bytes=self.average_bytes(),
-        )
+        """Report the device memory of models and optimizer on this process, once they all exist."""
+        own = {
+            "weights": model_bytes((name, part.parameters()) for name, part in self.models()),
+            # The gradients are already freed; they are as large as what is trained.
+            "gradient_bytes": held_bytes(p for p in self.model.parameters() if p.requires_grad),
+            "average_bytes": self.average_bytes(),
+        }
+        BUS.emit("parts", step=self.state.global_step, **{**optimizer_parts([self.optimizer]), **own})
 
     def average_bytes(self) -> int:
-        """Return the bytes of a moving average of the weights, if the recipe keeps one."""
+        """Return the device memory of a moving average of the weights, if the recipe keeps one."""
         return 0
 
     def save_more(self, folder: Path) -> None:
@@ -234,7 +237,7 @@ class RecordedTrainer(Trainer):
         self.model.load_state_dict(saved.state_dict())
 
 
-def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
+def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict[str, Any]:
     """Return the arguments of transformers' trainer that every recipe sets.
 
     Every argument that could make two modes differ, write files or send telemetry is set here: TRL's defaults enable
@@ -242,6 +245,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
 
     Args:
         config: As ``sharding.resolved`` returned it.
+        shards: How many processes share the weights in hybrid sharding; ``None``: those of a node.
 
     Raises:
         ConfigError: A tracker is unknown or not installed.
@@ -262,7 +266,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
         "max_grad_norm": config.max_grad_norm,
         **_checkpointing(on=config.mode == "checkpointing"),
         **sharding.trainer_settings(config),
-        **_hybrid(config),
+        **_hybrid(config, shards),
         "bf16": config.bf16,
         "fp16": config.fp16,
         "ddp_timeout": config.ddp_timeout,
@@ -301,15 +305,15 @@ def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
     return arguments
 
 
-def _hybrid(config: RecipeConfig) -> dict[str, Any]:
-    """Return the mesh of FSDP2's hybrid sharding: shards within a node, copies across nodes."""
+def _hybrid(config: RecipeConfig, shards: int | None) -> dict[str, Any]:
+    """Return the mesh of FSDP2's hybrid sharding, by default shards within a node and copies across nodes."""
     if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
         return {}
     from accelerate.parallelism_config import ParallelismConfig
 
     world = launch.world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)}
+    shards = shards or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // shards, dp_shard_size=shards)}
 
 
 def _check_trackers(names: Sequence[str]) -> None:
@@ -353,11 +357,6 @@ def _fields(model: Any) -> dict[str, Any]:
     return {} if config is None else vars(config)
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors on this process; of sharded tensors, those of its shards."""
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
-
-
 def save(trainer: RecordedTrainer, folder: Path) -> None:
     """Write the trained weights (or only the adapters) and the tokenizer; sharded weights are gathered first.
 
@@ -369,4 +368,6 @@ def save(trainer: RecordedTrainer, folder: Path) -> None:
     try:
         trainer.save_model(str(folder))
     except Exception as error:
-        raise checkpoints.not_saved(error, folder, folder) from error
+        if full := checkpoints.not_saved(error, folder, folder):
+            raise full from error
+        raise

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from ebbtide.base.errors import DataError
+from ebbtide.track.parts import held_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -31,8 +32,8 @@ class Average(TrainerCallback):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the average."""
-        return sum(_local(t).nbytes for t in self._average.shadow_params) if self._average is not None else 0
+        """Device memory of the average."""
+        return held_bytes(self._average.shadow_params) if self._average is not None else 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

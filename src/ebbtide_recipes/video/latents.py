@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ebbtide.base.errors import DataError, DiskFullError
+from ebbtide_recipes.skeleton.checkpoints import says_full
 from ebbtide_recipes.video.buckets import Bucket, bucket_for
 from ebbtide_recipes.video.data import Clip
 from ebbtide_recipes.video.families import Text, check_size
@@ -32,7 +33,6 @@ from ebbtide_recipes.video.source import Source, phase
 LOGGER = logging.getLogger("ebbtide.video")
 
 MANIFEST = "latents.json"
-_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +325,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> Non
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
-        if not any(word in str(error) for word in _FULL_WORDS):
+        if not says_full(error):
             raise
         free = shutil.disk_usage(path.parent).free
         raise DiskFullError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.skeleton.trainer import RecordedTrainer, bytes_of, made, shared_arguments
+from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, shared_arguments
 from ebbtide_recipes.video import export, samples
 from ebbtide_recipes.video.buckets import BucketSampler
 from ebbtide_recipes.video.distill import Distillation
@@ -132,12 +133,12 @@ class VideoTrainer(RecordedTrainer):
         if self.showing.every is not None and self.state.global_step % self.showing.every == 0:
             self.show()
 
-    def weight_bytes(self) -> dict[str, int]:
-        """Return the bytes of weights on this process, by model."""
-        return {name: bytes_of(part.parameters()) for name, part in self.module.named_children()}
+    def models(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """Return the models inside the module."""
+        return self.module.named_children()
 
     def average_bytes(self) -> int:
-        """Return the bytes of the moving average; 0 without one."""
+        """Return the device memory of the moving average; 0 without one."""
         return 0 if self.average is None else self.average.bytes
 
     def show(self) -> None:
@@ -166,10 +167,13 @@ class VideoTrainer(RecordedTrainer):
             BUS.emit("phase", name="sample", edge="end", step=None)
             model.train(training)
         if self.args.should_save:
-            samples.write(
-                made, self.showing.prompts, self.showing.source, Path(self.args.output_dir), self.showing.sampling,
-                step=step, device=self.args.device, dtype=self.showing.dtype,
-            )  # fmt: skip
+            try:
+                samples.write(
+                    made, self.showing.prompts, self.showing.source, Path(self.args.output_dir), self.showing.sampling,
+                    step=step, device=self.args.device, dtype=self.showing.dtype,
+                )  # fmt: skip
+            except OSError as error:  # such as a full disk, which must not end a training run
+                LOGGER.warning("samples after step %d could not be written: %s", step, error)
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -243,28 +247,20 @@ def arguments(config: VideoConfig) -> TrainingArguments:
         "ddp_find_unused_parameters": config.distill,
         "label_names": [],
     }
-    return made(TrainingArguments, shared_arguments(config) | own | _mesh(config))
+    return made(TrainingArguments, shared_arguments(config, shards=_shards(config)) | own)
 
 
-def _mesh(config: VideoConfig) -> dict[str, Any]:
-    """Return the mesh that ``--hsdp_shard_dim`` and ``--hsdp_replicate_dim`` name."""
-    from ebbtide_recipes.skeleton import launch
-
-    shards, copies = config.hsdp_shard_dim or 1, config.hsdp_replicate_dim or 1
-    if config.hsdp_shard_dim is None and config.hsdp_replicate_dim is None:
-        return {}
-    world = launch.world_size()
-    if shards * copies != world and config.hsdp_shard_dim is not None and config.hsdp_replicate_dim is not None:
+def _shards(config: VideoConfig) -> int | None:
+    """Return how many processes share the weights, by FastVideo's flags; ``None``: neither is set."""
+    copies, world = config.hsdp_replicate_dim, launch.world_size()
+    shards = config.hsdp_shard_dim or (max(1, world // copies) if copies else None)
+    if shards and copies and shards * copies != world:
         raise ConfigError(
             f"hsdp_shard_dim {shards} and hsdp_replicate_dim {copies} with {world} processes",
             expected="as many processes as shards times copies",
             hint=f"--nproc_per_node {shards * copies}, or leave one of the two out",
         )
-    if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
-        return {}
-    from accelerate.parallelism_config import ParallelismConfig
-
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)}
+    return shards
 
 
 def build(

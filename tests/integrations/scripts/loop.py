@@ -2,6 +2,7 @@
 
 import os
 import sys
+import weakref
 
 import torch
 from torch import nn
@@ -123,6 +124,61 @@ def closure():
             return loss
 
         optimizer.step(compute)
+
+
+def iterated():
+    """Losses passed as an iterator."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches():
+        losses = [model(x).square().mean()]
+        torch.autograd.backward(iter(losses))
+        assert model.head.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def actor_critic():
+    """Two models on one trunk."""
+    trunk = Layers(32)
+    actor, critic = nn.Sequential(trunk, nn.Linear(32, 4)), nn.Sequential(trunk, nn.Linear(32, 1))
+    optimizer = torch.optim.SGD([*trunk.parameters(), *actor[1].parameters(), *critic[1].parameters()], lr=0.1)
+    for x in batches():
+        (actor(x).square().mean() + critic(x).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def folds():
+    """A model and an optimizer for each fold."""
+    models = weakref.WeakSet()
+
+    def fold():
+        model = Layers()
+        models.add(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in batches(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(int(sys.argv[2]) if sys.argv[2:] else 2):
+        fold()
+    print("models left:", len(models))
+
+
+def method():
+    """A method of the model calls its layers."""
+    model = Layers()
+    model.layers.extend(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches(2):
+        x = model.embedding(x)
+        for layer in model.layers:
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def adversaries():

@@ -39,9 +39,29 @@ def test_an_interrupt_while_a_child_starts_ends_it(
 
     monkeypatch.setattr(children.subprocess, "Popen", interrupted)
     with terminate_as_interrupt(), pytest.raises(error):
-        Child(WAITING, tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+        Child(WAITING, tmp_path / "run", environment=os.environ)
     assert len(started) == 1
     assert started[0].returncode not in (None, 0)  # 1: Python itself was interrupted while it started
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_schedulers_signal_ends_a_command_unless_its_handler_was_set(number: int) -> None:
+    """Its default action would end the launcher and leave the ranks."""
+    before = signal.getsignal(number)
+    came: list[int] = []
+    try:
+        signal.signal(number, lambda number, _frame: came.append(number))
+        with terminate_as_interrupt():
+            os.kill(os.getpid(), number)
+        assert came == [number]
+        signal.signal(number, signal.SIG_DFL)
+        with terminate_as_interrupt():
+            assert signal.getsignal(number) is not signal.SIG_DFL
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_interrupts_wait_and_come_once() -> None:
@@ -103,7 +123,7 @@ def test_a_child_runs_alone_where_the_folder_can_hold_no_pipe(tmp_path: Path, mo
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
 
     monkeypatch.setattr(children.os, "mkfifo", refused)
-    child = Child([sys.executable, "-c", ""], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+    child = Child([sys.executable, "-c", ""], tmp_path / "run", environment=os.environ)
     child.permit_step()
     ended = child.follow(lambda: False)
     assert ended is not None and ended.code == 0
@@ -114,7 +134,7 @@ def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) 
     script.write_text("echo training\n")
     script.chmod(0o755)
     with pytest.raises(ConfigError, match=r"train\.sh.* cannot be started.*\n?.*hint: .*try sh "):
-        Child([str(script)], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+        Child([str(script)], tmp_path / "run", environment=os.environ)
     with pytest.raises(ConfigError, match="cannot be started"):
         run_module._wait_for([str(script)], dict(os.environ))
 
@@ -154,6 +174,16 @@ def test_a_hangup_that_was_ignored_stays_so() -> None:
 def test_an_empty_record_leaves_the_commands_exit_code(tmp_path: Path) -> None:
     script = f"import sys; open({str(tmp_path / 'run.jsonl')!r}, 'w').close(); sys.exit(9)"
     assert run_module.run(["--out", str(tmp_path), "--", sys.executable, "-I", "-c", script]) == 9
+
+
+def test_a_job_that_is_started_again_keeps_the_earlier_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run.jsonl", "run-1.jsonl", "notes.jsonl"):
+        (tmp_path / name).write_text(f'{{"t": 0, "event": "{name}"}}\n')
+    assert run_module.run(["--out", str(tmp_path), "--", "true"]) == 0
+    assert f"the record of an earlier run in {tmp_path} is kept as run-2.jsonl" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run-1.jsonl", "run-2.jsonl"}
 
 
 def test_a_directory_on_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ class Round:
         run_round(
             starts,
             progress,
-            sample_seconds=0.01,
             ended=ended or self.outcomes.__setitem__,
             lockstep=lockstep,
             report=self.reasons.append,

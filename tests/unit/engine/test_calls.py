@@ -27,9 +27,9 @@ BLOCK = Block(name="chain", kind="chain", index=0, count=1, weights=tuple)
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        pytest.param(Keep(), 12, id="keep"),
-        pytest.param(Offload(), 59, id="offload"),
-        pytest.param(Minimal(), 55, id="recompute"),
+        pytest.param(Keep(), 11, id="keep"),
+        pytest.param(Offload(), 40, id="offload"),
+        pytest.param(Minimal(), 42, id="recompute"),
     ],
 )
 def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:

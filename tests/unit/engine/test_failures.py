@@ -28,6 +28,7 @@ from tests.helpers.engines import (
     open_engine,
 )
 from tests.helpers.oracle import same_bits
+from tests.helpers.slots import park
 
 ERRORS = [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError]
 
@@ -132,9 +133,7 @@ def test_an_exception_of_the_model(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("when", [0, 1, 3])
-@pytest.mark.parametrize(
-    "hook", ["pack", "unpack", "begin_block", "end_block", "restorer.begin_block", "restorer.read"]
-)
+@pytest.mark.parametrize("hook", ["pack", "unpack", "__init__", "end_block", "restorer.begin_block", "restorer.read"])
 def test_an_exception_in_a_hook(
     hook: str, when: int, error: type[BaseException], data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
@@ -143,7 +142,7 @@ def test_an_exception_in_a_hook(
 
     x, w, expected = data
     part, _, name = hook.rpartition(".")
-    owner: Any = Restorer if part else BlockRun if hook == "pack" else Engine
+    owner: Any = Restorer if part else BlockRun if hook in ("pack", "__init__") else Engine
     with open_engine(REMAKE, rate=100.0) as engine:
         assert same_bits(step(engine, x, w), expected)
         bomb = Bomb(error, when)
@@ -195,17 +194,17 @@ def test_an_exception_in_the_middle_of_a_hook(
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("call", ["park", "take", "prefetch", "wait_parked"])
+@pytest.mark.parametrize("call", ["park_all", "take", "prefetch", "wait_parked"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DiskFullError])
 def test_an_exception_of_the_store(
     call: str, when: int, error: type[BaseException], tier: str, data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
     x, w, expected = data
     with open_engine("offload", tier, rate=100.0, window_bytes=200) as engine:
-        slot = type(engine.tier.park(torch.zeros(64, dtype=torch.uint8)))
+        slot = type(park(engine.tier, torch.zeros(64, dtype=torch.uint8)))
         bomb = Bomb(error, when)
         with monkeypatch.context() as patch:
-            owner: Any = type(engine.tier) if call == "park" else slot
+            owner: Any = slot if call == "take" else type(engine.tier)
             patch.setattr(owner, call, around(bomb, getattr(owner, call)))
             try:
                 got = step(engine, x, w)
@@ -258,7 +257,7 @@ def test_a_model_that_fails_in_a_submodule_forgets_where_it_was() -> None:
 def test_verify_sees_one_wrong_byte(policy: str, tier: str, monkeypatch: Any) -> None:
     x, w = leaf(6, 8), leaf(8, 8, parameter=True)
     with open_engine(policy, tier, rate=1e12, window_bytes=1, verify=True) as engine:
-        slot = type(engine.tier.park(torch.zeros(64, dtype=torch.uint8)))
+        slot = type(park(engine.tier, torch.zeros(64, dtype=torch.uint8)))
         step(engine, x, w)
         intact = slot.take
 
@@ -321,13 +320,14 @@ def test_a_change_in_place_of_what_stays_names_the_block(kept: str) -> None:
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_that_an_interrupt_kept_from_its_hooks_holds_nothing(block: int, monkeypatch: Any) -> None:
     """Between a block's beginning and its hooks nobody but the pass knows the run, and the run holds itself."""
+    from ebbtide.engine.run import begin_block
     from ebbtide.wrap import attach
     from tests.helpers.handles import training
 
     begun: list[object] = []
 
     def struck(self: Any) -> Any:
-        run = self._engine.begin_block(self._block, self._inputs)
+        run = begin_block(self._engine, self._block, self._inputs)
         if len(begun) == block:
             raise KeyboardInterrupt
         begun.append(run.block.name)

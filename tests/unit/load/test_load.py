@@ -678,3 +678,17 @@ def test_a_save_that_fails_leaves_what_was_there_and_no_drafts(tmp_path: Path, m
     assert [file.name for file in tmp_path.glob("*.part")] == ["model.safetensors.part"]
     ebbtide.save_sharded(model, tmp_path, max_file_bytes=100)
     assert sorted(file.name for file in tmp_path.iterdir()) == before
+
+
+def test_a_model_of_more_files_than_a_process_may_open_is_saved(tmp_path: Path) -> None:
+    import resource
+
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(40)])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.dup(1))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 8, limits[1]))
+    try:
+        ebbtide.save_sharded(model, tmp_path, max_file_bytes=64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -55,6 +56,14 @@ def test_what_must_stay_cannot_leave() -> None:
     profile = alike(1, (unit("stays", 10, movable=False), unit("leaves", 10)), rates)
     assert Bound(profile).least(9)[0] == math.inf
     assert Bound(profile).least(10)[0] < math.inf
+
+
+def test_no_more_crosses_than_the_store_holds() -> None:
+    profile = alike(2, (unit("a", 10, 1.0), unit("never", 10)), SLOW, forward=100.0)
+    assert Bound(profile).least(0) == (0, 40)
+    recomputed, moved = Bound(replace(profile, store_bytes=30)).least(0)
+    assert moved == 30 and recomputed == pytest.approx(1.0)
+    assert Bound(replace(profile, store_bytes=19)).least(0)[0] == math.inf
 
 
 @given(profiles(), st.floats(0, 1))

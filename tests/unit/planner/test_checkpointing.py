@@ -11,8 +11,8 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.planner.checkpointing import checkpointed, checkpointed_peak
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import fit, shrink, smallest
-from tests.helpers.profiles import alike, unit
+from ebbtide.planner.solve import Search, keep_everything
+from tests.helpers.profiles import alike, fit, shrink, unit
 
 FAST = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 
@@ -47,8 +47,6 @@ def test_a_larger_early_block_may_hold_the_peak() -> None:
 
 
 def test_it_never_takes_more_memory_than_keeping_everything_where_inputs_are_saved() -> None:
-    from ebbtide.planner.solve import keep_everything
-
     for count in (1, 2, 9):
         assert checkpointed_peak(profile(count)) <= keep_everything(profile(count)).peak_bytes
 
@@ -123,5 +121,5 @@ def test_the_smallest_peak_may_be_checkpointings() -> None:
     units = (dataclasses.replace(unit("input", 10), block_input=True), unit("other", 90, movable=False))
     only = able(alike(8, units, SLOW, beside=7))
     peak_bytes = checkpointed_peak(only)
-    assert smallest(only).predicted.peak_bytes <= peak_bytes
+    assert Search(only).smallest.predicted.peak_bytes <= peak_bytes
     assert fit(only, peak_bytes).predicted.peak_bytes <= peak_bytes

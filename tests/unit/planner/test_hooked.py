@@ -9,8 +9,7 @@ import pytest
 from ebbtide.base.actions import Action
 from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Profile, Rates
-from ebbtide.planner.solve import shrink
-from tests.helpers.profiles import alike, unit
+from tests.helpers.profiles import alike, shrink, unit
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=10 * MB, in_bytes_per_second=10 * MB)

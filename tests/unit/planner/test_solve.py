@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +15,8 @@ from ebbtide.planner.bound import Bound
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.sites import _spread
-from ebbtide.planner.solve import Search, fit, shrink
-from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
+from ebbtide.planner.solve import Search
+from tests.helpers.profiles import alike, fit, profiles, qwen3_8b, shrink, unit
 
 FAST = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 
@@ -42,6 +44,34 @@ def test_a_slowdown_holds(profile: Profile, slowdown: float) -> None:
     found = shrink(profile, slowdown)
     assert found.predicted.overhead_seconds <= slowdown * profile.step_seconds * (1 + 1e-6) + 1e-9
     assert found.predicted.kept_bytes <= profile.saved_bytes
+
+
+@settings(max_examples=60)
+@given(profiles(), st.sampled_from([0, 1, 64, 500, 2000]), st.floats(0, 1.2), st.sampled_from([0.0, 0.5, 10.0]))
+def test_no_plan_offloads_more_than_the_store_holds(
+    profile: Profile, store_bytes: int, share: float, slowdown: float
+) -> None:
+    """Not even if executions of one block share their actions, and a plan remains if it holds nothing."""
+    blocks = [replace(block, name=f"b{place % 2}") for place, block in enumerate(profile.blocks)]
+    for step in (profile, replace(profile, blocks=tuple(blocks))):
+        step = replace(step, store_bytes=store_bytes)
+        found = [Search(step).smallest, shrink(step, slowdown)]
+        found += [fit(step, max(int(share * peak_of_everything_kept(step)), found[0].predicted.peak_bytes))]
+        for each in found:
+            assert each.predicted.moved_bytes <= store_bytes
+            assert each.bound_seconds <= each.predicted.overhead_seconds + 1e-9
+            assert simulate(step, each.assignment) == each.predicted
+
+
+@pytest.mark.parametrize("part", [0.5, 0.25, 0.0])
+def test_within_a_small_store_there_is_a_plan_that_recomputes(part: float) -> None:
+    profile = qwen3_8b(32768)
+    free = shrink(profile, 0.05)
+    store_bytes = int(part * free.predicted.moved_bytes)
+    found = shrink(replace(profile, store_bytes=store_bytes), 0.05).predicted
+    assert 0.95 * store_bytes <= found.moved_bytes <= store_bytes < free.predicted.moved_bytes
+    assert found.overhead_seconds <= 0.05 * profile.step_seconds * (1 + 1e-6)
+    assert free.predicted.peak_bytes < found.peak_bytes < 0.9 * peak_of_everything_kept(profile)
 
 
 @given(profiles())

@@ -12,9 +12,8 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import DataError
 from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Rates
-from ebbtide.planner.solve import fit, shrink
 from ebbtide.planner.table import TablePlan, load_plan, table_plan
-from tests.helpers.profiles import alike, unit
+from tests.helpers.profiles import alike, fit, shrink, unit
 
 PROFILE = alike(
     4,

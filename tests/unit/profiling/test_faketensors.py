@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator
 
 import pytest
@@ -44,6 +45,23 @@ def test_a_product_costs_its_flop_and_an_addition_its_bytes(machine: FakeMachine
     before = machine.timestamp(None)
     _ = half @ half
     assert took(machine, before) == pytest.approx(max(2e9 / 1e9, 3 * 2e6 / 1e6))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_grouped_product_costs_its_flop(machine: FakeMachine, transposed: bool) -> None:
+    rows, ends = fake(512, 64, dtype=torch.bfloat16), torch.tensor([128, 256, 384, 512], dtype=torch.int32)
+    others = fake(512, 256, dtype=torch.bfloat16) if transposed else fake(4, 64, 256, dtype=torch.bfloat16)
+    machine._machine = dataclasses.replace(MACHINE, memory_bytes_per_second=1e12)
+    before = machine.timestamp(None)
+    made = torch.ops.aten._grouped_mm(rows.t() if transposed else rows, others, ends)
+    assert made.shape == ((4, 64, 256) if transposed else (512, 256))
+    assert took(machine, before) == pytest.approx(2 * 512 * 64 * 256 / 1e9)
+    if not transposed:
+        pytest.importorskip("transformers.integrations.moe")
+        before = machine.timestamp(None)
+        torch.ops.transformers.grouped_mm_fallback(rows, others, ends)
+        torch.ops.transformers.grouped_mm_fallback_backward(rows, others, ends, made)
+        assert took(machine, before) == pytest.approx(3 * 2 * 512 * 64 * 256 / 1e9)
 
 
 def test_views_and_empty_memory_cost_nothing(machine: FakeMachine) -> None:

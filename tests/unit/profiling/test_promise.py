@@ -18,7 +18,7 @@ from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import smallest
+from ebbtide.planner.solve import Search
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
@@ -772,6 +772,21 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
         devices.append(int((1 + FRAGMENTS) * 1.01 * peak))
 
 
+def test_a_plan_offloads_no_more_than_host_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.store_bytes", lambda tier: 250 * MB)
+    plan = planned(Auto(max_slowdown=1.0))
+    assert plan.table is not None and plan.table.predicted.moved_bytes == 200 * MB
+    assert plan.table.predicted.kept_bytes == 200 * MB
+
+
+def test_a_plan_spills_only_where_no_other_fits_the_budget() -> None:
+    """The disk behind host memory is slower, and how much is not known."""
+    profile = replace(alike(4, (make_unit("a", 100 * MB),), RATES, window_bytes=MB), store_bytes=200 * MB)
+    for budget, spills in ((350 * MB, False), (250 * MB, True)):
+        found = fit_with_reserve(profile, budget).predicted
+        assert found.peak_bytes <= budget and (found.moved_bytes > 200 * MB) is spills
+
+
 def test_a_budget_above_what_the_device_has_is_that_of_the_device(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -844,7 +859,7 @@ def test_a_part_of_the_budget_is_left_free() -> None:
 
 def test_where_the_reserve_cannot_be_had_the_plan_takes_the_least_memory() -> None:
     profile = alike(4, tuple(make_unit(f"a{i}", MB) for i in range(5)), RATES, window_bytes=MB)
-    least = smallest(profile).predicted.peak_bytes
+    least = Search(profile).smallest.predicted.peak_bytes
     assert fit_with_reserve(profile, least).predicted.peak_bytes == least
     with pytest.raises(BudgetError, match="memory_budget is"):
         fit_with_reserve(profile, least - 1)

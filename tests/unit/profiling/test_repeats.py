@@ -76,7 +76,7 @@ def assert_same(one: Profile, other: Profile) -> None:
         for found in (one, other)
     ]
     assert shown[0] == shown[1]
-    for name in ("forward_base_bytes", "backward_base_bytes"):
+    for name in ("forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes"):
         assert [getattr(b, name) for b in one.blocks] == [getattr(b, name) for b in other.blocks]
     assert one.head_base_bytes == other.head_base_bytes
 

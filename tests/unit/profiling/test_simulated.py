@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import BlocksError, BudgetError, ConfigError, DataError
 from ebbtide.config import Options
+from ebbtide.planner.checkpointing import checkpointed, checkpointed_peak
 from ebbtide.planner.machines import MACHINES, Machine, machine_named
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.profile import BlockProfile, Profile
+from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import TablePlan
 from ebbtide.profiling.faketensors import FakeMachine, without_bytes
 from ebbtide.profiling.measured import MeasuredPlan
@@ -134,11 +139,15 @@ class Net(nn.Module):
         return x
 
 
-def plain_peak(net: nn.Module, *shape: int) -> int:
-    """Count the peak of a plain step of a model without the engine."""
+def plain_peak(net: nn.Module, *shape: int, checkpointed: bool = False) -> int:
+    """Count the peak of a step of a model without the engine: plain, or with its layers under torch's checkpoint."""
     with without_bytes():
         twin = copy.deepcopy(net, {id(p): nn.Parameter(torch.empty(p.shape)) for p in net.parameters()})
         x = torch.empty(shape)
+        for layer in twin.layers if checkpointed else ():  # type: ignore[union-attr]
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )  # fmt: skip
         machine = FakeMachine(H200, sum(p.nbytes for p in twin.parameters()) + x.nbytes)
         machine.ignore([*twin.parameters(), x])
         with machine:
@@ -154,6 +163,35 @@ def test_the_peak_of_keeping_everything_is_that_of_a_plain_step(rows: int) -> No
     assert plan.predicted.kept_bytes == 5 * activation
     # While a block's backward runs its own saved tensors die one by one, which no profile tells.
     assert 0 <= plan.predicted.peak_bytes - plain_peak(net, rows, 64) <= activation
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 512), nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+def test_the_peak_of_checkpointing_is_that_of_a_checkpointed_step(depth: int) -> None:
+    """A checkpointed block has all that it saves at once; the heuristic's step, from which it is predicted, has not."""
+    net, rows = Net(), 4096
+    net.layers = nn.ModuleList(Gated() for _ in range(depth))
+    x = torch.zeros(rows, 64, device="meta")
+    profile = forecast(net, x, H200, job=Job(optimizer_state=0.0), options=Options(min_bytes=0))
+    true = plain_peak(net, rows, 64, checkpointed=True)
+    inputs = [x.nbytes] * depth
+    assert checkpointed_peak(profile, inputs) == pytest.approx(true, rel=0.1)
+    weights = sum(p.nbytes for p in net.parameters())
+    assert checkpointed_peak(profile, inputs) >= weights + sum(inputs) + profile.blocks[0].saved_bytes - x.nbytes
+    able = dataclasses.replace(profile, blocks=tuple(map(_able, profile.blocks)))
+    assert simulate(able, checkpointed(able, depth, Action.KEEP)).peak_bytes == pytest.approx(true, rel=0.1)
+
+
+def _able(block: BlockProfile) -> BlockProfile:
+    return dataclasses.replace(block, checkpointable=True)
 
 
 def test_weights_gradients_and_state_are_divided_among_shards() -> None:
@@ -272,7 +310,7 @@ def test_a_plan_fits_the_machine_or_is_refused() -> None:
     small = dataclasses.replace(H200, memory_bytes=int(1.2 * (least + most) / 2))
     plan = plan_of(net, x, machine=small, policy=ebbtide.Auto(max_slowdown=0.0))
     assert 1.2 * plan.predicted.peak_bytes <= small.memory_bytes
-    with pytest.raises(BudgetError, match="the device has .* for fragments"):
+    with pytest.raises(BudgetError, match="the device has .*, less a sixth for fragments"):
         plan_of(net, x, machine=dataclasses.replace(H200, memory_bytes=least // 2))
 
 
@@ -408,3 +446,8 @@ def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:
     assert H200.rates(ranks=64).out_bytes_per_second == pytest.approx(921e9 / 64)
     profile = forecast(Net(), torch.zeros(4, 64), H200, job=Job(shards=8), options=Options(min_bytes=0))
     assert profile.rates.out_bytes_per_second == 52.8e9
+    assert profile.store_bytes == (H200.host_memory_bytes - 8 * 1024**3) // 8
+    on_disk = forecast(
+        Net(), torch.zeros(4, 64), dataclasses.replace(H200, can_cancel=True), options=Options(min_bytes=0)
+    )
+    assert on_disk.store_bytes is None

@@ -6,14 +6,20 @@ import contextlib
 import errno
 import json
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, run
+from ebbtide_recipes.skeleton import trainer as trainer_module
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -137,6 +143,7 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.EFBIG, "File too large"),
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
     ],
 )
 def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error: Exception) -> None:
@@ -149,7 +156,7 @@ def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error
 
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
     error = KeyError("state")
-    assert checkpoints.not_saved(error, tmp_path, tmp_path) is error
+    assert checkpoints.not_saved(error, tmp_path, tmp_path) is None
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -180,17 +187,188 @@ def test_checkpoints_beyond_the_one_that_is_resumed_are_set_aside(
     three = make(tmp_path, 3)
     checkpoints.prune(tmp_path, 1)
     assert [one.folder for one in checkpoints.complete(tmp_path)] == [three] and find(tmp_path) == three
+    make(tmp_path, 2)
     checkpoints.set_aside_later(config)  # the same name again
-    assert {path.name for path in tmp_path.iterdir()} == {"set-aside-checkpoint-3", "set-aside-checkpoint-4"}
+    names = {"checkpoint-2", "set-aside-checkpoint-3", "set-aside-checkpoint-4"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
-@pytest.mark.parametrize("asked", ["latest", "none", None, "elsewhere"])
+@pytest.mark.parametrize("name", ["checkpoint-5", "best"])
+def test_later_ones_are_set_aside_whatever_folder_and_name_the_resumed_one_has(tmp_path: Path, name: str) -> None:
+    """Pruning would otherwise remove each checkpoint of the new run at once, as older than those of the last."""
+    output = tmp_path / "here"
+    for step in (1, 6, 7):
+        make(output, step)
+    begin = make(tmp_path / "elsewhere", 5).rename(tmp_path / name)
+    checkpoints.set_aside_later(SftConfig(output_dir=str(output), resume_from_checkpoint=str(begin)))
+    new = make(output, 6)
+    checkpoints.prune(output, 1)
+    assert [one.folder for one in checkpoints.complete(output)] == [new]
+
+
+@pytest.mark.parametrize("asked", ["latest", "none", None])
 def test_nothing_else_is_set_aside(tmp_path: Path, asked: str | None) -> None:
-    here = [make(tmp_path / "here", step) for step in (1, 2)]
-    elsewhere = make(tmp_path / "elsewhere", 1)
-    name = str(elsewhere) if asked == "elsewhere" else asked
-    checkpoints.set_aside_later(SftConfig(output_dir=str(tmp_path / "here"), resume_from_checkpoint=name))
+    here = [make(tmp_path, step) for step in (1, 2)]
+    checkpoints.set_aside_later(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=asked))
     assert all(path.exists() for path in here)
+
+
+def test_checkpoints_are_set_aside_when_training_begins_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fails while it loads must leave the newest to the next one."""
+    four, six = make(tmp_path, 4), make(tmp_path, 6)
+    config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=str(four), activation_cpu_offload=False)
+    with contextlib.ExitStack() as claimed:
+        assert run.claim(config, claimed) == tmp_path
+    assert six.exists()
+
+    def train(**_options: object) -> None:
+        assert not six.exists() and (tmp_path / "set-aside-checkpoint-6").exists()
+        raise ValueError("began")
+
+    trainer = SimpleNamespace(
+        model=None, args=SimpleNamespace(world_size=1), train_dataset=[0], mean_over_processes=None,
+        record_with=lambda _recorder: None, train=train,
+    )  # fmt: skip
+    monkeypatch.setattr("ebbtide_recipes.skeleton.precision.warn_of_lost_steps", lambda *_: None)
+    with pytest.raises(ValueError, match="began"):
+        run._train(SimpleNamespace(), config, trainer, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_newer_one_that_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    four, six = make(tmp_path, 4), make(tmp_path, 6)
+    (six / "model.safetensors").write_bytes(b"w")
+    config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest")
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
+        assert checkpoints.find(config, world_size=2) == four
+    assert f"{six} holds 1 bytes of model.safetensors, not 7: {four} is resumed" in caplog.text
+
+
+def test_a_link_is_pruned_and_the_checkpoint_behind_it_kept(tmp_path: Path) -> None:
+    archived = make(tmp_path / "archive", 2)
+    output = tmp_path / "out"
+    make(output, 4)
+    (output / "checkpoint-2").symlink_to(archived)
+    checkpoints.prune(output, 1)
+    assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
+    assert checkpoints.read_seal(archived)[0] is not None
+
+
+def test_overwriting_removes_what_runs_wrote_and_nothing_else(tmp_path: Path) -> None:
+    for step in (2, 4):
+        make(tmp_path, step)
+    make(tmp_path, 3).rename(tmp_path / "set-aside-checkpoint-3")
+    make(tmp_path, 6).rename(tmp_path / "checkpoint-best")
+    for name in ("run.jsonl", "run-2.jsonl", "run-notes.jsonl"):
+        (tmp_path / name).write_text("")
+    run._put_aside(SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-best", "run.jsonl", "run-notes.jsonl"}
+
+
+def test_a_record_is_put_aside_beyond_the_highest_number(tmp_path: Path) -> None:
+    for name in ("run.jsonl", "run-2.jsonl"):
+        (tmp_path / name).write_text(name)
+    run._put_aside(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"), tmp_path)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"run-2.jsonl": "run-2.jsonl", "run-3.jsonl": "run.jsonl"}
+
+
+def test_a_run_that_may_not_record_leaves_the_record_of_the_other(tmp_path: Path) -> None:
+    for name in ("run.jsonl", "summary.json"):
+        (tmp_path / name).write_text("of the other")
+    with pytest.raises(DataError, match="already holds a run"):
+        run.carry_out(SimpleNamespace(name="sft"), SftConfig(), tmp_path)  # type: ignore[arg-type]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("run.jsonl", "summary.json"), "of the other"
+    )
+
+
+def test_a_folder_that_another_process_writes_into_is_refused(tmp_path: Path) -> None:
+    """Whatever this run may overwrite or resume."""
+    made = make(tmp_path, 2)
+    config = SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True)
+    holding = (
+        "import sys; from pathlib import Path; from ebbtide.base.runs import only_writer\n"
+        "with only_writer(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holding, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        contextlib.ExitStack() as own,
+    ):
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(DataError, match=f"(?s)another run .process {other.pid} on .*expected one run.*hint: "):
+            run.claim(config, own)
+        assert made.exists()
+        other.communicate(b"")
+        run.claim(config, own)
+    assert not made.exists()
+
+
+def test_a_file_system_without_locks_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_arguments: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.lockf", refused)
+    with contextlib.ExitStack() as claimed:
+        assert run.claim(SftConfig(output_dir=str(tmp_path)), claimed) == tmp_path
+
+
+def saving(output: Path, monkeypatch: pytest.MonkeyPatch, writes: Callable[[Path], object]) -> Callable[[], None]:
+    """Return a call that saves the checkpoint of step 4, whose files are written by a function."""
+    trainer = object.__new__(trainer_module.RecordedTrainer)
+    trainer.config = SftConfig(save_total_limit=1)
+    trainer.args = SimpleNamespace(should_save=True, world_size=1)  # type: ignore[assignment]
+    trainer.state = SimpleNamespace(global_step=4)  # type: ignore[assignment]
+    trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: None)
+    trainer.train_dataset = [0]  # type: ignore[assignment]
+    monkeypatch.setattr(trainer, "_get_output_dir", lambda _trial: str(output))
+    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", lambda *_: writes(output / "checkpoint-4"))
+    return lambda: trainer._save_checkpoint(None, None)
+
+
+def test_files_are_on_the_disk_before_the_seal_and_before_older_ones_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that crashes later would otherwise lose the new checkpoint and the old."""
+    old, order = make(tmp_path, 2), list[str]()
+    fsync, replace, remove = os.fsync, Path.replace, checkpoints.remove
+
+    def flushed(opened: int) -> None:
+        order.append(os.readlink(f"/proc/self/fd/{opened}"))
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", lambda one, other: (order.append("sealed"), replace(one, other))[1])
+    monkeypatch.setattr(checkpoints, "remove", lambda folder: (order.append("removed"), remove(folder))[1])
+    saving(tmp_path, monkeypatch, lambda _folder: make(tmp_path, 4, sealed=False))()
+    new = tmp_path / "checkpoint-4"
+    files = [new / "model.safetensors", new / "part" / ".metadata", new / "part", new / f"{checkpoints.SEAL}.part"]
+    assert {str(path) for path in files} <= set(order[: order.index("sealed")])
+    assert {str(new), str(tmp_path)} <= set(order[order.index("sealed") : order.index("removed")])
+    assert not old.exists() and find(tmp_path) == new
+
+
+def test_a_failed_save_raises_its_own_error_and_a_full_disk_the_one_with_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = KeyError("state")
+
+    def fails(_folder: Path) -> None:
+        raise failure
+
+    with pytest.raises(KeyError) as caught:
+        saving(tmp_path, monkeypatch, fails)()
+    assert caught.value is failure and failure.__cause__ is None  # tools that follow causes would not end
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "seal", full)
+    with pytest.raises(DiskFullError, match="hint: free some space"):
+        saving(tmp_path, monkeypatch, lambda _folder: make(tmp_path, 4, sealed=False))()
+    assert not (tmp_path / "checkpoint-4").exists()
 
 
 @pytest.mark.parametrize("asked", ["none", "False", None])

@@ -157,6 +157,15 @@ def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
     assert "--nproc_per_node 8 --fsdp_strategy full_shard" in values["command"]
 
 
+def test_auto_offloads_no_more_than_the_host_holds(qwen: str, result: Result) -> None:
+    auto = "ebbtide-auto, at most"
+    moved, margin = named(result, auto).offloaded_bytes, 256 * 2**20
+    tight = found(qwen, host_memory=str(margin + moved // 2))
+    assert 0 < named(tight, auto).offloaded_bytes <= moved // 2
+    assert named(tight, auto).fits_host and not named(tight, "ebbtide-offload").fits_host
+    assert json.loads(json.dumps(page.as_values(tight), allow_nan=False))["options"][4]["fits_host"] is True
+
+
 def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
     wide = dataclasses.replace(
         result,
@@ -525,6 +534,17 @@ def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
     assert not any("CatBackward" in u.site.node for b in result.profile.blocks for u in b.units)
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (999, "999"), (999_499, "999499"), (999_885_952, "1 billion"), (134_515_008, "135 million"),
+        (999_400_000_000, "999 billion"), (1_026_408_232_448, "1.03 trillion"),
+    ],
+)  # fmt: skip
+def test_numbers_of_weights_are_written_in_three_digits(number: int, words: str) -> None:
+    assert page._count(number) == words
+
+
 # The picture
 
 
@@ -534,6 +554,8 @@ def test_the_picture_holds_every_option_and_the_bound(result: Result) -> None:
     peaks = [p.peak_bytes for p in points.auto]
     assert peaks == sorted(peaks)
     assert len(points.auto) == picture.BUDGETS
+    faster = dataclasses.replace(points.auto[0], step_ratio=0.997)
+    assert picture._label(faster).endswith(", -0.3 %")
     bound = [p.step_ratio for p in points.bound]
     assert bound == sorted(bound, reverse=True)
     for point in points.auto:

@@ -10,6 +10,7 @@ import torch
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
+from ebbtide.base.events import BUS
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer
 from ebbtide_recipes.video.buckets import Bucket, BucketSampler
@@ -79,3 +80,18 @@ def test_processes_wait_for_one_another_as_long_as_the_flag_says() -> None:
     assert arguments(SftConfig(ddp_timeout=7200)).ddp_timeout_delta.total_seconds() == 7200
     with pytest.raises(ConfigError, match="ddp_timeout is 0; expected 1 or more"):
         SftConfig(ddp_timeout=0)
+
+
+def test_parts_count_the_memory_of_the_device_and_a_shared_storage_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(8)
+    trainer, heard = RecordedTrainer.__new__(RecordedTrainer), list[dict[str, Any]]()
+    trainer.model = torch.nn.ParameterList([weight, weight.view(2, 4)])  # type: ignore[assignment]
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.state = SimpleNamespace(global_step=1)  # type: ignore[assignment]
+    stop = BUS.subscribe(lambda kind, fields: heard.append(fields))
+    trainer._emit_parts()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    trainer._emit_parts()  # FSDP's cpu_offload holds all of it in host memory
+    stop()
+    assert [(one["weights"], one["gradient_bytes"]) for one in heard] == [({"model": 32}, 32), ({}, 0)]

@@ -217,6 +217,50 @@ def test_the_prediction_stands_beside_the_measurement_with_what_a_step_spends(tm
     assert "predicted (+2.0 %" in page and "What holds the peak" in page
 
 
+def accumulating_run(folder: Path, micro_batches: int) -> Run:
+    """Write a run in which a step has several forwards and backwards; the peak is in the last backward."""
+    events = [begin(device="cuda", mode="ebbtide")]
+    predicted = {"step_seconds": 1.9, "overhead_percent": 2.0, "kept_bytes": 0}
+    events.append(event(1.0, "plan", name="auto", text="", predicted=predicted))
+    for step in (1, 2, 3):
+        t = 100.0 * step
+        for number in range(micro_batches):
+            floor = 350 * MIB + (100 * MIB if number else 0)
+            for name, at, size in (("forward", t, floor), ("backward", t + 1, floor + 50 * MIB)):
+                events.append(event(at, "phase", name=name, edge="begin", step=step))
+                events.append(event(at + 0.0001, "memory", rss_bytes=1, device_bytes=size))
+                events.append(event(at + 1, "phase", name=name, edge="end", step=step))
+            t += 2
+        events.append(event(t, "phase", name="optimizer", edge="begin", step=step))
+        events.append(event(t + 0.5, "phase", name="optimizer", edge="end", step=step))
+        seconds = t + 0.5 - 100.0 * step
+        events.append(event(t + 0.5, "step", step=step, loss=1.0, seconds=seconds, tokens=1))
+        totals = {"total_stall_seconds": 0.2 * micro_batches * step, "total_recompute_seconds": 0.0}
+        events.append(event(t + 0.6, "stats", step=step, **totals))
+        if step == 1:
+            events.append(event(t + 0.7, "parts", **PARTS))
+    events.append(event(400.0, "run_end", status="ok", error=None))
+    write_events(folder / "run.jsonl", sorted(events, key=lambda e: e["t"]))
+    write_summary(folder)
+    return load_run(folder)
+
+
+def test_the_prediction_of_a_micro_batch_is_compared_with_one(tmp_path: Path) -> None:
+    table = prediction(accumulating_run(tmp_path / "four", 4))
+    assert table.columns[2] == "measured, of one of 4 micro-batches"
+    assert table.rows[0] == ("step", "1.900 s", "2.125 s")  # 8.5 s in four
+    assert table.rows[1] == ("of it, stalls", "–", "0.200 s")
+    alone = prediction(accumulating_run(tmp_path / "one", 1))
+    assert alone.columns[2] == "measured" and alone.rows[0] == ("step", "1.900 s", "2.500 s")
+
+
+def test_gradients_of_earlier_micro_batches_are_gradients(tmp_path: Path) -> None:
+    for micro_batches, gradients in ((1, None), (2, 100 * MIB)):
+        found = split(accumulating_run(tmp_path / str(micro_batches), micro_batches))
+        assert found is not None and found.parts.get("gradients") == gradients
+        assert found.parts["other"] == 50 * MIB and sum(found.parts.values()) == found.peak.bytes_
+
+
 def test_losses_are_a_curve(tmp_path: Path) -> None:
     picture = losses_svg([{"loss": [3.0, 2.0, 1.0]}, {"loss": [3.0, "nan", 2.0]}], ["plain", "ebbtide"])
     lines = [

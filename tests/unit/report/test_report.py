@@ -316,6 +316,8 @@ def test_copies_of_several_models_are_added_up(runs):
     assert (second.out_bytes, second.in_bytes, second.stall_seconds) == (420, 420, 1.75)
     assert step_costs(run)["stalls"] == pytest.approx(1.75)
     assert step_costs(run)["copying out, during compute"] == pytest.approx(4.2)
+    idle = stats_event(106.0, 2, 40, 30, 0.25, rate=None)
+    assert step_costs(with_events(runs[2], *events[:3], idle))["copying out, during compute"] == pytest.approx(4.0)
 
 
 def test_an_overlap_that_is_not_known_is_not_made_up(runs):

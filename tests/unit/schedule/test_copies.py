@@ -86,7 +86,7 @@ class Tier:
     def capturing(self) -> bool:
         return False
 
-    def stream_of(self, tensor: Tensor) -> None:
+    def stream_of(self, where: torch.device) -> None:
         pass
 
     def follow(self, tensor: Tensor, stream: None) -> None:
@@ -338,11 +338,11 @@ def test_what_the_store_cannot_take_stays_and_it_is_said_once(caplog: pytest.Log
     ]
 
 
-def gather(out: Any, *entries: Any) -> Pass:
+def gather(out: Any, *entries: Any, stream: str | None = None) -> Pass:
     """Offer entries as a block does whose forward is not over."""
     pass_ = Pass()
     for entry in entries:
-        out.add(entry, pass_)
+        out.add(entry, pass_, stream)
     return pass_
 
 
@@ -364,14 +364,11 @@ def test_what_is_gathered_begins_when_the_window_is_full() -> None:
 
 
 class Streams(Tier):
-    """A store whose caller computes on a stream that changes."""
+    """A store that notes which streams its groups were made on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.asked = "a", []  # type: ignore[var-annotated]
-
-    def stream_of(self, tensor: Tensor) -> Any:
-        return self.now
+        self.asked: list[tuple[int, object]] = []
 
     def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
         self.asked.append((len(sources), compute))
@@ -381,9 +378,8 @@ class Streams(Tier):
 def test_copies_of_several_streams_begin_apart_each_after_its_own() -> None:
     tier = Streams()
     out, entries = copy_out(1000, tier), [Entry() for _ in range(3)]
-    gather(out, *entries[:2])
-    tier.now = "b"
-    gather(out, entries[2])
+    gather(out, *entries[:2], stream="a")
+    gather(out, entries[2], stream="b")
     out.begin()
     assert tier.asked == [(2, "a"), (1, "b")]
 
@@ -394,10 +390,9 @@ def test_what_was_held_back_is_copied_after_the_stream_that_made_it() -> None:
     one_pass(out, 4)
     tier.asked.clear()
     first, second = [Entry() for _ in range(4)], [Entry() for _ in range(4)]
-    out.end_forward(gather(out, *first))
+    out.end_forward(gather(out, *first, stream="a"))
     assert begun(first) == [True, True, False, False]
-    tier.now = "b"
-    gather(out, *second)
+    gather(out, *second, stream="b")
     assert [compute for _, compute in tier.asked] == ["a", "a", "b", "b", "a", "a"]
 
 

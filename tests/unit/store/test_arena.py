@@ -15,6 +15,7 @@ from ebbtide.store.arena import Arena
 from ebbtide.store.guards import Cooling, Guard
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice, FakeEvent
+from tests.helpers.slots import park
 from tests.unit.store.test_host import produce
 
 MIB = 1 << 20
@@ -30,9 +31,9 @@ class PowersOfTwo(FakeDevice):
 
 def park_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
     """One step: everything is parked, then taken in reverse order and compared."""
-    parked = [(tier.park(source := produce(device, n, 0.001)), source) for n in sizes]
+    parked = [(park(tier, source := produce(device, n, 0.001)), source) for n in sizes]
     for slot, _ in parked:
-        slot.wait_parked()
+        tier.wait_parked([slot])
     for slot, source in reversed(parked):
         assert torch.equal(slot.take(), source)
         slot.free()
@@ -57,15 +58,15 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
 def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
     device = FakeDevice(1e9, 1e9)
     tier = HostTier(device, budget_bytes=1024)
-    slots = [(tier.park(source := produce(device, 128)), source) for _ in range(8)]
+    slots = [(park(tier, source := produce(device, 128)), source) for _ in range(8)]
     for slot, _ in slots[::2]:
         slot.free()
     large = produce(device, 400)
-    slot = tier.park(large)
+    slot = park(tier, large)
     assert slot.place is not None and len(slot.place.parts) == 4
     assert [part.numel() for part in slot.place.parts] == [128, 128, 128, 16]
     for parked, source in [*slots[1::2], (slot, large)]:
-        parked.wait_parked()
+        tier.wait_parked([parked])
         assert torch.equal(parked.take(), source)
     assert torch.equal(slot.content(), large)
     assert device.violations == [] and device.host_bytes == 1024
@@ -104,7 +105,7 @@ def test_memory_that_a_copy_uses_stays_until_it_is_done() -> None:
     device = FakeDevice(1e3, 1e3)
     tier = HostTier(device)
     source = produce(device, 4000)
-    tier.park(source).free()
+    park(tier, source).free()
     for _ in range(40):
         tier.trim()
     assert device.host_bytes > 0  # nobody needs it, but the copy-out still runs
@@ -117,7 +118,7 @@ def test_closing_waits_for_copies() -> None:
     device = FakeDevice(1e3, 1e3)
     tier = HostTier(device)
     source = produce(device, 4000)
-    tier.park(source).free()
+    park(tier, source).free()
     tier.close()
     assert device.host_bytes == 0 and device.violations == [] and source.numel() == 4000
 
@@ -139,11 +140,11 @@ def test_less_is_asked_for_where_more_is_refused() -> None:
     device = FakeDevice(1e9, 1e9, host_limit_bytes=8192)
     tier = HostTier(device)
     source = produce(device, 8000)
-    slot = tier.park(source)
-    slot.wait_parked()
+    slot = park(tier, source)
+    tier.wait_parked([slot])
     assert torch.equal(slot.take(), source) and device.host_bytes == 8192
     with pytest.raises(CapError, match="cannot allocate another 201 B .*7.8 KiB in use.*out of memory"):
-        tier.park(produce(device, 201))
+        park(tier, produce(device, 201))
 
 
 @pytest.mark.parametrize("budget", [64, 1000, 4096, MIB + 1])
@@ -226,14 +227,14 @@ def test_the_end_of_a_backward_asks_as_much_after_many_tensors_as_after_few(tens
     device = Counting(1e9, 1e9)
     tier = HostTier(device)
     tier.stalls.timed = False
-    other = tier.park(produce(device, 64, 0.001))  # of a graph that is alive: its record is not looked at
+    other = park(tier, produce(device, 64, 0.001))  # of a graph that is alive: its record is not looked at
     record = next(iter(tier._arena._records.values()))
     looked = list[int]()
     tier._arena._records = Watched(tier._arena._records, looked)
     for _ in range(3):
-        slots = [tier.park(produce(device, 256, 0.001)) for _ in range(tensors)]
+        slots = [park(tier, produce(device, 256, 0.001)) for _ in range(tensors)]
         for slot in slots:
-            slot.wait_parked()
+            tier.wait_parked([slot])
             slot.free()
         assert tier.used_bytes == 64
         looked.clear()

@@ -70,7 +70,7 @@ def test_a_child_that_goes_on_training_is_told_what_to_do() -> None:
     with training("offload", "disk") as trainee:
 
         def train() -> None:
-            with pytest.raises(ebbtide.EbbtideError, match=r"forked child[\s\S]*hint: open the tier after the fork"):
+            with pytest.raises(ebbtide.EbbtideError, match=r"forked child[\s\S]*hint: in the child call handle.close"):
                 trainee.step()
 
         assert in_child(train) == 0

@@ -9,6 +9,7 @@ from ebbtide.store.device import FreeMemory
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.slots import park
 from tests.unit.store.test_host import produce
 
 CPU = torch.device("cpu")
@@ -46,20 +47,20 @@ def test_one_answer_serves_for_half_of_what_is_free_and_for_no_more_than_some_co
 def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room() -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=10_000)
     tier = HostTier(device)
-    slots = [tier.park(produce(device, 4000, 0.001)) for _ in range(3)]
+    slots = [park(tier, produce(device, 4000, 0.001)) for _ in range(3)]
     for slot in slots:
-        slot.wait_parked()
+        tier.wait_parked([slot])
     room, allocate, calls = device.free_memory(CPU), device.allocate, list[int]()
     device.allocate = lambda nbytes, where: (calls.append(nbytes), allocate(nbytes, where))[1]
     assert room is not None and room.free_bytes == 10_000
     for slot in slots[:2]:
-        slot.prefetch()
+        tier.prefetch([slot])
     with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be copied in ahead, 2.0 KiB of device memory"):
-        slots[2].prefetch()
+        tier.prefetch([slots[2]])
     assert calls == [4000, 4000]  # the allocator was not asked
     taken = slots[0].take()
     del taken
-    slots[2].prefetch()
+    tier.prefetch([slots[2]])
     assert len(calls) == 3 and device.violations == []
 
 
@@ -67,9 +68,9 @@ def test_each_backward_asks_anew() -> None:
     device = Asked(1e9, 1e9, device_limit_bytes=MIB)
     tier = HostTier(device)
     for asked in (1, 2):
-        slot = tier.park(produce(device, 4096, 0.001))
-        slot.wait_parked()
-        slot.prefetch()
+        slot = park(tier, produce(device, 4096, 0.001))
+        tier.wait_parked([slot])
+        tier.prefetch([slot])
         tier.trim()
         slot.free()
         assert device.asked == asked

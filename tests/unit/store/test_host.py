@@ -13,6 +13,7 @@ import torch
 from ebbtide.base.errors import CapError, ConfigError, TargetError
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice, FakeEvent, FakeStream
+from tests.helpers.slots import park
 
 POISON = 0xFF
 
@@ -27,15 +28,15 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     device = FakeDevice(100, 200)
     tier = HostTier(device)
     source = produce(device, 300)
-    expected, slot = source.clone(), tier.park(source)
-    assert not slot.parked
+    expected, slot = source.clone(), park(tier, source)
+    assert not tier.have_parked([slot])
     device.compute(1.0)
     tier.stalls.reader = "parking"
-    slot.wait_parked()
-    assert slot.parked
+    tier.wait_parked([slot])
+    assert tier.have_parked([slot])
     del source
-    slot.prefetch()
-    slot.prefetch()
+    tier.prefetch([slot])
+    tier.prefetch([slot])
     device.compute(0.5)
     tier.stalls.reader = "taking"
     first = slot.take()
@@ -59,7 +60,7 @@ def test_bytes_come_back_and_times_are_exact() -> None:
 def test_a_slot_that_is_asked_for_twice_together_is_copied_once() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slots = [tier.park(produce(device, 300)) for _ in range(2)]
+    slots = [park(tier, produce(device, 300)) for _ in range(2)]
     assert tier.prefetch([slots[0], slots[1], slots[0]]) == 0
     assert device.live_bytes == tier.counters.in_bytes == device.in_bytes == 600
     for slot in slots:
@@ -71,9 +72,9 @@ def test_places_are_used_again_and_nothing_new_is_asked_for() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=1024)
     for _ in range(5):
-        slots = [tier.park(produce(device, n)) for n in (100, 200, 300)]
+        slots = [park(tier, produce(device, n)) for n in (100, 200, 300)]
         for slot in slots:
-            slot.wait_parked()
+            tier.wait_parked([slot])
             slot.take()
             slot.free()
         tier.trim()
@@ -87,21 +88,21 @@ def test_cap_waits_for_copies_before_it_fails() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=512)
     source = produce(device, 400)
-    tier.park(source).free()  # its copy-out still runs
+    park(tier, source).free()  # its copy-out still runs
     kept = produce(device, 300)
-    slot = tier.park(kept)  # behind it, in the same memory
+    slot = park(tier, kept)  # behind it, in the same memory
     assert device.host_bytes == 512
     with pytest.raises(CapError, match="host budget of 512 B") as caught:
-        tier.park(produce(device, 201))
+        park(tier, produce(device, 201))
     assert "hint: raise host_budget" in str(caught.value)
-    slot.wait_parked()
+    tier.wait_parked([slot])
     assert torch.equal(slot.take(), kept) and device.violations == []
 
 
 def test_a_machine_without_host_memory_is_a_cap_error() -> None:
     device = FakeDevice(100, 100, host_limit_bytes=64)
     with pytest.raises(CapError, match="cannot allocate another"):
-        HostTier(device).park(produce(device, 101))
+        park(HostTier(device), produce(device, 101))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -110,11 +111,11 @@ def test_synchronous_where_copies_are_not(asynchronous: bool) -> None:
     tier = HostTier(device, synchronous=asynchronous)
     assert tier.synchronous
     source = produce(device, 100)
-    expected, slot = source.clone(), tier.park(source)
-    slot.wait_parked()
-    assert slot.parked and not slot.cancel()
+    expected, slot = source.clone(), park(tier, source)
+    tier.wait_parked([slot])
+    assert tier.have_parked([slot]) and not slot.cancel()
     del source
-    slot.prefetch()
+    tier.prefetch([slot])
     taken = slot.take()
     assert torch.equal(taken, expected) and tier.stalls.read() == [] and device.violations == []
     assert device.now_seconds == pytest.approx(3.0)
@@ -124,13 +125,13 @@ def test_freed_at_any_moment() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source, other = produce(device, 100), produce(device, 100)
-    tier.park(source).free()
-    slot = tier.park(other)  # into the same buffer, behind the first copy
-    slot.prefetch()
+    park(tier, source).free()
+    slot = park(tier, other)  # into the same buffer, behind the first copy
+    tier.prefetch([slot])
     slot.free()  # its copy-in still runs: the target's memory must not be dropped before
     slot.free()
-    last = tier.park(source)
-    last.wait_parked()
+    last = park(tier, source)
+    tier.wait_parked([last])
     assert torch.equal(last.take(), source)
     assert last.place is not None and last.place.region.spans == ((0, 128),) and device.violations == []
     del last
@@ -142,7 +143,7 @@ def test_free_never_waits_for_the_lock() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = tier.park(source)
+    slot = park(tier, source)
     with tier._lock:
         slot.free()
     assert tier.used_bytes == 0
@@ -152,14 +153,14 @@ def test_after_close_and_after_free() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot, freed = tier.park(source), tier.park(source)
+    slot, freed = park(tier, source), park(tier, source)
     freed.free()
-    for ask in (freed.take, freed.prefetch):
+    for ask in (freed.take, lambda: tier.prefetch([freed])):
         with pytest.raises(TargetError, match="freed"):
             ask()
     tier.close()
     tier.close()
-    for ask in (lambda: tier.park(source), slot.take, slot.prefetch):
+    for ask in (lambda: park(tier, source), slot.take, lambda: tier.prefetch([slot])):
         with pytest.raises(TargetError, match="closed"):
             ask()
     slot.free()
@@ -169,7 +170,7 @@ def test_after_close_and_after_free() -> None:
 def test_only_plain_bytes_and_sizes() -> None:
     device = FakeDevice(1, 1)
     with pytest.raises(ConfigError, match="contiguous"):
-        HostTier(device).park(torch.zeros(4))
+        park(HostTier(device), torch.zeros(4))
     with pytest.raises(ConfigError, match="above zero"):
         HostTier(device, budget_bytes=0)
 
@@ -195,7 +196,7 @@ def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> Non
     device = Forgetful(waiting, awaited)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = tier.park(source)  # the source lives on: compute need not wait for the copy-out
+    slot = park(tier, source)  # the source lives on: compute need not wait for the copy-out
     device.compute(busy)
     taken = slot.take()
     device.compute(busy)
@@ -205,13 +206,13 @@ def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> Non
 def reuse_while_it_is_read(device: FakeDevice, tier: HostTier, busy: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Give a place back while a copy-in still reads it, as another compute stream's ``free`` may."""
     first, second = produce(device, 100), produce(device, 100)
-    slot = tier.park(first)
-    slot.prefetch()
+    slot = park(tier, first)
+    tier.prefetch([slot])
     place, slot.place = slot.place, None
     assert place is not None
     tier._arena.give(place)
     device.compute(busy)
-    again = tier.park(second)
+    again = park(tier, second)
     assert again.place is not None and again.place.region.spans == place.region.spans
     return [(first, slot.take()), (second, again.take())]
 
@@ -230,11 +231,12 @@ def test_a_host_buffer_used_again_too_early_is_found(busy: float) -> None:
 
 def test_a_source_dropped_early_is_found() -> None:
     device = FakeDevice(100, 100)
-    slot = HostTier(device).park(produce(device, 100))
-    assert not slot.parked
+    tier = HostTier(device)
+    slot = park(tier, produce(device, 100))
+    assert not tier.have_parked([slot])
     slot.source = None
     gc.collect()
-    slot.wait_parked()
+    tier.wait_parked([slot])
     assert bool((slot.take() == POISON).all())
     assert "source died" in device.violations[0]
 
@@ -244,7 +246,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done() -> None:
     tier = HostTier(device)
     source = produce(device, 100)
     alive = weakref.ref(source.untyped_storage())
-    slot = tier.park(source)
+    slot = park(tier, source)
     del source
     slot.free()
     del slot
@@ -257,9 +259,9 @@ def test_what_nobody_took_is_put_back_and_comes_again() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = tier.park(source)
+    slot = park(tier, source)
     slot.put_back()
-    slot.prefetch()
+    tier.prefetch([slot])
     assert device.live_bytes == 100
     slot.put_back()
     assert device.live_bytes == 0
@@ -270,9 +272,9 @@ def test_a_host_buffer_freed_early_is_found() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = tier.park(source)
-    slot.wait_parked()
-    slot.prefetch()
+    slot = park(tier, source)
+    tier.wait_parked([slot])
+    tier.prefetch([slot])
     assert slot.place is not None
     device.free_host(slot.place.parts[0])
     assert bool((slot.take() == POISON).all()) and "freed before its end" in device.violations[0]
@@ -280,9 +282,10 @@ def test_a_host_buffer_freed_early_is_found() -> None:
 
 def test_a_target_dropped_early_is_found() -> None:
     device = FakeDevice(100, 100)
-    slot = HostTier(device).park(source := produce(device, 100))
-    slot.wait_parked()
-    slot.prefetch()
+    tier = HostTier(device)
+    slot = park(tier, source := produce(device, 100))
+    tier.wait_parked([slot])
+    tier.prefetch([slot])
     slot.ahead = None
     device.compute(10)
     assert source is not None and "target died" in device.violations[0]
@@ -291,8 +294,8 @@ def test_a_target_dropped_early_is_found() -> None:
 def test_a_tier_goes_with_its_last_slot_without_the_collector() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slot = tier.park(produce(device, 100))
-    slot.wait_parked()
+    slot = park(tier, produce(device, 100))
+    tier.wait_parked([slot])
     gone = weakref.ref(tier)
     gc.disable()
     try:
@@ -308,7 +311,7 @@ def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPa
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     tier.stalls.timed = True
-    slot = tier.park(produce(device, 100))
+    slot = park(tier, produce(device, 100))
 
     def refuse(*args: object) -> None:
         raise RuntimeError("cannot re-initialize the device in a forked subprocess")

@@ -19,6 +19,7 @@ import torch
 from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
 from ebbtide.store.spill import SpillTier
 from ebbtide.store.spillslot import SpillSlot
@@ -27,6 +28,7 @@ from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
 from tests.helpers.models import build
 from tests.helpers.oracle import same_bits
+from tests.helpers.slots import park
 from tests.unit.store.test_host import produce
 
 KIB = 1 << 10
@@ -43,20 +45,30 @@ def spilling(folder: Path, *, budget: int = BUDGET, rate: float = 1e6, **given: 
     assert device.host_bytes == 0 and device.violations == []
 
 
+def test_plans_know_what_host_memory_holds_before_it_spills(disk: Path) -> None:
+    with spilling(disk) as (device, tier):
+        held = store_bytes(tier)
+        assert held == BUDGET - 8 * KIB and store_bytes(tier.host) is None
+        slots = [park(tier, produce(device, 8 * KIB)) for _ in range(held // (8 * KIB) + 1)]
+        assert [type(slot) for slot in slots] == [HostSlot] * (len(slots) - 1) + [SpillSlot]
+        for slot in slots:
+            slot.free()
+
+
 def test_what_does_not_fit_goes_to_disk_and_all_comes_back(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     with spilling(disk) as (device, place):
         tier: Tier = place
         for _ in range(3):
             sources = [produce(device, n) for n in [4 * KIB, 3001, 5000, 2 * KIB] * 12]
-            slots = [tier.park(source) for source in sources]
+            slots = [park(tier, source) for source in sources]
             kinds = [type(slot) for slot in slots]
             assert kinds.count(HostSlot) >= 12 and kinds.count(SpillSlot) >= 20
             for slot in slots:
-                slot.wait_parked()
+                tier.wait_parked([slot])
                 assert tier.have_parked([slot]) and not slot.cancel()
             assert device.host_bytes <= BUDGET
             for slot, source in zip(reversed(slots), reversed(sources), strict=True):
-                slot.prefetch()
+                tier.prefetch([slot])
                 taken = slot.take()
                 assert torch.equal(taken, source) and taken.untyped_storage().nbytes() == source.numel()
                 slot.free()
@@ -74,10 +86,10 @@ def test_nothing_of_the_disk_is_touched_below_the_budget(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         for _ in range(3):
             sources = [produce(device, 8 * KIB) for _ in range(7)]
-            slots = [tier.park(source) for source in sources]
+            slots = [park(tier, source) for source in sources]
             assert all(isinstance(slot, HostSlot) for slot in slots)
             for slot in slots:
-                slot.wait_parked()
+                tier.wait_parked([slot])
             del slot, slots
         assert tier.counters.stalls.total_seconds > 0
         assert "disk_written_bytes" not in tier.gauges() and tier.free_bytes is None
@@ -95,11 +107,11 @@ def test_what_is_copied_out_together_shares_a_region_while_all_of_it_fits(disk: 
 def test_from_the_stage_while_it_is_there(disk: Path) -> None:
     with spilling(disk, rate=1.0) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(7)]
-        kept = [tier.park(each) for each in sources]
+        kept = [park(tier, each) for each in sources]
         source = produce(device, 8 * KIB)
-        slot = tier.park(source)
+        slot = park(tier, source)
         assert isinstance(slot, SpillSlot) and not tier.have_parked([slot])
-        slot.prefetch()
+        tier.prefetch([slot])
         assert torch.equal(slot.take(), source)
         assert tier.gauges()["disk_read_bytes"] == 0
         for each in (*kept, slot):
@@ -108,14 +120,14 @@ def test_from_the_stage_while_it_is_there(disk: Path) -> None:
 
 def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_no_longer(disk: Path) -> None:
     with spilling(disk, rate=1.0) as (device, tier):
-        kept = [tier.park(produce(device, 8 * KIB)) for _ in range(7)]
-        slot = tier.park(produce(device, 8 * KIB))
+        kept = [park(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        slot = park(tier, produce(device, 8 * KIB))
         assert isinstance(slot, SpillSlot)
         tier.host.wait_copied(slot.stage)
         with tier._lock:
             tier._pass_on(tier._disk)
         slot.on_disk.wait_parked()
-        slot.prefetch()
+        tier.prefetch([slot])
         with tier._lock:
             tier._pass_on(tier._disk)
         assert slot.stage is not None
@@ -142,10 +154,10 @@ def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
         with pytest.raises(CapError, match=r"no more than the host budget of 64\.0 KiB\nhint: raise host_budget"):
             while True:
                 source = produce(device, 4 * KIB)
-                slots.append((tier.park(source), source))
+                slots.append((park(tier, source), source))
         assert len(slots) == (14 if reason == "no directory" else 16)  # what cannot go to disk stays staged
         for slot, source in slots:
-            slot.wait_parked()
+            tier.wait_parked([slot])
             assert torch.equal(slot.take(), source)
             slot.free()
         assert tier.used_bytes == 0
@@ -155,7 +167,7 @@ def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
 def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with spilling(disk) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(12)]
-        slots = [tier.park(source) for source in sources]
+        slots = [park(tier, source) for source in sources]
         spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.stage is None)
 
         def fail(*args: Any) -> int:
@@ -166,9 +178,9 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(DiskError, match="reading"):
                 spilled.take()
         for slot in slots:
-            slot.wait_parked()
+            tier.wait_parked([slot])
             slot.free()
-        for ask in (spilled.take, spilled.prefetch):
+        for ask in (spilled.take, lambda: tier.prefetch([spilled])):
             with pytest.raises(TargetError, match="freed"):
                 ask()
 
@@ -189,8 +201,8 @@ def test_slots_die_in_any_thread_while_others_are_parked(disk: Path) -> None:
         try:
             for number in range(300):
                 source = produce(device, 1 + (number * 977) % (7 * KIB))
-                slot = tier.park(source)
-                slot.wait_parked()
+                slot = park(tier, source)
+                tier.wait_parked([slot])
                 if number % 3 == 0:
                     assert torch.equal(slot.take(), source)
                 dying.append(slot)
@@ -207,14 +219,14 @@ def test_a_slot_whose_destructor_is_interrupted_holds_nothing(disk: Path, monkey
         raise KeyboardInterrupt
 
     with spilling(disk) as (device, tier):
-        slots = [tier.park(produce(device, 8 * KIB)) for _ in range(12)]
+        slots = [park(tier, produce(device, 8 * KIB)) for _ in range(12)]
         stages = {slot.stage is None for slot in slots if isinstance(slot, SpillSlot)}
         assert stages == {True, False}  # on disk, and still staged
         with monkeypatch.context() as patch:
             patch.setattr(SpillSlot, "free", interrupt)
             slots.clear()
         assert tier.used_bytes == 0
-        assert torch.equal(tier.park(source := produce(device, 8 * KIB)).take(), source)
+        assert torch.equal(park(tier, source := produce(device, 8 * KIB)).take(), source)
 
 
 def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) -> None:
@@ -240,10 +252,10 @@ def test_an_interrupt_anywhere_loses_nothing(disk: Path, seed: int, monkeypatch:
     with spilling(disk) as (device, tier):
 
         def work() -> None:
-            parked = [(tier.park(source := produce(device, 4 * KIB)), source) for _ in range(22)]
+            parked = [(park(tier, source := produce(device, 4 * KIB)), source) for _ in range(22)]
             for slot, source in reversed(parked):
-                slot.wait_parked()
-                slot.prefetch()
+                tier.wait_parked([slot])
+                tier.prefetch([slot])
                 assert torch.equal(slot.take(), source)
                 slot.free()
             tier.trim()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +175,56 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capl
     ) == 1
     assert summarise(tmp_path)["status"] == "killed"
     assert "step" not in kinds(tmp_path)
+
+
+def test_a_disk_that_is_full_for_a_moment_leaves_a_readable_file(tmp_path, monkeypatch, caplog):
+    """The first write of a full disk is short and raises nothing; no line may follow its part of one."""
+    write = os.write
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        run._sampler.stop()
+        with monkeypatch.context() as patch:
+            patch.setattr("ebbtide.track.runfile.os.write", lambda file, data: write(file, data[:9]))
+            bus.emit("step", step=1, seconds=1.0)
+        bus.emit("step", step=2, seconds=1.0)
+    assert "is no longer written: No space left on device" in caplog.text
+    assert summarise(tmp_path)["status"] == "killed"
+
+
+def test_a_long_record_leaves_out_details_and_no_step(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("ebbtide.track.runfile._DETAIL_BYTES", 20_000)
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        for step in range(1, 101):
+            with run.phase("forward", step=step):
+                for index in range(20):
+                    bus.emit("block", index=index)
+            bus.emit("pass_end", unique_bytes=8, kept_bytes=8)
+            bus.emit("stats", total_stall_seconds=0.5)
+            run.step(step, seconds=1.0, loss=1.0)
+        for factor in (2, 2.001, 1.5, 3):  # samples after the details have ended
+            run._memory(int(factor * 2**40), None)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["status"], summary["stall_seconds"]) == (100, "ok", None)
+    events = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert [e["rss_bytes"] for e in events if e.get("rss_bytes", 0) > 2**40] == [2 * 2**40, 3 * 2**40]
+    written = kinds(tmp_path)
+    at = written.index("message")
+    assert set(written[at:]) == {"message", "stats", "step", "run_end"} and written.count("stats") == 100
+    assert (tmp_path / "run.jsonl").stat().st_size < 60_000
+    assert last(tmp_path, "message")["text"] in caplog.text and caplog.text.count("no further memory") == 1
+
+
+def test_of_two_runs_that_begin_at_once_the_later_changes_nothing(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def other_is_first(folder, **options):
+        mkdir(folder, **options)
+        for name in ("run.jsonl", "summary.json"):
+            (folder / name).write_text("of the other")
+
+    monkeypatch.setattr(Path, "mkdir", other_is_first)
+    with pytest.raises(DataError, match="already holds a run"), RunFile(tmp_path, bus=Bus()):
+        pass
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"of the other"}
 
 
 def test_a_killed_process_leaves_a_readable_file(tmp_path):

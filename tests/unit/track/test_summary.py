@@ -5,6 +5,7 @@ import pytest
 from ebbtide.base.errors import DataError
 from ebbtide.base.runs import SETTLING
 from ebbtide.track import summarise, write_summary
+from ebbtide.track.steady import Steady
 from tests.unit.track.events import begin, event, pass_end, phases, write_events
 
 MIB = 1024**2
@@ -119,6 +120,23 @@ def test_a_verdict_is_the_plans_last_text_and_no_plan_of_its_own(tmp_path):
     assert summary["warm_up_steps"] == 2
 
 
+def test_no_step_is_searched_for_among_those_of_a_long_warm_up():
+    """Of a run that plans late, the summary would take hours."""
+    compared = 0
+
+    class Step(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            nonlocal compared
+            compared += 1
+            return int(self) == int(other)
+
+    steady = Steady(warm_up=tuple(map(Step, range(100))), trimmed=frozenset(), begins=0.0)
+    assert [steady.counts(Step(step)) for step in range(200)] == [False] * 100 + [True] * 100
+    assert compared <= 300
+
+
 def test_activations_come_from_the_trimmed_step_and_times_from_the_others(tmp_path):
     """Before the trim the allocator keeps what was freed: the forward seems to add nothing."""
     steps = [*phases(1, 10.0), *phases(2, 20.0), event(29.0, "trim", step=3), *phases(3, 30.0, forward=1.5)]
@@ -184,6 +202,14 @@ def test_stalls_are_added_up_and_none_is_zero_once_the_engine_ran(tmp_path):
     stalls = [event(t, "stall", where="backward", block=t, seconds=0.25, bytes=8) for t in (2, 3)]
     assert run(tmp_path, [begin(), pass_end(1, unique=1, kept=1), *stalls])["stall_seconds"] == 0.5
     assert run(tmp_path, [begin(), pass_end(1, unique=1, kept=1)])["stall_seconds"] == 0
+
+
+def test_a_model_that_copies_nothing_hides_no_rates(tmp_path):
+    rates = {"copy_out_bytes_per_second": 5.0, "copy_in_bytes_per_second": 7.0}
+    events = [event(t, "stats", step=1, **given) for t, given in ((2, rates), (3, dict.fromkeys(rates)))]
+    summary = run(tmp_path, [begin(), *events])
+    assert {name: summary[name] for name in rates} == rates
+    assert run(tmp_path, [begin(), events[1]])["copy_in_bytes_per_second"] is None
 
 
 def test_on_a_cpu_the_device_peak_is_the_resident_peak(tmp_path):

@@ -10,12 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
 from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
+
+
+class Parted(nn.Module):
+    """Has a part that may be a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +96,20 @@ def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
             decisions.append(reruns.decide(block, model[0], seen, Called(model[0], (), {})))
         assert decisions == [not at_the_vote, True]
     assert asked == wishes
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal"])
+def test_ranks_of_the_fake_backend_meet_nobody(policy: str) -> None:
+    dist.init_process_group("fake", rank=0, world_size=8)
+    try:
+        model = nn.Sequential(*(Parted() for _ in range(3)))
+        mesh = init_device_mesh("cpu", (8,))
+        for layer in model.children():
+            fully_shard(layer.up, mesh=mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        fully_shard(model, mesh=mesh)
+        with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0) as handle:
+            for _ in range(2):
+                model(torch.randn(2, 16)).sum().backward()
+            assert handle.stats().packs > 0
+    finally:
+        dist.destroy_process_group()

@@ -22,8 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.base.errors import ConflictError
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timing import StepTimer
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
+from ebbtide.wrap.scope import Scope
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
@@ -51,17 +54,17 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @contextmanager
-def counting_blocks(handle: ebbtide.Handle) -> Iterator[list[str]]:
+def counting_blocks() -> Iterator[list[str]]:
     """Names of the blocks whose hooks were entered; none runs without them, as one of a measured step would."""
     entered: list[str] = []
-    begin = handle._engine.begin_block
+    begin = BlockRun.__init__
 
-    def counted(block: Any, inputs: list[Tensor], **given: Any) -> Any:
+    def counted(run: BlockRun, engine: Engine, block: Block, *others: Any, **given: Any) -> None:
         entered.append(block.name)
-        return begin(block, inputs, **given)
+        begin(run, engine, block, *others, **given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._engine, "begin_block", counted)
+        patch.setattr(BlockRun, "__init__", counted)
         patch.setattr(StepTimer, "runs_plain", lambda self, name: False)
         yield entered
 
@@ -121,7 +124,7 @@ def test_a_forward_wrapped_after_enabling_stays_and_is_inert_after_closing() -> 
     block = tiny.block_list()[0]
     ours = block.forward
     theirs = block.forward = lambda *a, **k: ours(*a, **k)
-    with counting_blocks(handle) as entered:
+    with counting_blocks() as entered:
         assert differences(tiny.step(), expected) == []
         assert len(entered) == 3
         handle.close()
@@ -138,19 +141,65 @@ def test_the_state_dict_stays() -> None:
         assert [n for n, _ in tiny.model.named_modules()] == [n for n, _ in build("block").model.named_modules()]
 
 
-def test_a_closed_model_is_freed_without_the_collector() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+@MODES
+def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool) -> None:
     tiny = build("mlp")
-    handle = enable(tiny.model)
-    tiny.step()
+    handle = enable(tiny.model, policy=policy)
+    for _ in range(3):
+        tiny.step()
     handle.close()
-    gone = weakref.ref(tiny.model)
+    gone = [weakref.ref(x) for x in (tiny.model, *tiny.model.parameters())]
+    remaining = handle if kept else None
     gc.collect()
     gc.disable()
     try:
         del tiny, handle
-        assert gone() is None
+        assert [x() for x in gone] == [None] * len(gone)
     finally:
         gc.enable()
+    if remaining is not None:
+        remaining.disable()
+        assert not remaining.enabled and remaining.stats().packs and "% of" in remaining.explain()
+
+
+def test_an_interrupt_while_enabling_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = build("mlp")
+    expected = tiny.step()
+    follow, calls = Scope.follow, []
+
+    def interrupted(scope: Scope) -> None:
+        calls.append(scope)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        follow(scope)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scope, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            enable(tiny.model)
+    assert leftovers(tiny.model) == [] and differences(tiny.step(), expected) == []
+    with enable(tiny.model):
+        assert differences(tiny.step(), expected) == []
+
+
+def test_replaced_blocks_are_named_and_freed(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("mlp")
+    with enable(tiny.model, policy="minimal") as handle:
+        for _ in range(2):
+            tiny.step()
+        before = tiny.block_list()[0]
+        old, name = weakref.ref(before), next(n for n, m in tiny.model.named_modules() if m is before)
+        tiny.model.set_submodule(name, copy.deepcopy(before))
+        assert leftovers(tiny.model.get_submodule(name)) == []
+        del before
+        for _ in range(2):
+            tiny.step()
+        gc.collect()
+        assert old() is None
+        assert handle._attachment is not None and name not in handle._attachment.block_names
+        assert caplog.text.count(f"replaced after offloading was enabled ({name})") == 1
+    assert leftovers(tiny.model) == []
 
 
 # Copies
@@ -284,7 +333,7 @@ def test_switched_off_and_on_at_every_step(policy: str) -> None:
         for on in (True, False, False, True, False, True):
             (handle.enable if on else handle.disable)()
             assert handle.enabled is on
-            with counting_blocks(handle) as entered:
+            with counting_blocks() as entered:
                 assert differences(tiny.step(), expected) == []
             assert len(entered) == (3 if on else 0)
 
@@ -370,7 +419,7 @@ def test_called_in_other_ways(how: str, policy: str) -> None:
 
     expected = run()
     with enable(tiny.model, policy=policy) as handle:
-        with counting_blocks(handle) as entered:
+        with counting_blocks() as entered:
             for _ in range(3):
                 assert same(run(), expected)
         assert len(entered) == 9
@@ -449,7 +498,7 @@ def test_an_exception_inside_a_checkpoint_of_a_block_leaves_no_hooks_open(policy
 def test_without_gradients_no_hooks_are_entered(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = build("block")
     with enable(tiny.model) as handle:
-        monkeypatch.setattr(handle._engine, "begin_block", lambda *_: pytest.fail("hooks were entered"))
+        monkeypatch.setattr(BlockRun, "__init__", lambda *_, **__: pytest.fail("hooks were entered"))
         monkeypatch.setattr(handle._engine, "begin_pass", lambda *_: pytest.fail("a pass began"))
         with mode():
             tiny.model(**tiny.inputs)

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 
 import ebbtide
 from ebbtide.base.errors import BlocksError
@@ -277,3 +279,16 @@ def test_weights_are_those_of_the_block_and_below() -> None:
     model.layers[0].register_buffer("scale", torch.ones(3))
     module, block = find_blocks(model)[0]
     assert set(map(id, block.weights())) == {id(t) for t in (*module.parameters(), *module.buffers())}
+
+
+def test_blocks_keep_their_kind_under_replicate_of_fsdp2() -> None:
+    torch_module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Stack(*(Block() for _ in range(2)))
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
+        for layer in model.layers:
+            torch_module.replicate(layer, mesh=mesh)
+        assert [block.kind for _, block in find_blocks(torch_module.replicate(model, mesh=mesh))] == ["Block"] * 2
+    finally:
+        dist.destroy_process_group()

@@ -50,6 +50,17 @@ def test_a_block_is_known_in_the_mode_it_ran_in_and_only_if_it_ended() -> None:
     assert seen.known(block("0"), layer) and not seen.known(block("0"), layer.eval())
 
 
+def test_a_group_that_is_made_in_the_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: dict[Any, list[int]] = {object(): [3]}
+    monkeypatch.setattr(module, "_groups", lambda: [*counts])
+    monkeypatch.setattr(module, "_counts", lambda: dict(counts))
+    monkeypatch.setattr(module, "_ranks", lambda group: (0, 1) if group == "used" else (0, 2))
+    seen, layer = Collectives(), Layer()
+    with seen.look(block("0"), layer):
+        counts |= {"used": [1], "not used": [0]}
+    assert seen.groups(block("0"), layer) == [(0, 1)]
+
+
 def block(name: str) -> Block:
     return Block(name=name, kind="Layer", index=0, count=3, weights=tuple)
 

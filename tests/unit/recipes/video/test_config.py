@@ -93,6 +93,26 @@ def test_values_that_make_no_run_are_refused(words: tuple[str, ...], found: str)
     assert found in str(caught.value) and "hint:" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("shards", "copies", "mesh"), [(2, None, (2, 2)), (None, 4, (4, 1)), (4, 1, (1, 4)), (2, 3, ())]
+)
+def test_fastvideos_numbers_make_the_mesh(
+    shards: int | None, copies: int | None, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ebbtide_recipes.skeleton.trainer import _hybrid
+    from ebbtide_recipes.video.trainer import _shards
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    config = VideoConfig(hsdp_shard_dim=shards, hsdp_replicate_dim=copies, fsdp_strategy="hybrid_shard")
+    if mesh:
+        made = _hybrid(config, _shards(config))["parallelism_config"]
+        assert (made.dp_replicate_size, made.dp_shard_size) == mesh
+    else:
+        with pytest.raises(ConfigError, match="2 and hsdp_replicate_dim 3 with 4 processes; expected as many proc"):
+            _shards(config)
+
+
 def test_flags_without_effect_are_named() -> None:
     assert set(read("--mode_scale", "1.5", "--samples", "0", "--guidance_scale", "3").without_effect()) == {
         "mode_scale", "guidance_scale",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,3 +174,24 @@ def test_a_group_without_gradients_has_no_norm() -> None:
     )  # fmt: skip
     norm = VideoTrainer._clip_grad_norm(trainer, module)  # type: ignore[arg-type]
     assert norm > 0 and [group[0] for group in asked] == [next(module.critic.parameters())]
+
+
+def test_samples_that_cannot_be_written_end_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    met: list[bool] = []
+    trainer = object.__new__(VideoTrainer)
+    trainer.module = trainer.model = module_of()
+    trainer.average, trainer._shown_at, trainer.is_fsdp_enabled = None, -1, False
+    trainer.state = SimpleNamespace(global_step=3)  # type: ignore[assignment]
+    trainer.args = SimpleNamespace(device="cpu", should_save=True, output_dir="out")  # type: ignore[assignment]
+    trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: met.append(True))
+    trainer.showing = SimpleNamespace(prompts=[None], sampling=None, source=None, dtype=None)  # type: ignore[assignment]
+    monkeypatch.setattr(samples, "sample_student", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(samples, "write", full)
+    trainer.show()
+    assert met == [True]
+    assert "samples after step 3 could not be written: [Errno 28] No space left on device" in caplog.text

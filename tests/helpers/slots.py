@@ -1,0 +1,17 @@
+"""One slot of a tier, whose calls take several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ebbtide.base.errors import CapError
+
+
+def park(tier: Any, source: torch.Tensor) -> Any:
+    """Begin to copy out one source and return its slot; raise the error of a cap."""
+    (slot,) = tier.park_all([source])
+    if isinstance(slot, CapError):
+        raise slot
+    return slot
