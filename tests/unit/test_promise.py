@@ -20,7 +20,9 @@ from ebbtide.base.actions import Action
 from ebbtide.base.events import BUS
 from ebbtide.base.runs import SETTLING
 from ebbtide.engine.run import BlockRun
+from ebbtide.engine.stats import Tally
 from ebbtide.engine.timed import TimedStep
+from ebbtide.engine.untraced import leave_untraced
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
@@ -30,6 +32,7 @@ from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
+from ebbtide.wrap.plain import all_kept
 from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
@@ -112,6 +115,7 @@ def calls_of_ours(work: Callable[[], object]) -> Counter[str]:
 def dear_hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Let every saved tensor that comes to a hook cost half a second; return the blocks that packed."""
     packed: list[str] = []
+    leave_untraced()  # once in a process, and not while another function is in its place
     pack = BlockRun.pack
 
     def dear(run: BlockRun, tensor: torch.Tensor, outer: Any = None) -> Any:
@@ -167,6 +171,13 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
         assert timed.device.now_seconds - began == pytest.approx(2 * BLOCKS)
         drain()
         assert_nothing_left(timed.handle._engine)
+
+
+def test_counts_stay_where_the_inputs_tensors_are_in_objects() -> None:
+    seen = Tally()
+    seen.saved = seen.unique = 12
+    kept = all_kept(seen, 0, 0)
+    assert (kept.saved, kept.unique, kept.kept) == (12, 12, 12)
 
 
 def test_bytes_of_blocks_without_hooks_are_those_of_the_latest_batch(dear_hooks: list[str]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event, put_record_aside, read_events
+from ebbtide.base.runs import EVENTS_FILE, Event, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.starting import started
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: No command, one that does not exist, or a flag that cannot be read.
-        DataError: ``--out`` cannot be created.
+        DataError: ``--out`` cannot be created, or another run writes into it.
         DiskError: ``--disk_path`` cannot hold offloaded bytes.
     """
     parser = Parser(
@@ -73,8 +73,9 @@ def run(argv: Sequence[str]) -> int:
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
     disk_path = None if own.disk_path is None else _directory(own.disk_path, command[0])
-    out = None if own.out is None else _folder(Path(own.out))
-    with tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True) as folder:
+    with contextlib.ExitStack() as claimed:
+        out = None if own.out is None else _folder(Path(own.out), claimed)
+        folder = claimed.enter_context(tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True))
         request = Request(
             mode="ebbtide", folder=str(out or folder), record=out is not None, steps=steps,
             policy=policy, disk_path=disk_path,
@@ -159,15 +160,25 @@ def _directory(path: str, program: str) -> str:
     return str(check_directory(path))
 
 
-def _folder(out: Path) -> Path:
+def _folder(out: Path, claimed: contextlib.ExitStack) -> Path:
     """Create the folder of a recorded run; put an earlier record aside, as of a job that a scheduler starts again.
 
+    Args:
+        out: The folder.
+        claimed: Holds, while it is open, the lock on it.
+
     Raises:
-        DataError: It cannot be created.
+        DataError: It cannot be created, or another run writes into it.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # no record, or the same command on another node was first
+        try:
+            claimed.enter_context(only_writer(out))
+        except DataError:
+            if (out / EVENTS_FILE).exists():
+                raise
+            return out.absolute()  # the same command on another node was first
+        with contextlib.suppress(FileNotFoundError):
             kept = put_record_aside(out)
             (out / NOTES_FILE).unlink(missing_ok=True)
             print(f"ebbtide: the record of an earlier run in {out} is kept as {kept.name}", file=sys.stderr)

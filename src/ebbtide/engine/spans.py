@@ -81,7 +81,8 @@ class _Open:
         self.ended: Timestamp | None = None
         self.peak_bytes: int | None = None
         self.system_seconds: float | None = None  # when it began; then its own
-        self.saved_bytes: int | None = None
+        self.saved_bytes: int | None = None  # also None: not to be timed
+        self.counted = False  # whether its bytes were
         self.alone = True  # no other pass ran in between, and no backward raised
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
@@ -174,8 +175,8 @@ class SpanTimer:
             saved_bytes: What its blocks saved; None: it is not to be timed.
         """
         now = self._open  # blocks called without the model's forward: the next pass ends it, after its backward
-        if now is not None and (now.ended is None or now.saved_bytes is None):
-            now.saved_bytes = saved_bytes
+        if now is not None and (now.ended is None or not now.counted):
+            now.saved_bytes, now.counted = saved_bytes, True
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """A block shows in backward."""

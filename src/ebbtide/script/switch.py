@@ -127,7 +127,7 @@ class ScriptSwitch:
 
     def _drop_unused(self) -> None:
         """Drop models that nothing else holds, such as those of earlier folds: a handle ends with its model."""
-        if not self._switched or "more" in self._noted:
+        if not self._switched or self._noted & {"more", "shared"}:  # wrappers of one model may be made in each step
             return
         weak = [(weakref.ref(model), handle and weakref.ref(handle)) for model, handle in self._switched]
         self._switched.clear()  # the list that ``ScriptSteps`` reads, too
@@ -167,6 +167,7 @@ class ScriptSwitch:
         own = checkpoints_itself(module)
         handle, how = None, "as the script is"
         if others:  # of a model that shares its blocks: they are offloaded in the calls of both
+            self._noted.add("shared")
             request.note("model", model=name, how="shares its blocks with another model", checkpoints_itself=own)
             return None
         if request.mode == "checkpointing":

@@ -315,18 +315,18 @@ class HostTier:
         if os.getpid() != self._pid:
             return
         self._waits_for_device = False
-        # An interrupted step is repeated, so references are dropped last.
-        dead = [*self._dead]
-        for slot in dead:
-            if slot.ahead is not None:
-                self.copies.drop(slot)
-            if slot.source is not None:
-                if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
-                    slot.done = slot.place.guard.done(self.device)
-                self._leaving.append(slot)
-        self._arena.give(*[slot.place for slot in dead if slot.place is not None])
-        for slot in dead:
-            slot.place = None
-            self._dead.popleft()
+        # An interrupted step is repeated, so references are dropped last. More slots may die meanwhile.
+        while dead := [*self._dead]:
+            for slot in dead:
+                if slot.ahead is not None:
+                    self.copies.drop(slot)
+                if slot.source is not None:
+                    if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
+                        slot.done = slot.place.guard.done(self.device)
+                    self._leaving.append(slot)
+            self._arena.give(*[slot.place for slot in dead if slot.place is not None])
+            for slot in dead:
+                slot.place = None
+                self._dead.popleft()
         while self._leaving and ((done := self._leaving[0].done) is None or self.copies.is_done(done)):
             self._leaving.popleft()

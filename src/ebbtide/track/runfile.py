@@ -90,9 +90,9 @@ class RunFile:
         """Numbers and times the steps that the loop does not mark."""
 
     def __enter__(self) -> RunFile:
-        self._open()
         self._reader = MemoryReader(device=True)
         self._reader.follow_fullest_device()
+        self._open()
         self._latest, self._forwards = "", False
         self._write("run_begin", {**_run_begin(), **self._fields, **self._reader.peaks()})
         self._since = time.monotonic()
@@ -173,12 +173,12 @@ class RunFile:
 
     def _open(self) -> None:
         path = self.folder / EVENTS_FILE
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._overwrite:
                 path.unlink(missing_ok=True)
-            self._file = os.open(path, flags, 0o666)
+            self._file = os.open(path, flags if self._overwrite else flags | os.O_EXCL, 0o666)
             for name in (SUMMARY_FILE, REPORT_FILE):
                 (self.folder / name).unlink(missing_ok=True)
         except OSError as error:

@@ -80,7 +80,7 @@ class Attachment:
         self.handle: Any = None  # while attached; the hooks hold it, so that a lost handle can be closed
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
-        self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
+        self._looked: tuple[int, weakref.ref[nn.Module] | None] | None = None  # last search for groups
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._voting: list[tuple[int, ...]] = []  # those of them that may be needed in a block's forward
         self._as_set = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
@@ -161,10 +161,11 @@ class Attachment:
 
     def _agree(self) -> None:
         """Compare settings with the other ranks once: when the handle is made, or in the first pass after wrapping."""
-        distributed = dist.is_available() and dist.is_initialized()
+        if self._groups or not (dist.is_available() and dist.is_initialized()):
+            return
         around = running_ddp()
-        now = self._tree.look(), distributed, None if around is None else weakref.ref(around)
-        if self._groups or now == self._looked:
+        now = self._tree.look(), None if around is None else weakref.ref(around)
+        if now == self._looked:
             return
         groups = groups_of(self._model)
         if groups:
@@ -179,12 +180,12 @@ class Attachment:
         return b"" if self.engine.timer is None else self._tree.trains()
 
     def _begin_pass(self) -> None:
-        self._before = None
+        self._before, version = None, self._tree.look()
         self._plain.begin_pass(self._trains())
-        version, moves = self._moves
-        if version != self._tree.version:  # as ``_agree`` saw it; FSDP may be applied after the handle
+        known, moves = self._moves
+        if version != known:  # FSDP may be applied after the handle
             moves = weights_move(self._model)
-            self._moves = self._tree.version, moves
+            self._moves = version, moves
             still = still_inside(self._model, self._blocks)
             if len(still) < len(self._blocks):
                 self._install(still)

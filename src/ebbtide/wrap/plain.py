@@ -196,7 +196,8 @@ def all_kept(seen: Tally, elements: int, seen_elements: int) -> Tally:
         seen_elements: Of the inputs then.
     """
     kept = copy.copy(seen)
-    for name in ("saved", "unique", "small_bytes"):
-        setattr(kept, name, getattr(seen, name) * elements // max(seen_elements, 1))
+    if seen_elements:  # else the inputs' tensors are in objects
+        for name in ("saved", "unique", "small_bytes"):
+            setattr(kept, name, getattr(seen, name) * elements // seen_elements)
     kept.kept, kept.offloaded, kept.recomputed = kept.unique, 0, 0
     return kept

@@ -95,15 +95,13 @@ def flush(folder: Path) -> None:
 def _flush(path: Path) -> None:
     try:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # another process's draft, which now has its name
-        return
-    try:
-        os.fsync(opened)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that flushes no folders
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:  # a draft that now has its name, or a file system that does not flush what is only read
+        if error.errno in (errno.EIO, *_FULL):
             raise
-    finally:
-        os.close(opened)
 
 
 def _order(config: RecipeConfig, processes: int, rows: int | None) -> dict[str, Any]:
@@ -160,9 +158,10 @@ def set_aside_later(config: RecipeConfig) -> None:
     name, output = config.resume_from_checkpoint or "none", Path(config.output_dir).expanduser()
     if not resumes(config) or name.lower() in LATEST:
         return
-    step = _named(Path(name).expanduser()).step
+    begin = Path(name).expanduser()
+    step = _named(begin).step
     for path in _folders(output):
-        if _step(path) > step:
+        if _step(path) > step and path.resolve() != begin.resolve():
             aside = path.with_name(f"{ASIDE}{path.name}")
             if aside.exists():
                 remove(aside)

@@ -251,9 +251,10 @@ def arguments(config: VideoConfig) -> TrainingArguments:
 
 
 def _shards(config: VideoConfig) -> int | None:
-    """Return how many processes share the weights, by FastVideo's flags; ``None``: neither is set."""
+    """Return how many processes share the weights, by FastVideo's flags; ``None``: those of the strategy."""
     copies, world = config.hsdp_replicate_dim, launch.world_size()
-    shards = config.hsdp_shard_dim or (max(1, world // copies) if copies else None)
+    rest = max(1, world // copies) if copies and config.fsdp_strategy == "hybrid_shard" else None  # else it is DDP
+    shards = config.hsdp_shard_dim or rest
     if shards and copies and shards * copies != world:
         raise ConfigError(
             f"hsdp_shard_dim {shards} and hsdp_replicate_dim {copies} with {world} processes",

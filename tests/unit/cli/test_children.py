@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.base.errors import ConfigError, DiskError
+from ebbtide.base.errors import ConfigError, DataError, DiskError
 from ebbtide.cli import children
 from ebbtide.cli import run as run_module
 from ebbtide.cli.children import Child
@@ -183,7 +183,27 @@ def test_a_job_that_is_started_again_keeps_the_earlier_record(
         (tmp_path / name).write_text(f'{{"t": 0, "event": "{name}"}}\n')
     assert run_module.run(["--out", str(tmp_path), "--", "true"]) == 0
     assert f"the record of an earlier run in {tmp_path} is kept as run-2.jsonl" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"run-1.jsonl", "run-2.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "run-1.jsonl", "run-2.jsonl"}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_that_still_writes_keeps_its_record(tmp_path: Path, recorded: bool) -> None:
+    """Of a command that begins on several nodes at once, no other has a record yet: that one goes on."""
+    hold = (
+        "import sys; from pathlib import Path; from ebbtide.base.runs import only_writer\n"
+        "with only_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        if recorded:
+            (tmp_path / "run.jsonl").write_text("{}\n")
+            with pytest.raises(DataError, match=f"another run .process {other.pid} on .* writes into"):
+                run_module.run(["--out", str(tmp_path), "--", "true"])
+            assert (tmp_path / "run.jsonl").exists()
+        else:
+            assert run_module.run(["--out", str(tmp_path), "--", "true"]) == 0
+        other.communicate()
 
 
 def test_a_directory_on_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:

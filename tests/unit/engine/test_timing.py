@@ -358,6 +358,22 @@ def test_passes_are_timed_and_told_two_later() -> None:
     assert [span.system_seconds for span in scene.told] == [0.75, 1.0]
 
 
+def test_a_pass_that_is_not_to_be_timed_stays_so_when_a_later_one_ends_without_blocks() -> None:
+    clock, found = Clock(), list[Any]()
+    clock.ahead = True
+    spans = SpanTimer(clock, lambda span: found.append(span) or True, memory=False)
+    spans.want()
+    run = Run(Pass(), "a")
+    spans.block_begins(run, CPU, plain=False)
+    spans.pass_ends(None)
+    spans.backward_begins(run)
+    spans.backward_leaves(run)
+    spans.backward_ends()
+    spans.pass_ends(0)  # a forward that calls no block
+    spans.finish()
+    assert found == [None]
+
+
 def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
     scene = Spans(memory=True)
     for peak in (70, 9, 30, 20):

@@ -206,6 +206,12 @@ def test_later_ones_are_set_aside_whatever_folder_and_name_the_resumed_one_has(t
     assert [one.folder for one in checkpoints.complete(output)] == [new]
 
 
+def test_a_copy_with_a_later_number_is_not_set_aside_before_it_is_read(tmp_path: Path) -> None:
+    begin = make(tmp_path, 5).rename(tmp_path / "checkpoint-9")
+    checkpoints.set_aside_later(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=str(begin)))
+    assert begin.exists()
+
+
 @pytest.mark.parametrize("asked", ["latest", "none", None])
 def test_nothing_else_is_set_aside(tmp_path: Path, asked: str | None) -> None:
     here = [make(tmp_path, step) for step in (1, 2)]

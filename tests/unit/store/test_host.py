@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,27 @@ def test_after_close_and_after_free() -> None:
             ask()
     slot.free()
     assert device.host_bytes == 0
+
+
+def test_a_slot_that_dies_while_another_settles_is_freed_although_the_tier_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    slots = [park(tier, produce(device, 100)) for _ in range(2)]
+    tier.wait_parked(slots)
+    device.compute(10.0)
+    tier.close()
+    give = tier._arena.give
+
+    def give_while_another_dies(*places: Any) -> None:
+        if len(slots) > 1:
+            slots.pop().free()
+        give(*places)
+
+    monkeypatch.setattr(tier._arena, "give", give_while_another_dies)
+    slots[0].free()
+    assert (tier.used_bytes, device.host_bytes) == (0, 0)
 
 
 def test_only_plain_bytes_and_sizes() -> None:

@@ -213,6 +213,30 @@ def test_a_long_record_leaves_out_details_and_no_step(tmp_path, monkeypatch, cap
     assert last(tmp_path, "message")["text"] in caplog.text and caplog.text.count("no further memory") == 1
 
 
+def test_of_two_runs_that_overwrite_at_once_none_raises(tmp_path, monkeypatch):
+    unlink = Path.unlink
+
+    def other_is_faster(path, **options):
+        unlink(path, **options)
+        if path.name == "run.jsonl":
+            path.write_text("")
+
+    monkeypatch.setattr(Path, "unlink", other_is_faster)
+    with RunFile(tmp_path, bus=Bus(), overwrite=True):
+        pass
+    assert kinds(tmp_path)[0] == "run_begin"
+
+
+def test_a_run_that_cannot_begin_leaves_no_record(tmp_path, monkeypatch):
+    def broken(**options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ebbtide.track.runfile.MemoryReader", broken)
+    with pytest.raises(KeyboardInterrupt), RunFile(tmp_path, bus=Bus()):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_of_two_runs_that_begin_at_once_the_later_changes_nothing(tmp_path, monkeypatch):
     mkdir = Path.mkdir
 

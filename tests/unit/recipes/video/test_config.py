@@ -113,6 +113,12 @@ def test_fastvideos_numbers_make_the_mesh(
             _shards(config)
 
 
+def test_copies_alone_are_ddp_on_any_number_of_processes() -> None:
+    from ebbtide_recipes.video.trainer import _shards
+
+    assert _shards(VideoConfig(hsdp_replicate_dim=8)) is None
+
+
 def test_flags_without_effect_are_named() -> None:
     assert set(read("--mode_scale", "1.5", "--samples", "0", "--guidance_scale", "3").without_effect()) == {
         "mode_scale", "guidance_scale",
