@@ -71,8 +71,8 @@ MUTANTS = (
     without(
         "freed slot drops its copy-in",
         "host.py",
-        "                self.copies.drop(slot)\n            if slot.source",
-        "                pass\n            if slot.source",
+        "                    self.copies.drop(slot)\n                if slot.source",
+        "                    pass\n                if slot.source",
     ),
     without("freed slot leaves its source", "host.py", "self._leaving.append(slot)"),
     without(
