@@ -43,8 +43,7 @@ _DETAILS = frozenset(("memory", "phase", "pass_begin", "pass_end", "block", "blo
 """Events that come many times a step."""
 _DETAIL_BYTES = 64 * 2**20
 """Size of a file from which on details are left out: a summary reads the file into memory, some 7 times its size."""
-
-HIGHER = 1.01
+_HIGHER = 1.01
 """A sample is a new peak from this multiple of the latest one on."""
 
 
@@ -264,8 +263,8 @@ class RunFile:
 
     def _is_higher(self, sample: Mapping[str, Any]) -> bool:
         """Whether a sample is clearly above all before it: a record without details still has the peak."""
-        above = {name: value for name, value in sample.items() if (value or 0) > HIGHER * self._highest.get(name, 0)}
-        above.pop("t", None)
+        sizes = {name: sample[name] or 0 for name in ("rss_bytes", "device_bytes")}
+        above = {name: size for name, size in sizes.items() if size > _HIGHER * self._highest.get(name, 0)}
         self._highest.update(above)
         return bool(above)
 
