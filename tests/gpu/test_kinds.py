@@ -241,7 +241,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "benchmark", "checkpointed"),
+    ("make", "tuned", "checkpointed"),
     [
         (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.1), False, 0),
         (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2), False, 3),
@@ -251,12 +251,12 @@ class Dropping(nn.Module):
     ids=["lstm with dropout", "lstm", "convolution under benchmark", "convolution"],
 )
 def test_blocks_that_a_device_would_compute_otherwise_do_not_run_twice(
-    make: Callable[[], nn.Module], benchmark: bool, checkpointed: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], tuned: bool, checkpointed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", tuned)
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    if benchmark and device.type != "cuda":  # the setting is cuDNN's
+    if tuned and device.type != "cuda":  # the setting is cuDNN's
         checkpointed = 3
     model = nn.Sequential(*(Dropping(make()) for _ in range(3))).to(device)
     x = torch.randn(2, 16, WIDTH, device=device, requires_grad=True)

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ebbtide.planner.machines import Machine
 from ebbtide.store.counters import Stalls, TierCounters
@@ -48,7 +48,14 @@ REAL_BYTES = 16 * 1024**2
 _GROUPED = {"_grouped_mm": 2.0, "grouped_mm_fallback": 2.0, "grouped_mm_fallback_backward": 4.0}
 """FLOP of each term of the products of experts, for which torch has no formula."""
 
-_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION = {
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+}  # fmt: skip
+"""Operators of fused attention, whose first arguments are query, key and value; those of backward follow a gradient."""
 
 
 def without_bytes() -> FakeTensorMode:
@@ -245,12 +252,21 @@ def _places(indices: Any) -> Any:
     return found
 
 
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, backward: bool) -> float:
+    """Return the FLOP of fused attention between all pairs, also where several heads of ``query`` share a key.
+
+    Forward multiplies by keys and by values; backward makes the scores again, their gradient, and three more.
+    """
+    batch, heads, queries, width = query
+    widths = 3 * width + 2 * value[-1] if backward else width + value[-1]
+    return 2.0 * batch * heads * queries * key[-2] * widths
+
+
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[float, bool]:
     """Return the FLOP of an operator, and whether it is fused attention; causal attention needs half of the pairs."""
-    if name == _CPU_ATTENTION:
-        flops = float(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    elif name == _CPU_ATTENTION + "_backward":
-        flops = float(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    if name.removesuffix("_backward") in _ATTENTION:  # torch's count fails before 2.13 where heads share a key
+        backward = name.endswith("_backward")
+        flops = _attention_flops(*(each.shape for each in args[backward : backward + 3]), backward=backward)
     elif name in _GROUPED:  # each row of the first, or each column of the second, belongs to one group
         flops = _GROUPED[name] * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     else:

@@ -158,8 +158,10 @@ class DeviceMeter:
         return not self._device.capabilities.timed_events or self._device.query(timestamp.event)
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
-        """Return the peak allocation since the last call; resets torch's peak."""
-        return self._peak.take_bytes(where) if torch.accelerator.is_available() else None
+        """Return the peak allocation since the last call, and reset torch's; None: of tensors of no accelerator."""
+        if not torch.accelerator.is_available() or (where is not None and where.type == "cpu"):
+            return None
+        return self._peak.take_bytes(where)
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""

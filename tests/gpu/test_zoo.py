@@ -1,0 +1,51 @@
+"""The zoo on a real card: families in several precisions under every policy, with the kernels that a card chooses.
+
+Steps run with deterministic kernels where there are some; a family that plain training itself does not repeat there is
+skipped and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ebbtide
+from tests.helpers.accelerator import on_device
+from tests.helpers.models import FAMILIES, PRECISIONS, build
+from tests.helpers.oracle import differences
+from tests.helpers.pairs import all_pairs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.needs_cuda,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+POLICIES = ("offload", "minimal", "auto")
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Choose kernels that repeat their bits where torch has some."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("name", "precision", "policy"), all_pairs(tuple(FAMILIES), PRECISIONS, POLICIES))
+def test_a_family_under_a_policy(name: str, precision: str, policy: str) -> None:
+    try:
+        tiny = on_device(build(name, **PRECISIONS[precision]))
+        expected = tiny.step()
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"plain training: {str(error).splitlines()[0]}")
+    if differences(expected, tiny.step()):
+        pytest.skip("plain training does not repeat its bits")
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1, verify=True) as handle:
+        for step in range(3):
+            assert differences(expected, tiny.step()) == [], step
+            assert handle.stats().live_tickets == 0, step
+    assert differences(expected, tiny.step()) == [], "after close"
