@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ebbtide.store.device import Device
-from ebbtide.store.device_memory import allowed_bytes, device_memory, index_of, take_peak_bytes
+from ebbtide.store.device_memory import allocator_figures, allowed_bytes, index_of, take_peak_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes, ranks_of
@@ -194,9 +194,9 @@ def room_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes() // ranks_of(os.environ)
-    where, memory = home_of(tier), device_memory()
-    allowed = allowed_bytes(where)
-    return None if allowed is None else int(allowed + memory.memory_reserved(where) - memory.memory_allocated(where))
+    where = home_of(tier)
+    allowed, found = allowed_bytes(where), allocator_figures(where)
+    return None if allowed is None else allowed + found.reserved_bytes - found.allocated_bytes
 
 
 def device_bytes(tier: Tier) -> int | None:
@@ -208,7 +208,7 @@ def device_bytes(tier: Tier) -> int | None:
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
         return None
-    return room + int(device_memory().memory_allocated(home_of(tier)))
+    return room + allocator_figures(home_of(tier)).allocated_bytes
 
 
 def store_bytes(tier: Tier) -> int | None:
@@ -236,7 +236,7 @@ def reserved_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return None
-    return int(device_memory().memory_reserved(home_of(tier)))
+    return allocator_figures(home_of(tier)).reserved_bytes
 
 
 def keeps_time(tier: Tier) -> bool:

@@ -42,14 +42,14 @@ class MemoryReader:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._statm.exists() else 0
         if children or not self._page_bytes:
             _psutil()
-        self._accelerator: Any = None
+        self._figures: Any = None
         if device and self._pid == os.getpid():
             import torch
 
-            from ebbtide.store.device_memory import device_memory
+            from ebbtide.store.device_memory import allocator_figures
             from ebbtide.store.meter import DevicePeak
 
-            self._accelerator = device_memory() if torch.accelerator.is_available() else None
+            self._figures = allocator_figures if torch.accelerator.is_available() else None
             self._peak = DevicePeak()
         self._device_index: int | None = None
         self._family: list[MemoryReader] = []
@@ -67,30 +67,30 @@ class MemoryReader:
 
     def device_bytes(self) -> int | None:
         """Return the accelerator's allocated bytes, or ``None`` without one."""
-        return None if self._accelerator is None else int(self._accelerator.memory_allocated(self._device_index))
+        return None if self._figures is None else self._figures(self._device_index).allocated_bytes
 
     def take_device_peak_bytes(self) -> int | None:
         """Return the accelerator's most allocated bytes since the last call, or ``None`` without one; resets it."""
-        return None if self._accelerator is None else self._peak.take_bytes(self._device_index)
+        return None if self._figures is None else self._peak.take_bytes(self._device_index)
 
     def follow_fullest_device(self) -> None:
         """Read the device on which this process has most from now on.
 
         The current device is per thread, and a model need not be on any thread's.
         """
-        if self._accelerator is not None:
+        if self._figures is not None:
             import torch
 
-            allocated, current = self._accelerator.memory_allocated, torch.accelerator.current_device_index()
+            figures, current = self._figures, torch.accelerator.current_device_index()
             everywhere, before = range(torch.accelerator.device_count()), self._device_index
-            self._device_index = max(everywhere, key=lambda index: (allocated(index), index == current))
+            self._device_index = max(everywhere, key=lambda index: (figures(index).allocated_bytes, index == current))
             if self._device_index != before:
                 self.take_device_peak_bytes()  # of memory that may have been freed before
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
         device = None
-        if self._accelerator is not None:
+        if self._figures is not None:
             from ebbtide.store.device_memory import peak_bytes
 
             device = peak_bytes(self._device_index)

