@@ -166,6 +166,8 @@ def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) 
         expected = step(model)
     except NotImplementedError as error:  # no such kernel for this type
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
+    if not all(_same(expected, step(model)) for _ in range(3)):  # CUDA adds up this gradient in any order
+        pytest.skip("plain training does not repeat its bits")
     with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0", "1"], min_bytes=0) as handle:
         for _ in range(3):
             assert _same(expected, step(model))

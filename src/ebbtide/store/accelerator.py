@@ -18,7 +18,7 @@ import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.store.device import Capabilities, FreeMemory, capture_query
-from ebbtide.store.device_memory import allocator_figures, allowed_bytes
+from ebbtide.store.device_memory import allocator_figures, allowed_bytes, index_of
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -135,7 +135,7 @@ class AcceleratorDevice:
     def compute_stream(self, where: torch.device) -> torch.Stream:
         """Return the calling thread's current stream on that device."""
         # From a device torch finds out the index on every call: 2 us more.
-        return torch.accelerator.current_stream(where if where.index is None else where.index)
+        return torch.accelerator.current_stream(index_of(where))
 
     def default_stream(self, where: torch.device) -> torch.Stream | None:
         """Return the stream of that device on which everything runs unless another is entered."""

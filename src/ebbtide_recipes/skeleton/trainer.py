@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
@@ -121,11 +122,9 @@ class RecordedTrainer(Trainer):
         fields = _fields(self.model)
         trained = fields.pop("use_cache", None)
         fields.update(self._own)
-        settings: Any = getattr(self.model, "generation_config", None)
-        if settings is not None:  # as published, whatever is in it: transformers refuses only those that were changed
-            settings._original_object_hash = hash(settings)
         try:
-            super()._save(*args, **kwargs)
+            with _settings_as_published():
+                super()._save(*args, **kwargs)
         finally:
             fields["use_cache"] = trained
 
@@ -355,6 +354,20 @@ def _fields(model: Any) -> dict[str, Any]:
     """Return what is set in a model's config, to change; nothing of a model without one."""
     config = getattr(model, "config", None)
     return {} if config is None else vars(config)
+
+
+@contextlib.contextmanager
+def _settings_as_published() -> Iterator[None]:
+    """Save settings of generation whatever is in them: transformers refuses some that published models have.
+
+    It refused all such settings (5.17), and later those in which the trainer has set the tokenizer's tokens.
+    """
+    validate = GenerationConfig.validate
+    GenerationConfig.validate = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        GenerationConfig.validate = validate
 
 
 def save(trainer: RecordedTrainer, folder: Path) -> None:
