@@ -24,8 +24,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 FIRST_TESTS = ("test_first_light", "test_store")
-SUITES = ("link", "host", "overhead", "bound", "pareto", "longest")
+SUITES = ("rounds", "link", "host", "overhead", "bound", "pareto", "longest")
 SIMULATED = {
+    "rounds": ("--small", "--rounds", "2"),
     "link": ("--small", "--pairs", "2"),
     "host": ("--pairs", "2", "--total-mib", "64"),
     "overhead": ("--pairs", "3"),
@@ -34,7 +35,7 @@ SIMULATED = {
     "longest": ("--small", "--ways", "plain,ebbtide offload", "--most-tokens", "256"),
 }
 """What makes a suite small enough for the simulated device, whose memory and cores are those of this machine."""
-WITH_MINUTES = ("link", "bound", "pareto", "longest")
+WITH_MINUTES = ("rounds", "link", "bound", "pareto", "longest")
 """Suites that stop by themselves: they begin no further case after so many minutes."""
 LAST_CASE_MINUTES = 1.5
 """What the case that has begun then may take, and a little more."""
