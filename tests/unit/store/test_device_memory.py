@@ -12,7 +12,14 @@ import torch
 from ebbtide.store import meter
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.device import Device, FreeMemory
-from ebbtide.store.device_memory import allowed_bytes, device_memory, free_and_total_bytes, peak_bytes, take_peak_bytes
+from ebbtide.store.device_memory import (
+    allocator_figures,
+    allowed_bytes,
+    device_memory,
+    free_and_total_bytes,
+    peak_bytes,
+    take_peak_bytes,
+)
 from ebbtide.store.meter import DeviceMeter, HostMeter
 
 WHERE = torch.device("cuda", 1)
@@ -73,6 +80,24 @@ def test_peaks_before_a_reset_are_remembered(module: SimpleNamespace, monkeypatc
     assert take_peak_bytes(WHERE) == 900 and peak == [now]
     assert peak_bytes() == peak_bytes(1) == 900
     assert take_peak_bytes() == now and peak_bytes() == 900
+
+
+def test_tensors_of_no_accelerator_have_no_peak_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "take_peak_bytes", lambda where: 10)
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace(is_available=lambda: True))
+    assert DeviceMeter(cast("Device", None)).take_peak_bytes(torch.device("cpu")) is None
+
+
+def test_figures_are_read_where_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("allocated_bytes", "active_bytes", "reserved_bytes")
+    nested = {name: {"all": {"current": n, "peak": 10 * n}} for n, name in enumerate(names, 1)}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", None, raising=False)  # which takes long
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True, raising=False)
+    read = {1: {**nested, "num_alloc_retries": 7}}.__getitem__
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", read, raising=False)
+    assert allocator_figures(WHERE) == (1, 10, 2, 3, 7)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: False)
+    assert allocator_figures(WHERE) == (0, 0, 0, 0, 0)
 
 
 def test_meters_do_not_take_each_others_peaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
