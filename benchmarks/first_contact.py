@@ -79,6 +79,14 @@ def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
     yield "capabilities", str(can), can.asynchronous_copies and can.pinned_host
     yield "a graph is being captured", str(device.capturing()), not device.capturing()
 
+    for name, pin in {
+        "ours": lambda: device.allocate_host(copied_bytes, pinned=can.pinned_host),
+        "torch's": lambda: torch.empty(copied_bytes, dtype=torch.uint8, device="cpu", pin_memory=can.pinned_host),
+    }.items():
+        begun = time.perf_counter()
+        pin()
+        yield f"{copied_bytes / MIB:.0f} MiB are pinned, {name}", f"{time.perf_counter() - begun:.3f} s", True
+
     source, target = torch.ones(copied_bytes, dtype=torch.uint8, device=where), device.allocate_host(
         copied_bytes, pinned=can.pinned_host
     )  # fmt: skip
@@ -102,6 +110,7 @@ def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
         "wait": lambda: device.wait(stream, done),
         "copy of 16 KiB": lambda: device.copy_all([(place, small)], out),
         "detach": small.detach,
+        "free memory": lambda: device.free_memory(where),
     }
     for name, call in calls.items():
         yield f"one call: {name}", f"{microseconds(call):.2f} us", True

@@ -40,7 +40,7 @@ def test_a_family_under_a_policy(name: str, precision: str, policy: str) -> None
     try:
         tiny = on_device(build(name, **PRECISIONS[precision]))
         expected = tiny.step()
-    except (NotImplementedError, RuntimeError) as error:
+    except NotImplementedError as error:  # no such kernel for this type
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
     if differences(expected, tiny.step()):
         pytest.skip("plain training does not repeat its bits")

@@ -277,7 +277,9 @@ def test_what_nobody_has_set_yields_to_what_is_set_later() -> None:
         ).stdout.split()
         for changes in (False, True)
     ]
-    assert found[0] == found[1] and found[0][:2] == ["tf32", "tf32"]  # what then yields differs between torch's builds
+    assert found[1] == found[0]
+    if torch.version.cuda is None:  # seen otherwise in torch 2.11 for CUDA, with and without a change
+        assert found[0] == ["tf32", "tf32", "ieee", "ieee", "ieee"]
 
 
 @pytest.mark.parametrize("policy", ["auto", "minimal"])
