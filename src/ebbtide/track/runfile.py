@@ -207,9 +207,12 @@ class RunFile:
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         if self._is_forked:
             return
-        if kind in _EDGES or (kind == "block_backward" != self._latest):
+        dates = kind in _EDGES or (kind == "block_backward" != self._latest)
+        if dates:
             self._peak(kind)
         self._write(kind, fields)
+        if dates:
+            self._since = time.monotonic()
         if kind == "step" and self._lockstep is not None:
             self._write("wait", {"step": fields.get("step")})
             if not self._lockstep.wait():
@@ -232,7 +235,7 @@ class RunFile:
         edge, too, because before it memory is that of the loss.
         """
         peak, since, now = self._reader.take_device_peak_bytes(), self._since, time.monotonic()
-        self._since, self._latest = now, kind
+        self._latest = kind
         if peak is not None:
             self._write("memory", {"t": (since + now) / 2, "rss_bytes": None, "device_bytes": peak})
 

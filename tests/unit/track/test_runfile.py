@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,16 @@ def test_memory_is_read_at_every_edge(tmp_path):
     assert order.count("memory") in (3, 4)
 
 
-def test_the_devices_peak_is_dated_between_two_edges(tmp_path, monkeypatch):
+@pytest.mark.parametrize("disk_seconds", [0, 0.05])
+def test_the_devices_peak_is_dated_between_two_edges(tmp_path, monkeypatch, disk_seconds):
     monkeypatch.setattr(MemoryReader, "take_device_peak_bytes", lambda self: 900)
+    write = RunFile._write
+
+    def slowly(self, kind, fields):
+        write(self, kind, fields)
+        time.sleep(disk_seconds if kind == "memory" else 0)
+
+    monkeypatch.setattr(RunFile, "_write", slowly)
     with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
         with run.phase("forward", step=1):
             pass
