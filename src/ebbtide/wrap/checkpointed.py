@@ -22,7 +22,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import FULL_BYTES, Watched, changed_error
@@ -67,9 +66,8 @@ class ForwardContext:
         self._moved = moved
         # Also of its weights: a block may move its inputs, or be called with none.
         devices = {x.device for x in (*inputs, *self._state.tensors) if x.device.type not in ("cpu", "meta")}
-        on = {device: torch.empty(0, device=device) for device in devices}  # not the inputs: they may leave
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
-        self._random, self._casts = _states(_generators(on)), _casts(self._kinds)
+        self._random, self._casts = _states(_generators(devices)), _casts(self._kinds)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     @contextmanager
@@ -152,7 +150,7 @@ def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
 
 
 class _Generator(NamedTuple):
-    """A default random generator: torch's, Python's or numpy's, or all of the accelerators."""
+    """A default random generator: torch's, of the host or of an accelerator, Python's or numpy's."""
 
     state: Callable[[], Any]
     restore: Callable[[Any], object]
@@ -163,11 +161,11 @@ _States = list[tuple[_Generator, Any]]
 """Random generators, each with its state at some time."""
 
 
-def _generators(devices: dict[torch.device, torch.Tensor]) -> list[_Generator]:
+def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
     """Return the default generators.
 
     Args:
-        devices: Accelerators, all of one type, each with a tensor of it.
+        devices: Accelerators.
     """
     found = [
         _Generator(torch.get_rng_state, torch.set_rng_state, torch.equal),
@@ -175,10 +173,11 @@ def _generators(devices: dict[torch.device, torch.Tensor]) -> list[_Generator]:
     ]
     if (numpy := sys.modules.get("numpy")) is not None:
         found.append(_Generator(numpy.random.get_state, numpy.random.set_state, _same_of_numpy))
-    kind = next((device.type for device in devices), "")
-    if kind and getattr(torch.get_device_module(kind), "_initialized", False):
-        read = functools.partial(get_device_states, *devices.values())
-        found.append(_Generator(read, functools.partial(_set_of_devices, kind), _same_of_devices))
+    for device in devices:
+        module = torch.get_device_module(device)
+        if getattr(module, "_initialized", False):  # not where tensors are fake
+            read = functools.partial(module.get_rng_state, device)
+            found.append(_Generator(read, functools.partial(module.set_rng_state, device=device), torch.equal))
     return found
 
 
@@ -186,14 +185,6 @@ def _same_of_numpy(one: Any, other: Any) -> bool:
     """Whether two states are known to be the same: those of the generator that numpy begins with."""
     plain = isinstance(one, tuple) and isinstance(other, tuple)
     return plain and one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:]
-
-
-def _set_of_devices(kind: str, state: tuple[list[int], list[torch.Tensor]]) -> None:
-    set_device_states(*state, device_type=kind)
-
-
-def _same_of_devices(one: tuple[list[int], list[torch.Tensor]], other: tuple[list[int], list[torch.Tensor]]) -> bool:
-    return all(map(torch.equal, one[1], other[1]))
 
 
 def _states(generators: Iterable[_Generator]) -> _States:
