@@ -262,7 +262,7 @@ class Engine:
         """Remember what the bytes of an entry are, for ``verify=True``."""
         entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor))
 
-    # Restorer
+    # Backward
 
     def unpack(self, ticket: Ticket | LightTicket | WrapperTicket) -> torch.Tensor:
         """Return the saved tensor of a ticket: the unpack hook."""

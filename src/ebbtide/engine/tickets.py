@@ -65,7 +65,7 @@ class LightTicket:
     Args:
         tensor: The saved tensor.
         weight: It is a weight, or lies in the storage of one.
-        checked: Restorer it compares versions.
+        checked: Its version is compared when it is read.
         place: The module and the block that saved it, as errors name them.
     """
 
