@@ -13,7 +13,7 @@ import torch
 from ebbtide.base.actions import Action, Candidate, Site, StandingPlan
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
-from ebbtide.engine.inputs import Inputs
+from ebbtide.engine.inputs import CAST, Inputs
 from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
@@ -26,9 +26,6 @@ from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.views import shows
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer
-
-CAST = "ToCopyBackward0"
-"""The node of a cast."""
 
 KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 
@@ -138,7 +135,7 @@ class Admission(RunRecord):
             weight = self.weights.copied(base, self._innermost)
         kept_bytes = engine.kept.total if self._reads_kept else 0
         candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
-        described, follows = candidate, covered and made_by != CAST and not (node is None and self._casts)
+        described, follows = candidate, covered and weight is None and not (node is None and self._casts)
         recipe, settled = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)

@@ -8,6 +8,9 @@ import torch
 
 from ebbtide.engine.storages import plain_tensors
 
+CAST = "ToCopyBackward0"
+"""Name of the node that makes a tensor of another type, or on another device."""
+
 
 class Inputs:
     """The tensors that a block is called with.
@@ -38,7 +41,7 @@ class Inputs:
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an input in another type."""
         node = tensor.grad_fn
-        if node is None or node.name() != "ToCopyBackward0":
+        if node is None or node.name() != CAST:
             return False
         source, number = node.next_functions[0]
         return source is not None and (id(source), number) in self.values

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.engine.inputs import CAST
 from ebbtide.engine.layout import Layout
 
 
@@ -51,12 +52,13 @@ class Memo:
         candidate: What a plan decides on when the storage is new; None: that does not follow from the description.
         decision: What it decided the last time, if that stands.
         nbytes: Size of its storage.
+        is_cast: It, or what it is a view of, was cast from another type.
         empty: As given.
     """
 
     __slots__ = (
         "_device", "_dtype", "_is_view", "_node", "_offset", "_owner", "_size", "_stride", "base_layout", "candidate",
-        "decision", "empty", "layout", "nbytes",
+        "decision", "empty", "is_cast", "layout", "nbytes",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
@@ -73,6 +75,7 @@ class Memo:
         owner = self.base_layout = self.layout if base is None else Layout.of(base)
         self._owner = owner.dtype, owner.size, owner.stride, owner.offset
         self.nbytes = tensor.untyped_storage().nbytes()
+        self.is_cast = self._node == CAST
         self.empty = empty
         self.candidate: Candidate | None = None
         self.decision: Decision | None = None

@@ -32,7 +32,9 @@ class Replay(Admission):
                 same = entry.recipe is None or not engine.weights.move
                 return self._ticket_of(tensor, entry, memo.layout, storage) if same else None
         candidate = memo.candidate
-        return None if candidate is None or self._narrow else self._admit_known(tensor, storage, memo, candidate)
+        if candidate is None or (self._narrow and self._known_value(tensor, memo.layout) is not None):
+            return None
+        return self._admit_known(tensor, storage, memo, candidate)
 
     def _admit_known(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo, candidate: Candidate
@@ -40,11 +42,13 @@ class Replay(Admission):
         """Carry out the action for a new storage that a memo describes; None if it is at another site now."""
         engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
         base, came_in = tensor if base is None else base, id(storage) in self._inputs.storages
-        node = base.grad_fn
+        node, cast = base.grad_fn, memo.is_cast
+        is_input = came_in or (cast and self._inputs.casts(base))
         counts, counted = self._sites.counts, (site.module, site.node)
         if (
-            came_in is not candidate.block_input
+            is_input is not candidate.block_input
             or (node is None and self._casts)
+            or (cast and self.weights.copied(base, self._innermost) is not None)
             or counts.get(counted, 0) != site.ordinal
         ):
             return None
@@ -75,7 +79,7 @@ class Replay(Admission):
             entry = Entry(
                 memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=engine.live_entries
             )
-            if recipe is None and engine.tensor_filter is None:
+            if recipe is None and engine.tensor_filter is None and not cast:  # what was cast up is stored as it was
                 entry.action = OFFLOAD
                 engine.park(self, entry, tensor)
             else:
@@ -92,7 +96,7 @@ class Replay(Admission):
                 self._seen.add(reference)
                 self.entries.append(reference)
             action, nbytes = entry.action, entry.nbytes
-        self.saved.append((site, action, nbytes, not (recipe or settled or came_in)))
+        self.saved.append((site, action, nbytes, not (recipe or settled or is_input)))
         return ticket
 
     def _decide(
@@ -118,7 +122,11 @@ class Replay(Admission):
             recipe = self.builder.recipe(node, base.output_nr)
         if recipe is not None:
             candidate = self._sites.candidate(
-                candidate.site, memo.nbytes, block_input=False, kept_bytes=kept_bytes, flops=recipe.flops
+                candidate.site,
+                memo.nbytes,
+                block_input=candidate.block_input,
+                kept_bytes=kept_bytes,
+                flops=recipe.flops,
             )
         standing, flops = self._standing, None if recipe is None else recipe.flops
         limit_bytes = None if standing is None else standing.stands_until(candidate)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
+from ebbtide.engine.inputs import CAST
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Running, computes_as_configured
 from ebbtide.engine.storages import storage_key, storage_keys, storages
@@ -102,7 +103,7 @@ class Weights:
             running: The innermost module that runs.
         """
         node, weight = tensor.grad_fn, None
-        if node is not None and node.name() == "ToCopyBackward0" and self.read_now(node):
+        if node is not None and node.name() == CAST and self.read_now(node):
             source = node.next_functions[0][0]
             leaf = getattr(source, "variable", None)
             if leaf is None:
