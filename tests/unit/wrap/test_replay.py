@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.api import Handle
-from tests.helpers.engines import REMAKE
+from ebbtide.base.actions import Candidate
+from tests.helpers.engines import REMAKE, ByTable
 from tests.helpers.oracle import same_bits
 
 WIDTH = 16
@@ -227,3 +229,77 @@ def test_a_weight_where_an_activation_was_saved_is_not_moved() -> None:
                 before = handle.stats().offloaded_bytes
                 assert share(handle) == 1
         assert handle.stats().offloaded_bytes == before - 3 * model[0].table.nbytes
+
+
+class _Norm(nn.Module):
+    """A norm that computes in float32, as those of Llama, Qwen and Gemma."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class _Cast(nn.Module):
+    """Casts its input, what it computed, or a weight: tensors of one description.
+
+    What is cast first is chosen for each step, what the second norm casts is read again in its own type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.inner = _Norm(), _Norm(), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((2, 8, WIDTH), 0.5))
+        self.cast = "input"
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        chosen = {"input": x, "made": made, "weight": self.scale}[self.cast].float()
+        hidden = made + self.first(x) * (chosen.sin() * chosen).to(x.dtype)
+        return self.down(F.silu(self.up(hidden)) * self.second(hidden)) + hidden
+
+
+def _counts(handle: Handle) -> tuple[dict[str, int], object]:
+    done = handle._engine.last_pass
+    counts = {name: getattr(done.tally, name) for name in done.tally.__slots__ if name != "replayed"}
+    return counts, {key: value for key, value in done.sites.items() if value[0]}
+
+
+class _Heard(ByTable):
+    """Recomputes what it can, and remembers what it heard of each site."""
+
+    def heard(self) -> set[Candidate]:
+        heard, self.asked = {replace(c, kept_bytes=0) for c in self.asked}, []
+        return heard
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("then", ["input", "made", "weight"])
+@pytest.mark.parametrize("first", ["input", "made", "weight"])
+def test_what_was_cast(first: str, then: str, policy: str) -> None:
+    """Replayed from the second step on; the bytes, sites and gradients are those of an engine without memos."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Cast() for _ in range(3))).to(torch.bfloat16)
+    twin, plans = copy.deepcopy(model), [_Heard(REMAKE.choose) for _ in range(2)]
+    chosen = plans if policy == "recompute" else [policy, policy]
+    with (
+        ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk") as handle,
+        ebbtide.enable_activation_offloading(twin, policy=chosen[1], min_bytes=0, target="disk") as analysed,
+    ):
+        analysed._engine.replays = False
+        for step, cast in enumerate([first, first, first, then, then, then]):
+            for block in (*model, *twin):
+                block.cast = cast
+            one_step(model, twin, batch(8, step).to(torch.bfloat16))
+            assert _counts(handle) == _counts(analysed), step
+            assert plans[0].heard() == plans[1].heard()
+            assert step in (0, 3) or share(handle) > (0.9 if "weight" in cast else 0.99), (step, share(handle))
+    reference = copy.deepcopy(twin)
+    with ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk"):
+        for step in range(3):
+            one_step(model, reference, batch(8, step).to(torch.bfloat16))
