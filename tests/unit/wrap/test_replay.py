@@ -247,7 +247,7 @@ class _Norm(nn.Module):
 class _Cast(nn.Module):
     """Casts its input, what it computed, or a weight: tensors of one description.
 
-    What is cast first is chosen for each step, what the second norm casts is read again in its own type.
+    What is cast is chosen for each step; what the second norm casts is mostly read again in its own type.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,8 @@ class _Cast(nn.Module):
         made = self.inner(x)
         chosen = {"input": x, "made": made, "weight": self.scale}[self.cast].float()
         hidden = made + self.first(x) * (chosen.sin() * chosen).to(x.dtype)
-        return self.down(F.silu(self.up(hidden)) * self.second(hidden)) + hidden
+        normed = self.second(made if self.cast == "made" else hidden)
+        return self.down(F.silu(self.up(normed)) * hidden) + hidden
 
 
 def _counts(handle: Handle) -> tuple[dict[str, int], object]:
@@ -298,7 +299,7 @@ def test_what_was_cast(first: str, then: str, policy: str) -> None:
             one_step(model, twin, batch(8, step).to(torch.bfloat16))
             assert _counts(handle) == _counts(analysed), step
             assert plans[0].heard() == plans[1].heard()
-            assert step in (0, 3) or share(handle) > (0.9 if "weight" in cast else 0.99), (step, share(handle))
+            assert step in (0, 3) or share(handle) > 0.85, (step, share(handle))
     reference = copy.deepcopy(twin)
     with ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk"):
         for step in range(3):
