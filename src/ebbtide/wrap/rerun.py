@@ -4,8 +4,9 @@
 A second forward must compute the same values without side effects: see [Note: a second run]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
 cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
-tensor, list or dictionary among their arguments; and blocks that can reach a random generator or hold an iterator.
-Changes are observed while blocks of the kind run; the first one is never checkpointed. Unobserved changes are found by
+tensor, list or dictionary among their arguments; blocks that can reach a random generator or hold an iterator; and
+blocks with units of FSDP1, which a second forward finds and leaves in another state (torch 2.13). Changes
+are observed while blocks of the kind run; the first one is never checkpointed. Unobserved changes are found by
 comparison: see [Note: checked checkpoints].
 """
 
@@ -36,6 +37,7 @@ from ebbtide.wrap.collectives import Collectives
 from ebbtide.wrap.names import generators_of
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
+from ebbtide.wrap.strategy import is_fsdp1
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -301,8 +303,10 @@ def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _computed_otherwise(module: nn.Module) -> str | None:
-    """Return why an accelerator would compute other values in a second forward, if it is known to."""
+    """Return why a second forward would compute otherwise, if it is known to."""
     for part in module.modules():
+        if is_fsdp1(part):
+            return "hold units of FSDP1, which have other weights in a backward than in a forward"
         here = next((p.device.type for p in part.parameters()), "cpu")  # a parametrization's are below the layer
         if here == "cpu":
             continue
