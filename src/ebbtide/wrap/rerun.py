@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
-from ebbtide.wrap.names import generators_of
+from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
@@ -244,7 +246,7 @@ class Reruns:
 
     def _repeatable(self, kind: str, called: Called) -> bool:
         """Whether nothing is known that a second forward of this call would do otherwise."""
-        changeable = next((x for x in called.leaves if not isinstance(x, _PLAIN) and _name(x) != _READ), None)
+        changeable = next((x for x in called.leaves if not _is_value(x)), None)
         if changeable is not None:
             name = type(changeable).__name__
             switch = "use_cache=False" if "Cache" in name else ""
@@ -292,8 +294,13 @@ class _Unseen:
         return None
 
 
-def _name(x: object) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
+def _is_value(x: Any) -> bool:
+    """Whether an argument is the same in a second forward: a block cannot change it unnoticed."""
+    if isinstance(x, _PLAIN) or is_number(x) or f"{type(x).__module__}.{type(x).__qualname__}" == _READ:
+        return True
+    if type(x) is frozenset:
+        return all(map(_is_value, x))
+    return isinstance(x, (FunctionType, BuiltinFunctionType)) and is_stateless(x)
 
 
 def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
