@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.helpers.recipes_only import minimal_by_rule
-from tests.helpers.tiers import TierTally, tier_of
+from tests.helpers.tiers import HIDING, TierTally, sees_accelerator, tier_of
 
 SEED = int(os.environ.get("EBBTIDE_TEST_SEED", "20"))
 
@@ -75,7 +75,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs an accelerator where there is none, or CUDA, or the simulated device."""
-    absent = pytest.mark.skip(reason="torch finds no accelerator on this machine")
+    absent = pytest.mark.skip(reason="torch sees no accelerator; pytest hides it unless all paths are in tests/gpu")
     no_cuda = pytest.mark.skip(reason="needs CUDA itself")
     not_simulated = pytest.mark.skip(reason="runs on the simulated device only: pytest --simdev")
     for item in items:
@@ -99,9 +99,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # What a script starts in its background ignores Ctrl-C, and tests that send it would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # under xdist the controller counts, and decides, for all workers
+        if not sees_accelerator(config):
+            os.environ.update(HIDING)  # before torch looks for one, which its import does not
+        config.pluginmanager.register(TierTally(), "ebbtide-tiers")
     if config.getoption("--simdev"):
         from tests.simdev.plugin import SimulatedDevice
 
         config.pluginmanager.register(SimulatedDevice(), "ebbtide-simdev")
-    if not hasattr(config, "workerinput"):  # under xdist the controller counts, for all workers
-        config.pluginmanager.register(TierTally(), "ebbtide-tiers")

@@ -352,7 +352,8 @@ class offload_saved_tensors(ContextDecorator):
 
     def _idle(self) -> list[Engine]:
         shared = isinstance(self._policy, Policy)  # equal ones decide alike; a plan is made anew with each file read
-        settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid())
+        where = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
+        settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), where)
         return (_idle_engines if shared else self._kept).setdefault(settings, [])
 
 

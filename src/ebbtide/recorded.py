@@ -105,13 +105,16 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
 
 def warn_of_idle(engine: Engine, model: nn.Module, *, host_budget: object) -> None:
     """Warn about what has no effect on the target. A disk path always has one: the host target spills to it."""
+    keeps = engine.plan.name == "keep"
     if engine.tier.name != "host":
-        if host_budget is not None:
+        if host_budget is not None and not keeps:
             logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
     elif not engine.weights.move and all(p.is_cpu and not engine.tier.owns(p) for p in model.parameters()):
         logger.warning(
-            "the model is on the CPU, and this machine has an accelerator, whose tensors alone are offloaded to host "
-            "memory; hint: move the model before you train it, or pass target='disk'"
+            "the model is on the CPU, and this machine has an accelerator, whose tensors alone are %s; "
+            "hint: move the model before you train it%s",
+            "counted" if keeps else "offloaded to host memory",
+            "" if keeps else ", or pass target='disk'",
         )
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
@@ -123,6 +124,11 @@ def _job(wrapper: str, lengths: tuple[int, int], enable: Enable) -> Job:
     mesh = init_device_mesh("cpu", (2,))
     if wrapper in ("ddp", "exchanging"):
         model = DistributedDataParallel(model)
+    elif wrapper == "fsdp1":
+        units = ModuleWrapPolicy({nn.Linear, Layer})
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=units, use_orig_params=True, device_id=torch.device("cpu")
+        )
     else:
         for layer in model.layers:
             for part in (layer.attention.out, layer.one.up, layer.one.down, layer.two.up):
@@ -215,6 +221,7 @@ def results() -> dict[str, CaseResult]:
     border = partial(uneven, border_bytes=BORDER_BYTES)
     cases: dict[str, Case] = {
         "units in blocks": (border, ("fsdp2", LENGTHS)),
+        "units of FSDP1 in blocks": (border, ("fsdp1", LENGTHS)),
         "no collectives in blocks": (border, ("ddp", LENGTHS)),
         "exchanging": (border, ("exchanging", LENGTHS)),
         "short": (border, ("fsdp2", (4, 6))),
@@ -231,6 +238,12 @@ def test_one_rank_that_wishes_it_has_all_run_again_what_has_collectives(results:
     values = results["units in blocks"].values()
     check(values, blocks=LAYERS)
     assert [found["minimal"].checkpointed for found in values] == [LAYERS, LAYERS]
+
+
+def test_blocks_with_units_of_fsdp1_are_not_checkpointed(results: dict[str, CaseResult]) -> None:
+    values = results["units of FSDP1 in blocks"].values()
+    check(values, blocks=LAYERS)
+    assert [found["minimal"].checkpointed for found in values] == [0, 0]
 
 
 def test_without_collectives_in_blocks_each_rank_decides_for_itself(results: dict[str, CaseResult]) -> None:

@@ -17,10 +17,7 @@ from tests.helpers.accelerator import delay, needs_sleep, on_device
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 POLICIES = ["keep", "offload", "inputs", "minimal", "auto"]
 

@@ -19,10 +19,7 @@ import ebbtide
 from tests.helpers.engines import POLICIES
 from tests.helpers.oracle import same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 WIDTH, HEADS = 128, 4
 

@@ -14,10 +14,7 @@ from torch import nn
 
 import ebbtide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS = 1024, 8
 

@@ -28,10 +28,7 @@ from tests.helpers.accelerator import delay, memory_limited_to, needs_limit, nee
 from tests.helpers.handles import enable_over
 from tests.helpers.slots import park
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 SIZES = [MIB + 64, 3 * MIB + 1, 100_001, 65_536, 7 * MIB, 70_000]

@@ -20,7 +20,6 @@ from tests.helpers.pairs import all_pairs
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.needs_cuda,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -784,7 +784,7 @@ MUTANTS = (
     Mutant(
         "outside: default values are not looked at",
         "ebbtide/wrap/names.py",
-        "    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())\n",
+        "    yield from _defaults_of(function)\n",
         "",
         ("tests/unit/wrap/test_outside.py",),
     ),

@@ -8,6 +8,7 @@ skipped proves nothing while looking green, so it fails the run. Two may be skip
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -17,12 +18,21 @@ TESTS = Path(__file__).parents[1]
 TIERS = ("unit", "property", "dist", "zoo", "integrations", "contract", "gpu", "simdev")
 MAY_SKIP = ("gpu", "simdev")
 
+HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
+"""Environment in which torch sees no accelerator of CUDA, ROCm or XPU; child processes inherit it."""
+
 
 def tier_of(path: Path | str) -> str | None:
     """The tier a test file belongs to, or None for a file outside the tiers."""
     parts = Path(path).parts
     below = parts[len(TESTS.parts) :] if Path(path).is_absolute() else parts[1:]
     return below[0] if below and below[0] in TIERS else None
+
+
+def sees_accelerator(config: pytest.Config) -> bool:
+    """Whether a run sees the machine's accelerator: one of ``tests/gpu`` alone, and not on the simulated device."""
+    paths = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+    return {tier_of(os.path.abspath(path)) for path in paths} == {"gpu"} and not config.getoption("--simdev")
 
 
 class TierTally:

@@ -1,4 +1,4 @@
-"""Trains a model on a device that is not the current one, in a process with two; run by ``test_device``."""
+"""Uses a device that is not the current one, and then the other, in a process with two; run by ``test_device``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.script.request import Request
+from ebbtide.script.steps import ScriptSteps
 from ebbtide.store import meter
+from ebbtide.store.device_memory import index_of
 from ebbtide.track import summarise
 from tests.simdev.device import configure
 
@@ -36,7 +39,39 @@ def main() -> None:
     _track(model, x)
     assert pinned_on == {1} and torch.accelerator.memory_reserved(0) == 0
     assert torch.accelerator.current_device_index() == 0
+    _end_a_step_of_a_script(model, x)
+    _enter_contexts_on_both(kind.type)
     print("trained")
+
+
+def _end_a_step_of_a_script(model: nn.Module, x: torch.Tensor) -> None:
+    awaited, real = set[int](), torch.accelerator.synchronize
+
+    def noting(device: Any = None, /) -> None:
+        awaited.add(index_of(device))
+        real(device)
+
+    steps = ScriptSteps(Request(mode="plain", folder="", record=False))
+    steps.follow(model, [(model, None)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(x).square().mean().backward()
+    optimizer.step()
+    torch.accelerator.synchronize = noting
+    steps.step_ends(optimizer)
+    torch.accelerator.synchronize = real
+    assert awaited == {0, 1}, awaited
+
+
+def _enter_contexts_on_both(kind: str) -> None:
+    for index in (1, 0, 1):
+        torch.accelerator.set_device_index(index)
+        x = torch.randn(1 << 20, device=kind, requires_grad=True)
+        with ebbtide.offload_saved_tensors() as offloaded:
+            loss = x.exp().sum()
+        loss.backward()
+        engine = offloaded._latest
+        assert engine is not None and engine.tier.counters.out_bytes > 0
+        assert meter.home_of(engine.tier) == torch.device(kind, index)
 
 
 def _track(model: nn.Module, x: torch.Tensor) -> None:

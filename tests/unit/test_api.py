@@ -368,6 +368,10 @@ def test_options_without_effect_are_named(caplog: pytest.LogCaptureFixture, tmp_
         pass
     told = [r.getMessage() for r in caplog.records if "no effect" in r.getMessage()]
     assert told == ["host_budget has no effect here: offloaded bytes go to disk"]
+    caplog.clear()
+    with enable(policy="keep", host_budget="1GiB"):  # where nothing is offloaded by design
+        pass
+    assert "no effect" not in caplog.text
 
 
 def test_a_bad_value_is_found_before_a_store_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def _seconds(device: torch.device, work: Work) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
 
 
 def _name(device: torch.device) -> str:

@@ -206,8 +206,7 @@ class ScriptSteps:
         self._others.clear()
         if self._phase == "optimizer":
             self._end()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        self._synchronize()
         now = time.perf_counter()
         self._step += 1
         BUS.emit("step", step=self._step, loss=_sum(self._losses), seconds=now - self._began, tokens=None)
@@ -220,6 +219,14 @@ class ScriptSteps:
         if self._request.steps is not None and self._step >= self._request.steps:
             self.end()
             raise SystemExit(0)
+
+    def _synchronize(self) -> None:
+        """Wait for the current device, and for those of the models, which need not be on it."""
+        if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
+            return
+        where = {p.device.index for model, _ in self._models for p in model.parameters() if p.device.type == found.type}
+        for index in where | {torch.accelerator.current_device_index()}:
+            torch.accelerator.synchronize(index)
 
     def _emit_parts(self, optimizer: Optimizer) -> None:
         """Report the bytes of the models and their optimizer on this process."""

@@ -130,7 +130,7 @@ class _Trial:
 
     def _settle(self) -> None:
         if self._where.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self._where)
 
     def _read(self) -> tuple[float, float, float, float]:
         counters = self._tier.counters

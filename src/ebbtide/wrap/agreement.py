@@ -184,4 +184,4 @@ def has_collectives(block: nn.Module) -> bool:
     if any(hasattr(p, "device_mesh") or is_partitioned(p) for p in block.parameters()):
         return True  # weights split by tensor parallelism, or by units below the block that are resharded
     below = (m for m in block.modules() if m is not block)
-    return any(is_fsdp2(m) or is_fsdp1(m) or isinstance(m, nn.SyncBatchNorm) for m in below)
+    return any(is_fsdp2(m) or is_fsdp1(m) or (isinstance(m, nn.SyncBatchNorm) and m.training) for m in below)

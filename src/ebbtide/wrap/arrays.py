@@ -21,6 +21,12 @@ def is_array(kind: type) -> bool:
     return issubclass(kind, (array.array, bytearray, *(() if numpy is None else (numpy.ndarray,))))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a scalar of numpy; a record, which can be written, is none."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void)
+
+
 def is_writeable(value: Any) -> bool:
     """Whether an array can be written."""
     return isinstance(value, (array.array, bytearray)) or bool(value.flags.writeable)

@@ -14,10 +14,13 @@ from typing import Any
 from torch import nn
 
 from ebbtide.wrap.forward import StandIn
-from ebbtide.wrap.roles import draws
+from ebbtide.wrap.roles import VALUES, draws
 
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _CALLED = (types.FunctionType, functools.partial, *_BOUND)
+
+_STATELESS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, type(None))
+"""Classes of what a function may name and still compute the same: None is what functions of torch are bound to."""
 
 _OUTSIDE_FORWARD = frozenset(
     ("__init__", "__new__", "__repr__", "extra_repr", "reset_parameters")
@@ -67,7 +70,28 @@ def values_named_in(function: types.FunctionType) -> Iterator[Any]:
 
     And its default values: ``def forward(self, x, seen=[])`` has one list for all calls.
     """
+    yield from _defaults_of(function)
+    yield from _variables_of(function)
+
+
+def is_stateless(function: types.FunctionType | types.BuiltinFunctionType) -> bool:
+    """Whether a function computes the same in each call: it names only other functions, modules and classes.
+
+    A number that it names may be another one in backward: the variable of a loop. Its default values are its own.
+    """
+    if str(function.__module__).partition(".")[0] == "torch":
+        return True
+    if isinstance(function, types.BuiltinFunctionType):
+        return isinstance(function.__self__, _STATELESS)
+    defaults = all(isinstance(value, (*_STATELESS, *VALUES)) for value in _defaults_of(function))
+    return defaults and all(isinstance(x, _STATELESS) for x in (*vars(function).values(), *_variables_of(function)))
+
+
+def _defaults_of(function: types.FunctionType) -> Iterator[Any]:
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _variables_of(function: types.FunctionType) -> Iterator[Any]:
     for name in _globals_in(function.__code__):
         if name in function.__globals__:
             yield from _with_owner(function.__globals__[name])

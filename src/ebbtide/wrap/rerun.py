@@ -4,8 +4,9 @@
 A second forward must compute the same values without side effects: see [Note: a second run]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
 cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
-tensor, list or dictionary among their arguments; and blocks that can reach a random generator or hold an iterator.
-Changes are observed while blocks of the kind run; the first one is never checkpointed. Unobserved changes are found by
+tensor, list or dictionary among their arguments; blocks that can reach a random generator or hold an iterator; and
+blocks with units of FSDP1, which a second forward finds and leaves in another state (torch 2.13). Changes
+are observed while blocks of the kind run; the first one is never checkpointed. Unobserved changes are found by
 comparison: see [Note: checked checkpoints].
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -30,12 +32,14 @@ from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
-from ebbtide.wrap.names import generators_of
+from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
+from ebbtide.wrap.strategy import is_fsdp1
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -242,7 +246,7 @@ class Reruns:
 
     def _repeatable(self, kind: str, called: Called) -> bool:
         """Whether nothing is known that a second forward of this call would do otherwise."""
-        changeable = next((x for x in called.leaves if not isinstance(x, _PLAIN) and _name(x) != _READ), None)
+        changeable = next((x for x in called.leaves if not _is_value(x)), None)
         if changeable is not None:
             name = type(changeable).__name__
             switch = "use_cache=False" if "Cache" in name else ""
@@ -290,8 +294,13 @@ class _Unseen:
         return None
 
 
-def _name(x: object) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
+def _is_value(x: Any) -> bool:
+    """Whether an argument is the same in a second forward: a block cannot change it unnoticed."""
+    if isinstance(x, _PLAIN) or is_number(x) or f"{type(x).__module__}.{type(x).__qualname__}" == _READ:
+        return True
+    if type(x) is frozenset:
+        return all(map(_is_value, x))
+    return isinstance(x, (FunctionType, BuiltinFunctionType)) and is_stateless(x)
 
 
 def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
@@ -301,8 +310,10 @@ def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _computed_otherwise(module: nn.Module) -> str | None:
-    """Return why an accelerator would compute other values in a second forward, if it is known to."""
+    """Return why a second forward would compute otherwise, if it is known to."""
     for part in module.modules():
+        if is_fsdp1(part):
+            return "hold units of FSDP1, which have other weights in a backward than in a forward"
         here = next((p.device.type for p in part.parameters()), "cpu")  # a parametrization's are below the layer
         if here == "cpu":
             continue

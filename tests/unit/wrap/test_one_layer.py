@@ -178,6 +178,28 @@ def test_autocast_of_the_backward_is_not_that_of_the_second_forward() -> None:
     alike(Autocast, act)
 
 
+class NestsAutocast(Block):
+    """Has regions of autocast in each other, on and off, that share the cast of a weight."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.up(torch.tanh(x))
+            with torch.autocast("cpu", enabled=False):
+                x = self.up(torch.special.i0e(x.float()))
+            return torch.special.i0e(self.up(x).float())
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_regions_of_autocast_in_each_other(outer: bool) -> None:
+    def act(model: Model) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            out = model(model.x)
+        out.square().mean().backward()
+
+    assert alike(NestsAutocast, act)[1] == 2
+
+
 class OnDevice(Block):
     """Branches on the default device."""
 

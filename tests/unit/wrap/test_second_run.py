@@ -23,7 +23,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
-from ebbtide.wrap.rerun import _computed_otherwise
+from ebbtide.wrap.rerun import _computed_otherwise, _is_value
 from ebbtide.wrap.state import States
 from tests.helpers.twice import (
     Stack,
@@ -497,7 +497,16 @@ def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wro
     check(lambda: blocks(Draws), squares, policies=("offload", "keep"))
 
 
-@pytest.mark.parametrize("read", [slice(1), torch.strided, torch.channels_last, "mask"], ids=str)
+def doubled(x: Tensor, by: float = 2.0) -> Tensor:
+    return F.silu(x) * by
+
+
+READ = [slice(1), torch.strided, torch.channels_last, "mask", np.float32(2), np.bool_(True), frozenset({1, "two"})]
+
+
+@pytest.mark.parametrize(
+    "read", [*READ, doubled, F.silu, torch.tanh, F.gelu, max], ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_arguments_that_nothing_can_change_do_not_end_checkpointing(read: Any) -> None:
     class Reads(Block):
         def forward(self, x: Tensor, other: Any) -> Tensor:
@@ -511,6 +520,60 @@ def test_arguments_that_nothing_can_change_do_not_end_checkpointing(read: Any) -
             return x
 
     check_checkpointed(lambda: sgd(Passes(Reads(), Reads(), Reads())), squares)
+
+
+class Applies(Block):
+    def forward(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+        return super().forward(apply(x))
+
+
+class AppliesAll(Stack):
+    """Applies a function of a number that is another one by the time of the backward."""
+
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, (lambda x: x * number) if self.late else lambda x, by=number: x * by)  # noqa: B023
+        return x
+
+
+def test_a_function_with_its_own_numbers_is_applied_twice() -> None:
+    check_checkpointed(lambda: sgd(AppliesAll(Applies(), Applies(), Applies())), squares)
+
+
+def test_a_function_of_a_variable_ends_checkpointing() -> None:
+    def make() -> nn.Module:
+        model = AppliesAll(Applies(), Applies(), Applies())
+        model.late = True
+        return sgd(model)
+
+    check(make, squares, policies=("minimal",))
+    assert train(make, squares, 6, policy="minimal")[1].checkpointed_blocks == 0
+
+
+SEEN: list[float] = []
+
+
+def noting(x: Tensor) -> Tensor:
+    SEEN.append(1.0)
+    return x
+
+
+def counting(x: Tensor) -> Tensor:
+    return x
+
+
+counting.calls = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [noting, counting, SEEN.append, lambda x, seen=[]: x, frozenset({Dice()}), np.zeros(1, "i4,i4")[0]],
+    ids=["a list", "an attribute", "a method", "a default", "an object", "a record"],
+)
+def test_what_can_change_in_an_argument_is_no_value(argument: Any) -> None:
+    assert not _is_value(argument)
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -64,6 +64,11 @@ def test_weights_that_zero_3_divides_are_known_by_their_attributes(monkeypatch: 
         check_strategy(model, "fsdp2")
 
 
+def test_batch_norm_over_ranks_needs_them_in_training_alone() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4, track_running_stats=False))
+    assert has_collectives(block) and not has_collectives(block.eval())
+
+
 @pytest.mark.parametrize(
     ("strategy", "how"),
     [
