@@ -525,7 +525,7 @@ MUTANTS = (
     Mutant(
         "room: a recompute does not discard prefetched bytes",
         "ebbtide/engine/restore.py",
-        'self._with_room("recompute", _flow_of(backward, run), work)',
+        'self._with_room("recompute", flow, work)',
         "work()",
         ("--simdev", "tests/simdev/test_costs.py"),
     ),

@@ -90,8 +90,8 @@ def compare(
     announce(console, plan)
     if set_twice := _set_twice(config):
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")
-    if config is not None:
-        _check_recipe(recipe, arguments, modes, out)
+    for mode in modes if config is not None else ():  # before any child is started
+        check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
     program = [sys.executable, "-m", "ebbtide", recipe] if command is None else list(command)
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -131,12 +131,6 @@ def _check(recipe: str, arguments: Sequence[str], modes: Sequence[str], rounds: 
             hint="choose modes with --modes, and compare's folder with --out",
         )
     check_folder(out)
-
-
-def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> None:
-    """Check the recipe's arguments in each mode before any child is started."""
-    for mode in modes:
-        check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
 
 
 def _set_twice(config: Any) -> list[str]:

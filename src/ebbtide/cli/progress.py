@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, TextIO
 
 from ebbtide.base.runs import EVENTS_FILE
@@ -209,9 +208,7 @@ class WorkProgress:
     def __enter__(self) -> WorkProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._status is not None:
             self._status.stop()
 

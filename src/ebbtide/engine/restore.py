@@ -50,10 +50,6 @@ class Backward:
         return self.flows.get(id(run.pass_))
 
 
-def _flow_of(backward: Backward | None, run: RunRecord | None) -> CopyIn[Entry] | None:
-    return backward.flow(run) if backward is not None and run is not None else None
-
-
 def _runs_elsewhere() -> bool:
     """Whether another thread is inside of a backward."""
     called = torch.autograd.graph._engine_run_backward.__code__
@@ -129,9 +125,10 @@ class Restorer:
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
             keep = functools.partial(self._keep, backward, run.block.name)
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
+            flow = None if backward is None else backward.flow(run)
             if timer is not None:
                 timer.begin(run.where)
-            content = self._with_room("recompute", _flow_of(backward, run), work)
+            content = self._with_room("recompute", flow, work)
             if timer is not None:
                 timer.end(run.where)
             self.recomputes += 1

@@ -140,6 +140,4 @@ class Sites:
         return found
 
 
-@functools.lru_cache(8192)
-def _site(kind: str, module: str, node_name: str, ordinal: int) -> Site:
-    return Site(kind, module, node_name, ordinal)
+_site = functools.lru_cache(8192)(Site)

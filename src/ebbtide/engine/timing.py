@@ -35,11 +35,10 @@ import torch
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.engine.spans import SpanTimer
+from ebbtide.engine.spans import Edges, SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.store.meter import Meter, Timestamp
 
-Edges = tuple[Timestamp, Timestamp]
 Prepare = Callable[[], Callable[[], object] | None]
 
 GROWTH = 1.1
@@ -148,7 +147,7 @@ class StepTimer:
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
-        self.spans: SpanTimer | None = None  # times whole passes where none is measured
+        self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
         self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
         self._enough_bytes = 0  # up to that size passes were measured often enough
@@ -161,7 +160,7 @@ class StepTimer:
     @property
     def times_blocks(self) -> bool:
         """Whether the beginning of each block's backward is noted now."""
-        return self.marks if self.wanted else self.spans is not None and self.spans.wanted
+        return self.marks if self.wanted else self.spans.wanted
 
     def runs_plain(self, name: str) -> bool:
         """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
@@ -170,8 +169,7 @@ class StepTimer:
             name: Path of the block.
         """
         self.finish()
-        if self.spans is not None:
-            self.spans.finish()
+        self.spans.finish()
         return name in (self.plain if self.wanted else self.unhooked)
 
     def tries(self, name: str) -> bool:
@@ -204,16 +202,14 @@ class StepTimer:
                 self._largest_bytes = self._enough_bytes = self._larger_bytes
         elif self.outdated():
             self.want()
-        if self.spans is not None:
-            self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
+        self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 
     def block_begins(self, run: RunRecord | PlainRun) -> None:
         """A block's forward begins."""
         self._where = run.where or self._where
         self.finish()
         if not self.wanted:
-            if self.spans is not None:
-                self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
+            self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
             return
         if self._pass is None or self._pass.is_dropped(run.pass_):
             self.recomputes = RecomputeTimer(self._meter)
@@ -235,8 +231,7 @@ class StepTimer:
 
     def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
-        if self.spans is not None:
-            self.spans.block_ends(run)
+        self.spans.block_ends(run)
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is not None and block is not None:
             if not isinstance(run, PlainRun):
@@ -245,8 +240,7 @@ class StepTimer:
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """A block shows in backward."""
-        if self.spans is not None:
-            self.spans.backward_begins(run)
+        self.spans.backward_begins(run)
         if self._pass is not None:
             block = self._pass.by_run.get(run)
             self._pass.turned = self._pass.turned or block is not None
@@ -256,20 +250,18 @@ class StepTimer:
         """Whether a block that has begun is the first of a pass that is timed."""
         if self._pass is not None and run in self._pass.by_run:
             return self._pass.by_run[run] is self._pass.blocks[0]
-        return self.spans is not None and self.spans.is_first(run)
+        return self.spans.is_first(run)
 
     def backward_leaves(self, run: RunRecord | PlainRun) -> None:
         """The gradient of the first block's input is there."""
-        if self.spans is not None:
-            self.spans.backward_leaves(run)
+        self.spans.backward_leaves(run)
         block = None if self._pass is None else self._pass.by_run.get(run)
         if block is not None:
             block.left = self._meter.timestamp(self._where)
 
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; what was measured of one that ``raised`` is dropped."""
-        if self.spans is not None:
-            self.spans.backward_ends(raised=raised)
+        self.spans.backward_ends(raised=raised)
         if self._pass is not None and not self._pass.turned:
             self._pass.others += 1
         elif self._pass is not None and raised:

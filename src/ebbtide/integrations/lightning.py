@@ -12,17 +12,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from ebbtide import Handle, enable_activation_offloading
-from ebbtide.base.actions import Plan
+from ebbtide import enable_activation_offloading
 from ebbtide.base.errors import EbbtideError
-from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
-from ebbtide.integrations.options import check_options
+from ebbtide.integrations.options import CallbackOptions
 from ebbtide.wrap.forward import StandIn
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -53,7 +49,7 @@ else:
     Callback = _callback_class()
 
 
-class OffloadCallback(Callback):
+class OffloadCallback(CallbackOptions, Callback):
     """Keep, offload or recompute saved tensors while a ``Trainer`` of Lightning trains.
 
     The callback calls ``ebbtide.enable_activation_offloading`` when training begins, on the module as the strategy has
@@ -74,37 +70,6 @@ class OffloadCallback(Callback):
     Raises:
         ConfigError: A value cannot be used; raised here, before anything is set up.
     """
-
-    def __init__(
-        self,
-        *,
-        strategy: Strategy = "auto",
-        enable_ckpt: bool = False,
-        policy: Policy | Plan | str | PathLike[str] | None = None,
-        target: Target = "auto",
-        blocks: Sequence[str] | None = None,
-        tensor_filter: Callable[[Tensor], bool] | None = None,
-        keep_filter: Callable[[Tensor], bool] | None = None,
-        min_bytes: int | str = MIN_BYTES,
-        host_budget: int | str | None = None,
-        window: int | str | None = None,
-        disk_path: str | PathLike[str] | None = None,
-        verify: bool = False,
-        synchronous: bool = False,
-    ) -> None:
-        super().__init__()
-        self.options: dict[str, Any] = {
-            "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
-            "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
-            "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
-            "synchronous": synchronous,
-        }  # fmt: skip
-        check_options(self.options)
-        self.handle: Handle | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings: a copy, also of a pickled one, has no handle."""
-        return {**self.__dict__, "handle": None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enable offloading on the wrapped module.

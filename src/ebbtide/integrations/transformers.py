@@ -17,24 +17,21 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import ParallelMode
 
 from ebbtide import Handle, Stats, enable_activation_offloading
-from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError, ConflictError, DataError, StrategyError
 from ebbtide.base.events import BUS
 from ebbtide.base.files import json_object
-from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
-from ebbtide.integrations.options import check_options
+from ebbtide.integrations.options import CallbackOptions
 from ebbtide.wrap import check_strategy
 from ebbtide.wrap.others import open_handles
 
@@ -46,7 +43,7 @@ SWITCH = "activation_cpu_offload"
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
 
 
-class OffloadCallback(TrainerCallback):
+class OffloadCallback(CallbackOptions, TrainerCallback):
     """Keep, offload or recompute saved tensors while a trainer of transformers or TRL trains.
 
     The callback calls ``ebbtide.enable_activation_offloading`` when training begins, on the model as the trainer has
@@ -74,37 +71,12 @@ class OffloadCallback(TrainerCallback):
         ConfigError: A value cannot be used; raised here, before the trainer loads or wraps anything.
     """
 
-    def __init__(
-        self,
-        *,
-        strategy: Strategy = "auto",
-        enable_ckpt: bool = False,
-        policy: Policy | Plan | str | PathLike[str] | None = None,
-        target: Target = "auto",
-        blocks: Sequence[str] | None = None,
-        tensor_filter: Callable[[Tensor], bool] | None = None,
-        keep_filter: Callable[[Tensor], bool] | None = None,
-        min_bytes: int | str = MIN_BYTES,
-        host_budget: int | str | None = None,
-        window: int | str | None = None,
-        disk_path: str | PathLike[str] | None = None,
-        synchronous: bool = False,
-        verify: bool = False,
-    ) -> None:
-        self.options: dict[str, Any] = {
-            "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
-            "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
-            "host_budget": host_budget, "window": window, "disk_path": disk_path, "synchronous": synchronous,
-            "verify": verify,
-        }  # fmt: skip
-        check_options(self.options)
-        self.handle: Handle | None = None
-        self._logged = Stats()
-        self._trainer: Callable[[], Trainer | None] = _nobody
+    _logged = Stats()
+    _trainer: Callable[[], Trainer | None] = staticmethod(lambda: None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings: a copy, also of a pickled one, has no handle and follows no trainer."""
-        return {**self.__dict__, "handle": None, "_trainer": _nobody}
+        return {name: value for name, value in super().__getstate__().items() if name != "_trainer"}
 
     def follow(self, trainer: Trainer) -> OffloadCallback:
         """Add this callback to a trainer, and offload the trainer's wrapped model.
@@ -177,9 +149,6 @@ class OffloadCallback(TrainerCallback):
         """Close the handle, after a training that raised; its figures remain. Harmless when repeated."""
         if self.handle is not None:
             self.handle.close()
-
-
-def _nobody() -> None: ...
 
 
 _GIB = 1024**3

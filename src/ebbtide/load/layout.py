@@ -242,13 +242,9 @@ def _cat(tensors: Sequence[SourceLayout], dim: int = 0) -> SourceLayout:
     return SourceLayout([length if d == dim else n for d, n in enumerate(first.shape)], parts, first.dtype)
 
 
-def _stack(tensors: Sequence[SourceLayout], dim: int = 0) -> SourceLayout:
-    return _cat([one.unsqueeze(dim) for one in tensors], dim)
-
-
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     torch.cat: _cat,
-    torch.stack: _stack,
+    torch.stack: lambda tensors, dim=0: _cat([one.unsqueeze(dim) for one in tensors], dim),
     torch.chunk: lambda tensor, chunks, dim=0: cast("SourceLayout", tensor).chunk(chunks, dim),
     torch.split: lambda tensor, sizes, dim=0: cast("SourceLayout", tensor).split(sizes, dim),
     torch.transpose: lambda tensor, dim0, dim1: cast("SourceLayout", tensor).transpose(dim0, dim1),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan
+from ebbtide.base.actions import ALWAYS, Action, Candidate
 from ebbtide.base.errors import ConfigError
 from ebbtide.config import POLICIES, Auto, Inputs, Keep, Minimal, Offload, Policy
 
@@ -18,27 +18,43 @@ CHEAP_FLOP_PER_BYTE = 4.0
 No matrix product of a useful width is as cheap."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PolicyPlan:
-    reads_kept_bytes = False
+@dataclass(frozen=True)
+class PolicyPlan:
+    """The plan that a policy alone determines: see ``ebbtide.base.actions.StandingPlan`` and ``SavablePlan``."""
+
     policy: Policy
     name: str
     text: str
 
+    reads_kept_bytes = False
+
     @property
     def recomputes(self) -> bool:
+        """Whether anything may be recomputed."""
         return isinstance(self.policy, (Auto, Minimal))
 
     def stands_until(self, candidate: Candidate) -> int:
+        """Return that it does not matter how much is kept."""
         return ALWAYS
 
     def explain(self) -> str:
+        """Describe the policy."""
         return self.text
 
     def save(self, path: str | Path) -> None:
-        raise unsaved(self.name)
+        """Raise: the plan is determined by its policy.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"the plan of policy {self.name!r} follows from the policy",
+            expected="a plan of Auto, of make_plan, or of a plan file",
+            hint=f"nothing needs to be saved: pass policy={self.name!r}",
+        )
 
     def choose(self, candidate: Candidate) -> Action:
+        """Return the action of a storage."""
         match self.policy:
             case Keep():
                 return Action.KEEP
@@ -54,20 +70,12 @@ class _PolicyPlan:
         return Action.RECOMPUTE if flops is not None and flops <= most_flops else Action.OFFLOAD
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        """Return CHECKPOINT for a block that the rules cover badly, under ``Minimal``."""
         too_much = input_bytes > 0 and must_keep_bytes > CHECKPOINT_ABOVE * input_bytes
         return Action.CHECKPOINT if too_much and isinstance(self.policy, Minimal) else Action.KEEP
 
 
-def unsaved(policy: str) -> ConfigError:
-    """Return the error of saving a plan that is determined by its policy alone."""
-    return ConfigError(
-        f"the plan of policy {policy!r} follows from the policy",
-        expected="a plan of Auto, of make_plan, or of a plan file",
-        hint=f"nothing needs to be saved: pass policy={policy!r}",
-    )
-
-
-def plan_for(policy: Policy) -> Plan:
+def plan_for(policy: Policy) -> PolicyPlan:
     """Return the plan that ``policy`` alone determines."""
     match policy:
         case Keep():
@@ -86,4 +94,4 @@ def plan_for(policy: Policy) -> Plan:
                 "heuristic: cheap tensors are recomputed (element-wise chains, casts, norms, views: at most "
                 f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded"
             )
-    return _PolicyPlan(policy, next(name for name, kind in POLICIES.items() if isinstance(policy, kind)), text)
+    return PolicyPlan(policy, next(name for name, kind in POLICIES.items() if isinstance(policy, kind)), text)

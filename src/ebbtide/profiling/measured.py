@@ -302,9 +302,8 @@ class MeasuredPlan:
             logger.info("the plan is %s", UNJUDGED)
             self._bus.emit("verdict", name=self.name, text=self.explain())
             return False
-        spans = None if self._timer is None else self._timer.spans
-        if spans is not None and not self._outside:
-            self._outside = outside_plans(spans.tail_peak_bytes, check.budget_bytes)
+        if self._timer is not None and not self._outside:
+            self._outside = outside_plans(self._timer.spans.tail_peak_bytes, check.budget_bytes)
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
@@ -323,7 +322,7 @@ class MeasuredPlan:
         if (engine := self._engine()) is not None:
             engine.plan_changed()
         self._run_unhooked(kept_blocks(solution) | (self._compared(check) if check.unjudged else frozenset()))
-        if self._timer is not None and self._timer.spans is not None:
+        if self._timer is not None:
             self._timer.spans.want(wanted=check.unjudged)
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:

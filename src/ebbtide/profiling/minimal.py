@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from math import sqrt
-from pathlib import Path
 from statistics import median
 
-from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.base.actions import Action, Plan
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.weak import weakly
 from ebbtide.config import Auto, Minimal, Policy
@@ -25,7 +24,7 @@ from ebbtide.engine import Engine
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import plan_for
-from ebbtide.planner.rules import unsaved
+from ebbtide.planner.rules import PolicyPlan
 from ebbtide.profiling.baseline import quartile
 from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.store.meter import meter_for
@@ -43,7 +42,7 @@ NOTCH = 1.57
 """Times the interquartile range, over the root of the count: the 95 % uncertainty of a median."""
 
 
-class MinimalPlan:
+class MinimalPlan(PolicyPlan):
     """The plan of ``Minimal``. See [Note: recipes or a second run].
 
     Args:
@@ -52,11 +51,10 @@ class MinimalPlan:
         bus: Receives the plan when kinds of blocks are checkpointed.
     """
 
-    recomputes = True
-
     def __init__(self, policy: Minimal, tier: Tier, bus: Bus) -> None:
-        self._by_rule, self._tier, self._bus = plan_for(policy), tier, bus
-        self._steps = 0
+        rule = plan_for(policy)
+        super().__init__(policy, rule.name, rule.text)
+        self._tier, self._bus, self._steps = tier, bus, 0
         self._timer: StepTimer | None = None
         self._second_run: dict[str, str] = {}  # kind of block → why it is checkpointed
 
@@ -68,38 +66,16 @@ class MinimalPlan:
         timer.marks = True  # so both are measured in the same parts
         timer.want()
 
-    @property
-    def name(self) -> str:
-        """Short name for logs and reports."""
-        return self._by_rule.name
-
-    @property
-    def current(self) -> Plan:
-        """The plan that answers now. See ``StandingPlan``."""
-        return self._by_rule
-
-    def choose(self, candidate: Candidate) -> Action:
-        """Return the action of a storage."""
-        return self._by_rule.choose(candidate)
-
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return CHECKPOINT for kinds whose recipes cost more than a second forward, and as the heuristic does."""
         if kind in self._second_run:
             return Action.CHECKPOINT
-        return self._by_rule.block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
+        return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
 
     def explain(self) -> str:
         """Describe the plan, and which kinds of blocks are checkpointed by measurement."""
         lines = (f"{kind} blocks are checkpointed: {why}" for kind, why in self._second_run.items())
-        return "\n".join([self._by_rule.explain(), *lines])
-
-    def save(self, path: str | Path) -> None:
-        """Raise: the plan is determined by its policy.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise unsaved(self.name)
+        return "\n".join([super().explain(), *lines])
 
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step; return whether another is wanted."""

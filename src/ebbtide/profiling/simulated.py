@@ -243,7 +243,9 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
     if loss is not None:
         return loss(output)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    value = own if own is not None else next((x for x in tree_leaves(output) if _requires_grad(x)), None)
+    value = (
+        own if own is not None else next((x for x in tree_leaves(output) if _is_tensor(x) and x.requires_grad), None)
+    )
     if value is None:
         raise ConfigError(
             f"forward returned {type(output).__name__}, and there is nothing to begin a backward with",
@@ -251,10 +253,6 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
             hint="is every weight frozen? otherwise give loss=, a function of what forward returns",
         )
     return value if value.ndim == 0 else value.float().square().mean()
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -117,8 +117,7 @@ def step_costs(run: Run) -> dict[str, float]:
         "recomputing (host time)": median(step.recompute_seconds for step in steps),
     }
     for way, moved in (("out", [step.out_bytes for step in steps]), ("in", [step.in_bytes for step in steps])):
-        rates = filter(None, (event.get(f"copy_{way}_bytes_per_second") for event in run.all("stats")[::-1]))
-        if (nbytes := median(moved)) and (rate := next(rates, None)):  # the last model may copy nothing
+        if (nbytes := median(moved)) and (rate := run.summary.get(f"copy_{way}_bytes_per_second")):
             found[f"copying {way}, during compute"] = nbytes / rate
     return found
 

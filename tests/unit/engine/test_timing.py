@@ -379,7 +379,6 @@ def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
     for peak in (70, 9, 30, 20):
         scene.spend(1.0, peak)  # the optimizer of the step before
         scene.step(1.0, peak=80)
-        assert scene.timer.spans is not None
         assert scene.timer.spans.tail_peak_bytes == {70: None, 9: 9, 30: 30, 20: 30}[peak]
     assert {span.peak_bytes for span in scene.told} == {80}
 

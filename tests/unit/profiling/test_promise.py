@@ -104,7 +104,14 @@ def test_plain_blocks_are_the_first_of_each_kind_where_there_is_room() -> None:
 
 def stand_in() -> Any:
     """Return what stands where the timer stands."""
-    return SimpleNamespace(plain=frozenset(), unhooked=None, spans=None, expected_bytes=0, planned=lambda nbytes: None)
+    return SimpleNamespace(
+        plain=frozenset(), unhooked=None, spans=untimed(), expected_bytes=0, planned=lambda nbytes: None
+    )
+
+
+def untimed() -> Any:
+    """Return what stands where the timer of whole passes stands."""
+    return SimpleNamespace(tail_peak_bytes=None, want=lambda *, wanted: None)
 
 
 def many(count: int) -> TimedStep:
@@ -135,7 +142,7 @@ def test_ordinary_training_is_measured_where_a_budget_has_no_room(
 ) -> None:
     monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: free)
     plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
-    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=None, expected_bytes=0)
+    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=untimed(), expected_bytes=0)
     plan._timer = timer
     blocks = tuple(replace(block, forward_peak_bytes=990 * MB) for block in many(12).blocks)
     for _ in range(2):
@@ -672,7 +679,7 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
 ) -> None:
     """As where two graphs are alive in every backward, which no span is made of."""
     plan = judged_plan()
-    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=None)  # type: ignore[assignment]
+    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=untimed())  # type: ignore[assignment]
     complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
     recorded: list[tuple[str, Any]] = []
     plan._bus.subscribe(lambda kind, fields: recorded.append((kind, fields)))
@@ -958,7 +965,7 @@ def test_a_peak_outside_forward_and_backward_is_warned_of(over: int, caplog: pyt
     budget = 1_900 * MB
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._timer = timer = stand_in()
-    timer.spans = SimpleNamespace(tail_peak_bytes=budget + over)
+    timer.spans.tail_peak_bytes = budget + over
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
     assert ("no plan lowers that" in plan.explain()) == ("no plan lowers that" in caplog.text) == bool(over)
 

@@ -70,17 +70,13 @@ def _arm() -> None:
 
 def _chain() -> None:
     """Run the ``sitecustomize`` that this one hides; Python reports its errors."""
-    elsewhere = [path for path in sys.path if not _is_here(path)]
+    elsewhere = [path for path in sys.path if os.path.realpath(path) != os.path.realpath(_HERE)]
     sys.path[:] = elsewhere
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
-
-
-def _is_here(path: str) -> bool:
-    return os.path.realpath(path) == os.path.realpath(_HERE)
 
 
 if "EBBTIDE_SCRIPT" in os.environ:
