@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # Narrow on purpose: a warning that ebbtide causes, or one about how ebbtide calls these packages, stays an error.
 FOREIGN_WARNINGS = (
@@ -21,6 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(text))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def accelerate_knows_the_simulated_device() -> Iterator[None]:
+    """Let trainers place models on the simulated device: accelerate looks for kinds that it knows, else for the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if found is not None and found.type == "simdev":
+            patch.setenv("ACCELERATE_TORCH_DEVICE", found.type)
+        yield
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
@@ -29,7 +41,6 @@ CHAT_TEMPLATE = (
 
 def make_tiny_model(folder: Path, *, layers: int = 2, positions: int = 128) -> Path:
     """Save a random Llama and a byte-level tokenizer trained on a few words, as transformers loads them."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

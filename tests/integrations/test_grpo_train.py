@@ -24,7 +24,7 @@ OURS = {"activation_cpu_offload": True}
 MODES: dict[str, dict[str, Any]] = {
     "auto": OURS,
     "minimal": {**OURS, "gradient_checkpointing": True},
-    "disk": {**OURS, "policy": "offload", "offload_target": "disk", "verify": True},
+    "offload": {**OURS, "policy": "offload", "verify": True},  # to disk, with an accelerator to host memory
     "checkpointing": {"gradient_checkpointing": True},
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,9 +78,11 @@ def test_losses_and_rewards_are_those_of_plain_training(
     # Whole steps: the loss alone is near 0 wherever the advantages of a batch cancel.
     assert len(set(ours["steps"].values())) == len(ours["steps"])
     if mode != "checkpointing":
-        # Of the passes: in one that is measured, a block of each kind runs without hooks.
-        assert any(s["memory_saved_bytes"] >= 0.75 * s["unique_bytes"] > 0 for s in ours["stats"])
         stats = ours["stats"][-1]
+        if mode == "auto":  # of a step only the last pass is recorded: one that is measured may keep everything
+            assert stats["total_copy_out_bytes"] > 0
+        else:
+            assert any(s["memory_saved_bytes"] >= 0.75 * s["unique_bytes"] > 0 for s in ours["stats"])
         assert stats["live_tickets"] == stats["store_bytes"] == 0
 
 

@@ -151,6 +151,51 @@ def test_thoughts_that_a_template_leaves_out_are_a_warning(tiny_model: Path, tmp
         assert ("the chat template leaves reasoning_content of messages out" in log) is not knows
 
 
+MARKED = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}
+    {%- generation -%}{{ m.content }}<|end|>{%- endgeneration -%}
+{%- else -%}{{ m.content }}{%- endif -%}{%- endfor -%}"""
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_of_chats_only_what_the_assistant_answers_is_learned(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(MARKED)
+    chat = [{"role": role, "content": f"{role} {n}"} for n in (1, 2) for role in ("user", "assistant")]
+    data = tmp_path / "rows.jsonl"
+    data.write_text((json.dumps({"messages": chat}) + "\n") * 8)
+    trainer = _prepared(
+        SftConfig(
+            model=str(model),
+            dataset=(str(data),),
+            assistant_only_loss=True,
+            packing=packing,
+            max_length=64,
+            save=False,
+            output_dir=str(tmp_path / "run"),
+        )  # fmt: skip
+    )
+    row = trainer.train_dataset[0]
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    text = trainer.processing_class.decode(learned)
+    assert text.startswith("assistant 1<|end|>assistant 2<|end|>") and "user" not in text
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "said"),
+    [
+        ({"messages": [{"role": "assistant", "content": "4"}]}, DataError, "messages are not found: .*hat template"),
+        ({"text": "four"}, ConfigError, "rows.jsonl has plain text; expected chats"),
+    ],
+)
+def test_answers_that_cannot_be_found_are_an_error(
+    tiny_model: Path, tmp_path: Path, row: dict, error: type[Exception], said: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    with pytest.raises(error, match=f"(?s)assistant_only_loss is true, and .*{said}.*\nhint: "):
+        train(tiny_model, tmp_path / "run", dataset=(str(data),), packing=False, assistant_only_loss=True)
+
+
 def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tiny_model: Path, tmp_path: Path) -> None:
     joined = (
         "{% if messages[1].tool_calls is defined and "

@@ -251,6 +251,13 @@ def test_clips_and_captions_that_changed_are_made_by_the_next_preprocessing(tmp_
     with pytest.raises(ConfigError, match="made with other flags: all of them would be replaced"):
         preprocess(torch_dtype="bfloat16")
     assert {made for _, made in preprocess(num_frames=None, height=None, width=None)} > kept
+    before = (made / latents.MANIFEST).read_text()
+    (folder / "z.mp4").write_bytes(b"cut off")
+    (folder / "z.txt").write_text("nothing")
+    with pytest.raises(DataError, match=r"z\.mp4 cannot be decoded"):
+        preprocess()
+    assert (made / latents.MANIFEST).read_text() == before and warned("h", dataset=(str(folder),))
+    (folder / "z.mp4").unlink()
     (folder / "one.txt").unlink()  # training needs no clips
     assert not warned("g", dataset=(str(folder),))
 

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.files import near
-from ebbtide.cli.build import FlagValue, Values, build, call_tyro, takes_several
+from ebbtide.cli.build import FlagValue, Values, build, call_tyro, takes_several, takes_text
 from ebbtide.cli.translation import FALSE, NOTHING, TRUE, Translation
 from ebbtide.cli.unknown import near_flags, near_keys
-from ebbtide.cli.yamlfile import load_settings
+from ebbtide.cli.yamlfile import as_yaml, load_settings
 
 ConfigT = TypeVar("ConfigT")
 
@@ -87,6 +87,7 @@ class _Names:
         self.fields = tuple(field.name for field in dataclasses.fields(kind))
         self.booleans = {name for name in self.fields if hints[name] is bool}
         self.repeatable = {name for name in self.fields if takes_several(hints[name])}
+        self.texts = {name for name in self.fields if takes_text(hints[name])}
         self.optional = {name for name in self.fields if type(None) in typing.get_args(hints[name])}
         self.unsupported: Mapping[str, str] = getattr(kind, "unsupported", {})
         self.granted: Mapping[str, Sequence[str]] = getattr(kind, "granted", {})
@@ -322,6 +323,8 @@ def _read_file(path: Path, names: _Names) -> Values:
     for key, value in _flat(content, names):
         name = names.canonical(str(key), what="key", where=f" in {path}")
         shown = f"{key} in {path}"
+        if name not in names.texts:  # a text is taken as it was written: no is not False
+            value = as_yaml(value)
         if name in names.unknown:
             names.accept(name, FlagValue(shown=shown, texts=[str(value)]))
             continue
@@ -332,14 +335,14 @@ def _read_file(path: Path, names: _Names) -> Values:
                 raise ConfigError(f"{shown} has no value", expected="a value", hint=f"leave {name} out for its default")
             continue
         if name in names.mappings and isinstance(value, dict):
-            value = json.dumps(value)
+            value = json.dumps(as_yaml(value))
         items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
         if name not in names.fields:
             items = [str(item) for item in items]
         if not items or any(isinstance(item, (dict, list)) or item is None for item in items):
             several = name in names.repeatable
             raise ConfigError(
-                f"{shown} is {value!r:.80}",
+                f"{shown} is {as_yaml(value)!r:.80}",
                 expected="a value, or a list of values" if several else "a value",
                 hint=f"such as `{key}: [first, second]`" if several else f"such as `{key}: value`",
             )

@@ -89,6 +89,11 @@ def takes_several(hint: Any) -> bool:
     return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
 
 
+def takes_text(hint: Any) -> bool:
+    """Whether a field takes texts or words, and no truth value or number."""
+    return hint not in (bool, int, float) and all(takes_text(kind) for kind in typing.get_args(hint))
+
+
 def _as_flags(kind: type[Any], values: Values) -> list[str]:
     """Format values as arguments for tyro; ``=`` protects values that begin with a hyphen."""
     hints = typing.get_type_hints(kind)

@@ -10,8 +10,27 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.extras import require
 
 
+class Written(str):
+    """A scalar that YAML takes for a truth value, a number or a date, as the file has it: ``no``, ``1.10``, ``0123``.
+
+    Attributes:
+        value: What YAML takes it for.
+    """
+
+    value: Any
+
+
+def as_yaml(value: Any) -> Any:
+    """Return a value of ``load_settings`` with each ``Written`` as YAML takes it."""
+    if isinstance(value, dict):
+        return {as_yaml(key): as_yaml(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [as_yaml(inner) for inner in cast("list[Any]", value)]
+    return value.value if isinstance(value, Written) else value
+
+
 def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
-    """Read ``key: value`` lines; an empty file has none.
+    """Read ``key: value`` lines; an empty file has none. Scalars that are no text to YAML are ``Written``.
 
     Args:
         path: The file.
@@ -45,9 +64,17 @@ def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
 
 
 def _loader(yaml: Any) -> Any:
-    """Return PyYAML's safe loader, with an error for repeated keys, of which PyYAML silently takes the last."""
+    """Return PyYAML's safe loader, which keeps what was written, and takes no key twice: PyYAML takes the last."""
 
     class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            made = super().construct_object(node, deep)
+            if made is None or not isinstance(node, yaml.ScalarNode) or isinstance(made, str):
+                return made
+            written = Written(node.value)
+            written.value = made
+            return written
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: set[str] = set()
             for key, _ in node.value:

@@ -33,6 +33,7 @@ from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by, reshard
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.buffers import view_memory
+from ebbtide.store.faults import FULL_ERRNOS
 
 logger = logging.getLogger("ebbtide.load")
 
@@ -234,13 +235,12 @@ class Saving:
         return {}
 
     def _unwritable(self, error: OSError) -> DataError:
-        missing = error.errno == errno.ENOENT
+        hints = {errno.ENOENT: "choose a folder that every machine mounts"}
+        hints |= dict.fromkeys(FULL_ERRNOS, "free some space there, or choose another folder")
         return DataError(
             f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
             expected="a folder on a file system that all ranks share",
-            hint="choose a folder that every machine mounts"
-            if missing
-            else "free some space there, or choose another folder",
+            hint=hints.get(error.errno or 0, "choose another folder, or see the system log"),
         )
 
 
@@ -283,5 +283,5 @@ def _put(fd: int, values: torch.Tensor, offset_bytes: int) -> None:
     while done < nbytes:
         count = os.pwrite(fd, view[done:], offset_bytes + done)
         if count <= 0:
-            raise OSError(errno.EIO, "the disk is full (short write)")
+            raise OSError(errno.EIO, f"short write: {done} of {nbytes} bytes")
         done += count

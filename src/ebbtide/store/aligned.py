@@ -127,7 +127,7 @@ class BackingFile:
             if self.direct:  # the rest must begin aligned: the last partial block of a short write is repeated
                 count -= count % self.align_bytes
             if count <= 0:
-                raise OSError(errno.EIO, "the disk is full (short write)")
+                raise OSError(errno.EIO, f"short write: {done} of {nbytes} bytes")
             done += count
         if not self.direct:  # errors of the disk are raised here, and only clean pages can be dropped
             os.fdatasync(self.fd)

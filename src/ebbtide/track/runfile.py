@@ -250,8 +250,11 @@ class RunFile:
             if self._file is None:
                 return
             try:
-                if os.write(self._file, data) < len(data):  # no further line may follow a part of one
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                rest = memoryview(data)
+                while rest:  # a full disk takes a part of the line first, and raises at the next write
+                    if not (count := os.write(self._file, rest)):
+                        raise OSError(errno.EIO, "short write")
+                    rest = rest[count:]
             except OSError as error:
                 # A full disk must not end a training run; only the record ends.
                 logger.warning("The run file in %s is no longer written: %s", self.folder, error.strerror)

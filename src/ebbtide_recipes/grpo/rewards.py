@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,13 +230,14 @@ def load(names: Sequence[str]) -> list[Reward]:
         ConfigError: There is no such function, or one is named twice.
     """
     rewards = [_load(name) for name in names]
-    called = [reward.name for reward in rewards]
-    for name in called:
-        if called.count(name) > 1:
-            raise ConfigError(
-                f"reward_funcs names {name!r} twice", expected="each once", hint="--reward_weights makes one count more"
-            )
-    return rewards
+    for reward in rewards:
+        if rewards.count(reward) > 1:
+            hint = "--reward_weights makes one count more"
+            raise ConfigError(f"reward_funcs names {reward.name!r} twice", expected="each once", hint=hint)
+    called = [reward.name for reward in rewards]  # files of one name in two folders need their paths
+    return [
+        replace(one, name=name) if called.count(one.name) > 1 else one for one, name in zip(rewards, names, strict=True)
+    ]
 
 
 def _load(name: str) -> Reward:

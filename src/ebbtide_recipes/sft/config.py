@@ -38,6 +38,8 @@ class SftConfig(LanguageConfig):
             rows before its own.
         completion_only_loss: Learn only completions, or a chat's last answer; default: completions if rows have them,
             else everything.
+        assistant_only_loss: Learn only the assistant's messages of chats, all of them; needs a chat template that marks
+            them, or that TRL can mark.
         prompt_key: Column of the question, with --response_key: COLUMN or COLUMN.KEY; default: by the columns' names.
         response_key: Column of its answer.
         dataset_num_proc: Processes that tokenize rows.
@@ -58,6 +60,7 @@ class SftConfig(LanguageConfig):
     truncation: Literal["right", "error"] = "right"
     packing: bool = False
     completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
     prompt_key: str | None = None
     response_key: str | None = None
     dataset_num_proc: int | None = None

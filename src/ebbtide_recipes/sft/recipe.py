@@ -95,14 +95,21 @@ def _prepared(config: SftConfig) -> SftTrainer:
     if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
         columns = {*dataset.column_names, *(() if evaluation is None else evaluation.column_names)}
         config = replace(config, completion_only_loss="completion" in columns)
+    chats = all(is_chat(part[0]) for part in (dataset, evaluation) if part is not None)
     batches = None
+    if config.assistant_only_loss and (not chats or media.WHERE in dataset.column_names):
+        raise ConfigError(
+            f"assistant_only_loss is true, and {', '.join(config.dataset)} has {'files' if chats else 'plain text'}",
+            expected="chats of text: rows with messages",
+            hint="leave --assistant_only_loss out; --completion_only_loss true learns only answers",
+        )
     if media.WHERE in dataset.column_names:
         batches = collator.made(config, source, dataset)
         for part in (dataset, *(() if evaluation is None else (evaluation,))):
             batches.check(part)
             if config.fsdp_strategy != "none" and launch.world_size() > 1:
                 media.check_even(part)
-    elif not all(is_chat(part[0]) for part in (dataset, evaluation) if part is not None):
+    elif not chats:
         models.check_end(config.model, source.tokenizer)
     model, weights = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import DataError, first_line
 from ebbtide_recipes.language.models import tokens_of
 from ebbtide_recipes.language.tables import as_dataset, check_known
 from ebbtide_recipes.sft.collator import MediaCollator, refused_by_template
@@ -65,6 +65,7 @@ def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = Fals
         "max_length": sys.maxsize if config.truncation == "error" else config.max_length,
         "packing": config.packing,
         "completion_only_loss": config.completion_only_loss,
+        "assistant_only_loss": config.assistant_only_loss,
         # Other strategies need flash attention.
         "packing_strategy": "wrapped",
         "padding_free": False,
@@ -111,6 +112,10 @@ def build(
         if where is None and isinstance(error, TypeError):
             raise
         raise refused_by_template(where or "a row", error) from error
+    except (ValueError, RuntimeError) as error:
+        if not (config.assistant_only_loss and "chat template" in str(error)):
+            raise
+        raise _unmarked(error) from error
     for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
         if part is not None and collator is None:
             tokenizer = getattr(processor, "tokenizer", processor)
@@ -137,6 +142,15 @@ def build(
         named = ", ".join(config.eval_dataset or config.dataset)
         trainer.eval_dataset = _learned(config, trainer.eval_dataset, evaluation, f"{named} to evaluate on")
     return trainer
+
+
+def _unmarked(error: Exception) -> DataError:
+    """Return the error of chats in which TRL does not find the assistant's messages."""
+    return DataError(
+        f"assistant_only_loss is true, and the assistant's messages are not found: {first_line(error)}",
+        expected="a chat template with {% generation %} around them, and one in each row",
+        hint="--completion_only_loss true learns a chat's last answer, by any template",
+    )
 
 
 def _learned(config: SftConfig, part: Any, rows: Dataset, named: str) -> Dataset:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError, first_line, nearest
+from ebbtide.cli.translation import FALSE, NOTHING
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("ebbtide.recipes")
 
 SEAL = "ebbtide.json"
-LATEST = ("latest", "last", "true")
+LATEST = ("latest", "last", "true", "yes", "on")
 """What ``--resume_from_checkpoint`` may say in place of a folder."""
 
 _ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches")
@@ -146,8 +147,8 @@ def complete(folder: Path) -> list[Sealed]:
 
 
 def resumes(config: RecipeConfig) -> bool:
-    """Whether a run is to be resumed: a file of settings may say ``none`` or ``false``."""
-    return (config.resume_from_checkpoint or "none").lower() not in ("none", "false")
+    """Whether a run is to be resumed: a file of settings may have ``none`` or ``false``."""
+    return (config.resume_from_checkpoint or "none").lower() not in (*NOTHING, *FALSE)
 
 
 def set_aside_later(config: RecipeConfig) -> None:

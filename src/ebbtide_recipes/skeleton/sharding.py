@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.files import json_object
+from ebbtide.cli.translation import FALSE, NOTHING
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig, Strategy
@@ -150,7 +151,7 @@ def read(config: RecipeConfig) -> Sharding | None:
     if config.fsdp_config is not None:
         return _read_settings(config.fsdp_config, "fsdp_config")
     text = (config.fsdp or "").strip()
-    if not text or text.lower() in ("none", "false"):
+    if text.lower() in (*NOTHING, *FALSE):
         return None
     if text.startswith("{") or text.endswith(".json") or "/" in text:
         return _read_settings(text, "fsdp")
@@ -252,7 +253,7 @@ def _switch(values: Mapping[str, Any], name: str, path: Path | str) -> bool | No
 def _check_deepspeed(config: RecipeConfig) -> None:
     """Reject ``--deepspeed`` without another sharding flag."""
     if config.deepspeed is not None and config.fsdp_strategy == "none":
-        if config.deepspeed.strip().lower() in ("", "none", "false"):
+        if config.deepspeed.strip().lower() in (*NOTHING, *FALSE):
             return
         raise ConfigError(
             f"deepspeed is {config.deepspeed!r} without FSDP",

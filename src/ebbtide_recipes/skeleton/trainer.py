@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
 
 ArgumentsT = TypeVar("ArgumentsT", bound=TrainingArguments)
-
 LOGGER = logging.getLogger("ebbtide.recipes")
 
 _STEPS_TO_TRIM = 3
 """A run of fewer steps has one at most whose time counts, and that one keeps its heap."""
 
+_GENERATOR = "device_rng_state_{}.pth"
 _TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
 """Packages of trackers that are not called as transformers calls the tracker."""
 
@@ -192,6 +192,20 @@ class RecordedTrainer(Trainer):
 
     def load_more(self, folder: Path) -> None:
         """Read what ``save_more`` wrote; optimizer and schedule are already loaded."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save also the accelerator's generator: transformers leaves out that of some kinds, such as XPU."""
+        super()._save_rng_state(output_dir)
+        if self.args.device.type != "cpu":
+            state = torch.get_device_module(self.args.device).get_rng_state()
+            torch.save(state, Path(output_dir, _GENERATOR.format(self.args.process_index)))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load what ``_save_rng_state`` saved."""
+        super()._load_rng_state(checkpoint)
+        place = Path(checkpoint or "", _GENERATOR.format(self.args.process_index))
+        if self.args.device.type != "cpu" and place.is_file():
+            torch.get_device_module(self.args.device).set_rng_state(torch.load(place))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load a checkpoint's optimizer and schedule, but not how often it logged, saved and evaluated."""

@@ -1,11 +1,12 @@
 """Latents and embeddings on disk: made once, in separate phases, and read while training.
 
 [Note: a folder of latents]
-``clip-000000.safetensors`` holds the latents of one clip, ``text-<hash>.safetensors`` the embeddings of one caption.
-Each names what it was made of, so an interrupted run goes on with what is whole, even if clips came or went.
-``latents.json`` is written last and names them all, with the identity of the VAE and of the text encoders: a folder
-without it is unfinished, and latents of another VAE are refused. A run that makes latents loads the VAE and the text
-encoders one after the other, and frees each before training begins.
+``clip-<hash>.safetensors`` holds the latents of one clip, named by the clip and the settings, and
+``text-<hash>.safetensors`` the embeddings of one caption. Each names what it was made of, so an interrupted run goes on
+with complete files, even if clips came or went. ``latents.json`` is written last and names them all, with the identity
+of the VAE and of the text encoders: a folder without it is unfinished, and latents of another VAE are refused. When
+clips come or go, it stays until all new latents are made: a clip that cannot be decoded leaves the others usable. A run
+that makes latents loads the VAE and the text encoders one after the other, and frees each before training begins.
 """
 
 from __future__ import annotations
@@ -182,28 +183,31 @@ def make(
             texts = source.encode(absent, length=making.text_length, device=device, dtype=making.dtype)
             for caption, text in zip(absent, texts, strict=True):
                 _write(folder / _text_file(caption), text, request)
+    named = {_clip_request(request, clip): clip for clip in clips}
     with phase("vae"), torch.no_grad():
         vae = source.vae(making.dtype).to(device)
-        for number in range(mine, len(clips), step):
-            path, its_request = folder / _clip_file(number), _clip_request(request, clips[number])
+        for its_request, clip in list(named.items())[mine::step]:
+            path = folder / _clip_file(its_request)
             if not _done(path, its_request):
-                bucket = _bucket(clips[number], source, making)
-                film = clips[number].pixels(
-                    frames=bucket.frames, height=bucket.height, width=bucket.width, rate=making.rate
-                )
+                bucket = _bucket(clip, source, making)
+                film = clip.pixels(frames=bucket.frames, height=bucket.height, width=bucket.width, rate=making.rate)
                 made = source.family.encode(vae, film[None].to(device, making.dtype))[0].cpu()
                 _write(path, {"latents": made.contiguous()}, its_request)
         del vae
 
 
 def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> None:
-    """Write the manifest, once all processes have written their latents. See [Note: a folder of latents]."""
+    """Write the manifest, once all processes have written their latents; then remove files of other clips or settings.
+
+    See [Note: a folder of latents].
+    """
     items: list[dict[str, Any]] = []
-    channels = source.channels
-    for number, clip in enumerate(clips):
-        channels, *size = _shape(folder / _clip_file(number))
+    channels, request = source.channels, _hash_of(source, making)
+    for clip in clips:
+        name = _clip_file(_clip_request(request, clip))
+        channels, *size = _shape(folder / name)
         bucket = dict(zip(("frames", "height", "width"), size, strict=True))
-        items.append({"file": _clip_file(number), "caption": clip.caption, "clip": clip.name, **bucket})
+        items.append({"file": name, "caption": clip.caption, "clip": clip.name, **bucket})
     manifest = {
         "schema": 1,
         "request": _request(source, making, clips),
@@ -213,25 +217,13 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     draft = folder / f"{MANIFEST}.part"
     draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     draft.replace(folder / MANIFEST)
-
-
-def clear(folder: Path, source: Source, making: Making, clips: Sequence[Clip]) -> None:
-    """Remove latents of other settings or clips, nothing else in the folder; give the others their clips' numbers."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    request = _hash_of(source, making)
-    wanted = {_clip_file(number): _clip_request(request, clip) for number, clip in enumerate(clips)}
-    places = {made_of: name for name, made_of in wanted.items()}
-    moved: list[tuple[Path, Path]] = []
-    for path in (*folder.glob("clip-*.safetensors"), *folder.glob("text-*.safetensors")):
-        made_of = _made_of(path)
-        if made_of in (request, wanted.get(path.name)):
-            continue
-        if made_of in places:
-            moved.append((path.rename(path.with_suffix(".moved")), folder / places[made_of]))
-        else:
+    named = {item["file"] for item in items}
+    for path in folder.glob("clip-*.safetensors"):
+        if path.name not in named:
             path.unlink()
-    for path, place in moved:
-        path.replace(place)
+    for path in folder.glob("text-*.safetensors"):
+        if not _done(path, request):
+            path.unlink()
 
 
 def add_captions(
@@ -387,8 +379,8 @@ def _clip_request(request: str, clip: Clip) -> str:
     return _hash(request + clip.identity)
 
 
-def _clip_file(number: int) -> str:
-    return f"clip-{number:06d}.safetensors"
+def _clip_file(request: str) -> str:
+    return f"clip-{request}.safetensors"
 
 
 def _text_file(caption: str) -> str:

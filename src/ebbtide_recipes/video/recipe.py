@@ -234,8 +234,8 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
         )
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
-        if state.is_main_process:
-            latents.clear(folder, source, making, clips)
+        if state.is_main_process and not latents.matches(folder, source, making, None):
+            (folder / latents.MANIFEST).unlink(missing_ok=True)  # captions are embedded under the same names
         state.wait_for_everyone()
         latents.make(
             clips, folder, source, making, captions=config.sample_prompts or (),

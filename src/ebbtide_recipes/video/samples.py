@@ -20,6 +20,7 @@ LOGGER = logging.getLogger("ebbtide.video")
 
 FOLDER = "samples"
 Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
+Films = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,51 +143,56 @@ def set_timesteps(scheduler: Any, steps: int, *, tokens: int, device: torch.devi
     scheduler.set_timesteps(sigmas=sigmas, mu=shift, device=device)
 
 
-def write(
-    made: Sequence[torch.Tensor],
-    prompts: Sequence[Prompt],
-    source: Source,
-    folder: Path,
-    sampling: Sampling,
-    *,
-    step: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Path:
-    """Decode samples and write them: an .mp4 each, and one contact sheet with the clips they should resemble.
+def decode(
+    made: Sequence[torch.Tensor], prompts: Sequence[Prompt], source: Source, *, device: torch.device, dtype: torch.dtype
+) -> list[Films]:
+    """Return each sample's frames ``[F, H, W, 3]``, and those of the clip that it should resemble, if there is one.
 
     Args:
         made: Latents ``[1, C, F, H, W]`` of each prompt.
         prompts: The prompts.
         source: Has the VAE; without one the first three channels of the latents are shown.
-        folder: The run's output folder.
-        sampling: The settings.
-        step: Finished steps.
         device: Device of the VAE.
         dtype: Type of its weights.
+    """
+    with phase("vae"), torch.no_grad():
+        vae = None if source.vae_config is None else source.vae(dtype).to(device)
+        films: list[Films] = []
+        for latents, prompt in zip(made, prompts, strict=True):
+            clip = None if prompt.reference is None else prompt.reference[None].to(device)
+            films.append((_film(latents, source, vae), None if clip is None else _film(clip, source, vae)))
+        del vae
+    return films
+
+
+def write(
+    films: Sequence[Films], prompts: Sequence[Prompt], folder: Path, rate: float, *, step: int, decoded: bool
+) -> Path:
+    """Write samples: an .mp4 each, and one contact sheet with the clips they should resemble.
+
+    Args:
+        films: As ``decode`` returned them.
+        prompts: The prompts.
+        folder: The run's output folder.
+        rate: Frames per second.
+        step: Finished steps.
+        decoded: Whether a VAE decoded them.
 
     Returns:
         The contact sheet.
     """
     places = folder / FOLDER
     places.mkdir(parents=True, exist_ok=True)
-    decoded = source.vae_config is not None
-    films: list[tuple[str, torch.Tensor]] = []
+    rows: list[tuple[str, torch.Tensor]] = []
     videos: list[str] = []
-    with phase("vae"), torch.no_grad():
-        vae = source.vae(dtype).to(device) if decoded else None
-        for number, (latents, prompt) in enumerate(zip(made, prompts, strict=True)):
-            film = _film(latents, source, vae)
-            path = places / f"step-{step:06d}-{number}.mp4"
-            clips.write(path, film, rate=sampling.rate)
-            videos.append(f"{FOLDER}/{path.name}")
-            if prompt.reference is not None:
-                reference = prompt.reference[None].to(device)
-                films.append((f"clip: {prompt.caption}", _film(reference, source, vae)))
-            films.append((f"step {step}: {prompt.caption}", film))
-        del vae
+    for number, ((film, clip), prompt) in enumerate(zip(films, prompts, strict=True)):
+        path = places / f"step-{step:06d}-{number}.mp4"
+        clips.write(path, film, rate=rate)
+        videos.append(f"{FOLDER}/{path.name}")
+        rows += [] if clip is None else [(f"clip: {prompt.caption}", clip)]
+        rows.append((f"step {step}: {prompt.caption}", film))
     page = places / f"step-{step:06d}.png"
-    clips.sheet(page, films)
+    clips.sheet(page, rows)
     if not decoded:
         LOGGER.warning("the pipeline has no VAE: samples show three channels of the latents")
     BUS.emit(

@@ -167,11 +167,11 @@ class VideoTrainer(RecordedTrainer):
             BUS.emit("phase", name="sample", edge="end", step=None)
             model.train(training)
         if self.args.should_save:
+            prompts, source, folder = self.showing.prompts, self.showing.source, Path(self.args.output_dir)
+            films = samples.decode(made, prompts, source, device=device, dtype=self.showing.dtype)
+            decoded = source.vae_config is not None
             try:
-                samples.write(
-                    made, self.showing.prompts, self.showing.source, Path(self.args.output_dir), self.showing.sampling,
-                    step=step, device=self.args.device, dtype=self.showing.dtype,
-                )  # fmt: skip
+                samples.write(films, prompts, folder, sampling.rate, step=step, decoded=decoded)
             except OSError as error:  # such as a full disk, which must not end a training run
                 LOGGER.warning("samples after step %d could not be written: %s", step, error)
         self.accelerator.wait_for_everyone()

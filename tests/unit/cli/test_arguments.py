@@ -210,6 +210,18 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["no", "yes", "on", "Off", "true", "1.10", "007", "1_000", "12:30:45", "2024-05-01"])
+def test_a_text_in_a_file_is_taken_as_it_was_written(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {text}\ndataset: [{text}, b]\npath: {text}\n")
+    assert read(str(file)) == Settings(model=text, dataset=(text, "b"), path=text)
+    file.write_text("model: m\nmax_steps: 0x10\nrate: 1_0.5\nverify: on\n")
+    assert read(str(file)) == Settings(model="m", max_steps=16, rate=10.5, verify=True)
+    file.write_text(f"model: m\nkind: {text}\n")
+    with pytest.raises(ConfigError, match=f"kind in .*run.yaml is '{text}'; expected one of full, lora"):
+        read(str(file))
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert read(str(tmp_path / "empty.yaml"), "--model", "m") == Settings(model="m")

@@ -680,6 +680,23 @@ def test_a_save_that_fails_leaves_what_was_there_and_no_drafts(tmp_path: Path, m
     assert sorted(file.name for file in tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("write", "found", "hint"),
+    [
+        (failing(errno.EDQUOT), os.strerror(errno.EDQUOT), "free some space"),
+        (failing(errno.EIO), os.strerror(errno.EIO), "see the system log"),
+        (lambda *_: 0, "short write: 0 of ", "see the system log"),
+    ],
+)
+def test_only_a_full_disk_is_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., int], found: str, hint: str
+) -> None:
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(DataError, match=found) as caught:
+        ebbtide.save_sharded(Model(), tmp_path)
+    assert hint in caught.value.hint
+
+
 def test_a_model_of_more_files_than_a_process_may_open_is_saved(tmp_path: Path) -> None:
     import resource
 

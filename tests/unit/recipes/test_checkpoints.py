@@ -384,3 +384,9 @@ def test_a_folder_with_checkpoints_is_not_used_unasked(tmp_path: Path, asked: st
     with pytest.raises(DataError, match=r"holds an earlier run \(checkpoint-2\)"):
         run._check_output(config)
     run._check_output(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"))
+
+
+@pytest.mark.parametrize(("word", "resumed"), [("no", False), ("Off", False), ("false", False), ("yes", True)])
+def test_words_of_a_settings_file_resume_or_do_not(tmp_path: Path, word: str, resumed: bool) -> None:
+    config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=word)
+    assert checkpoints.resumes(config) is resumed and checkpoints.find(config) is None

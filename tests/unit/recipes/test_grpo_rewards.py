@@ -345,6 +345,7 @@ def test_functions_are_loaded_from_files(tmp_path: Path) -> None:
     [
         (("acuracy",), "there is no reward function 'acuracy'; .*\nhint: did you mean 'accuracy'"),
         (("accuracy", "accuracy"), "names 'accuracy' twice"),
+        (("{0}/mine.py:reward", "{0}/../{0.name}/mine.py:reward"), "names 'mine:reward' twice"),
         (("{}/mind.py:reward",), "there is no file '.*mind.py'.*\nhint: did you mean 'mine.py'"),
         (("{}/mine.py:rewrd",), "has no function 'rewrd'; expected one of reward\nhint: did you mean 'reward'"),
         (("{}/mine.py:LIMIT",), "has no function 'LIMIT'"),
@@ -358,6 +359,16 @@ def test_functions_that_are_not_there_are_refused(tmp_path: Path, names: tuple[s
     with pytest.raises(ConfigError, match=said) as caught:
         rewards.load(tuple(name.format(tmp_path) for name in names))
     assert caught.value.hint
+
+
+def test_functions_of_one_name_in_two_folders_are_named_by_their_paths(tmp_path: Path) -> None:
+    names = [str(tmp_path / folder / "mine.py:reward") for folder in ("a", "b")]
+    for number, name in enumerate(names):
+        Path(name).parent.mkdir()
+        Path(name.partition(":")[0]).write_text(f"def reward(completions): return [{number}.0 for c in completions]\n")
+    loaded = rewards.load([*names, "accuracy"])
+    assert [one.name for one in loaded] == [*names, "accuracy"]
+    assert [one(prompts=["p"], completions=["c"]) for one in loaded[:2]] == [[0.0], [1.0]]
 
 
 def test_rows_without_what_a_function_needs_are_refused() -> None:

@@ -148,7 +148,7 @@ def test_words_are_read(words: str, strategy: str, version: int) -> None:
     assert (config.fsdp_strategy, config.fsdp_version) == (strategy, version)
 
 
-@pytest.mark.parametrize("words", ["none", "false"])
+@pytest.mark.parametrize("words", ["none", "false", "no", "Off"])
 def test_words_that_ask_for_nothing_leave_everything_as_it_is(words: str) -> None:
     config = SftConfig(fsdp=words)
     assert resolved(config) is config

@@ -1,6 +1,8 @@
+import errno
 import json
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from ebbtide.base.errors import DataError, EbbtideError
 from ebbtide.base.events import Bus
 from ebbtide.base.runs import read_events
 from ebbtide.track import MemoryReader, RunFile, Sampler, sampler, summarise, track_memory
+from tests.helpers.failing import failing
 
 
 def kinds(folder):
@@ -186,8 +189,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capl
     assert "step" not in kinds(tmp_path)
 
 
-def test_a_disk_that_is_full_for_a_moment_leaves_a_readable_file(tmp_path, monkeypatch, caplog):
-    """The first write of a full disk is short and raises nothing; no line may follow its part of one."""
+def test_a_short_write_goes_on_with_the_rest_of_its_line(tmp_path, monkeypatch, caplog):
     write = os.write
     with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
         run._sampler.stop()
@@ -195,7 +197,26 @@ def test_a_disk_that_is_full_for_a_moment_leaves_a_readable_file(tmp_path, monke
             patch.setattr("ebbtide.track.runfile.os.write", lambda file, data: write(file, data[:9]))
             bus.emit("step", step=1, seconds=1.0)
         bus.emit("step", step=2, seconds=1.0)
-    assert "is no longer written: No space left on device" in caplog.text
+    assert "is no longer written" not in caplog.text
+    assert [event["step"] for event in read_events(tmp_path / "run.jsonl") if event["event"] == "step"] == [1, 2]
+
+
+@pytest.mark.parametrize("then", [failing(errno.EDQUOT), lambda *_: 0])
+def test_the_reason_of_a_short_write_is_that_of_the_next(tmp_path, monkeypatch, caplog, then):
+    """No line may follow its part of one."""
+    write = os.write
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        run._sampler.stop()
+
+        def short(file, data):
+            monkeypatch.setattr("ebbtide.track.runfile.os.write", then)
+            return write(file, data[:9])
+
+        monkeypatch.setattr("ebbtide.track.runfile.os.write", short)
+        bus.emit("step", step=1, seconds=1.0)
+        monkeypatch.setattr("ebbtide.track.runfile.os.write", write)
+        bus.emit("step", step=2, seconds=1.0)
+    assert re.search(f"is no longer written: ({os.strerror(errno.EDQUOT)}|short write)", caplog.text)
     assert summarise(tmp_path)["status"] == "killed"
 
 

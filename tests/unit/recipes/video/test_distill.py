@@ -17,7 +17,7 @@ from ebbtide_recipes.video.distill import Distillation
 from ebbtide_recipes.video.families import Condition
 from ebbtide_recipes.video.objective import Draws
 from ebbtide_recipes.video.trainer import VideoTrainer
-from tests.unit.recipes.video.parts import text_of
+from tests.unit.recipes.video.parts import CPU, text_of
 
 SOURCE = builtin_source("builtin:tiny-wan", seed=1)
 
@@ -176,22 +176,32 @@ def test_a_group_without_gradients_has_no_norm() -> None:
     assert norm > 0 and [group[0] for group in asked] == [next(module.critic.parameters())]
 
 
-def test_samples_that_cannot_be_written_end_no_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", ["write", "vae"])
+def test_samples_that_cannot_be_written_end_no_training_and_a_failing_vae_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, what: str
 ) -> None:
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def failing(*_arguments: object, **_options: object) -> Any:
+        raise OSError(errno.EIO, "a bad block")
 
     met: list[bool] = []
     trainer = object.__new__(VideoTrainer)
     trainer.module = trainer.model = module_of()
     trainer.average, trainer._shown_at, trainer.is_fsdp_enabled = None, -1, False
     trainer.state = SimpleNamespace(global_step=3)  # type: ignore[assignment]
-    trainer.args = SimpleNamespace(device="cpu", should_save=True, output_dir="out")  # type: ignore[assignment]
+    trainer.args = SimpleNamespace(device=CPU, should_save=True, output_dir=tmp_path)  # type: ignore[assignment]
     trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: met.append(True))
-    trainer.showing = SimpleNamespace(prompts=[None], sampling=None, source=None, dtype=None)  # type: ignore[assignment]
-    monkeypatch.setattr(samples, "sample_student", lambda *_: torch.zeros(1))
-    monkeypatch.setattr(samples, "write", full)
-    trainer.show()
-    assert met == [True]
-    assert "samples after step 3 could not be written: [Errno 28] No space left on device" in caplog.text
+    prompt, sampling = SimpleNamespace(reference=None, caption="a kite"), SimpleNamespace(rate=8.0)
+    source = SimpleNamespace(vae_config={} if what == "vae" else None, vae=failing)
+    trainer.showing = SimpleNamespace(  # type: ignore[assignment]
+        prompts=[prompt], sampling=sampling, source=source, dtype=torch.float32
+    )
+    monkeypatch.setattr(samples, "sample_student", lambda *_: torch.zeros(1, 3, 2, 4, 4))
+    monkeypatch.setattr(samples.clips, "write", failing)
+    if what == "vae":
+        with pytest.raises(OSError, match="a bad block"):
+            trainer.show()
+        assert "could not be written" not in caplog.text
+    else:
+        trainer.show()
+        assert met == [True]
+        assert "samples after step 3 could not be written: [Errno 5] a bad block" in caplog.text

@@ -71,7 +71,7 @@ def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monk
 
 
 def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path) -> None:
-    with files_at_most(6000), pytest.raises(DiskFullError, match=r"clip-000000\.safetensors could not be") as caught:
+    with files_at_most(6000), pytest.raises(DiskFullError, match=r"clip-\w{16}\.safetensors could not be") as caught:
         make(tmp_path)
     assert "--latents_dir" in str(caught.value) and "MiB are free" in str(caught.value)
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")}
@@ -85,9 +85,8 @@ def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) 
     clips = data.load(("builtin:moving-shapes#4",), seed=1)
     latents.make(clips, tmp_path, source, MAKING, device=CPU)  # not finished
     fewer = [clips[0], *clips[2:]]
-    latents.clear(tmp_path, source, MAKING, fewer)
-    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("clip-*")}
-    assert sorted(kept) == [f"clip-{number:06}.safetensors" for number in range(3)]
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("clip-*")}
+    assert len(before) == 4
     latents.make(fewer, tmp_path, source, MAKING, device=CPU)
     latents.finish(fewer, tmp_path, source, MAKING)
     read = latents.Latents(tmp_path)
@@ -95,7 +94,8 @@ def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) 
         pixels = clip.pixels(frames=3, height=16, width=16, rate=None)
         assert torch.equal(source.family.decode(source.vae(torch.float32), read[number]["latents"][None])[0], pixels)
         assert read.items[number]["caption"] == clip.caption
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("clip-*")} == kept
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("clip-*")}
+    assert len(kept) == 3 and kept.items() <= before.items()
 
 
 def test_latents_of_other_clips_or_captions_are_made_again(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_manifest_needs_only_the_heads_of_files(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(latents, "_read", lambda path: pytest.fail(f"{path} was read whole"))
     latents.finish(data.load(MAKING.data, seed=1), tmp_path, builtin_source("builtin:tiny-wan", seed=1), MAKING)
     assert latents.Latents(tmp_path).manifest == before and before["channels"] == 48
-    (tmp_path / "clip-000001.safetensors").write_bytes(b"cut off")
+    (tmp_path / before["items"][1]["file"]).write_bytes(b"cut off")
     with pytest.raises(DataError, match="cannot be read"):
         latents.finish(data.load(MAKING.data, seed=1), tmp_path, builtin_source("builtin:tiny-wan", seed=1), MAKING)
 
@@ -135,8 +135,8 @@ def test_a_file_that_changed_is_another_clip(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
     made = make(tmp_path)
-    (tmp_path / "clip-000001.safetensors").write_bytes(b"short")
-    with pytest.raises(DataError, match=r"clip-000001\.safetensors cannot be read"):
+    (tmp_path / made.items[1]["file"]).write_bytes(b"short")
+    with pytest.raises(DataError, match=f"{made.items[1]['file']} cannot be read"):
         made[1]
     (tmp_path / latents.MANIFEST).write_text("{}")
     with pytest.raises(DataError, match=r"latents\.json cannot be read"):
