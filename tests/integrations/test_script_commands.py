@@ -84,6 +84,8 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["run"], "there is no command; expected a command after --\nhint: such as `ebbtide run -- python train.py`"),
+        (["run", "python", "a.py", "--lr", "1"], "no -- before 'python'; .*\nhint: ebbtide run -- python a.py --lr 1"),
+        (["run", "--steps", "3", "a.py"], "no -- before 'a.py'; .*\nhint: ebbtide run --steps 3 -- python a.py"),
         (["run", "--", "pyhton", "x.py"], "'pyhton' is no program; .*\nhint: did you mean 'python'"),
         (["run", "--", "accelerate", "launch"], "'accelerate' is no program; .*\nhint: accelerate is not on PATH: "),
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
