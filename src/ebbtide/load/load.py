@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError, DataError, few, spelled
+from ebbtide.base.errors import ConfigError, DataError, few, note_place, spelled
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
@@ -132,7 +132,11 @@ class Loading:
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
         """Shard the model; second names of its tensors follow them, and others that stay on meta are named."""
         before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
-        sharded = (shard(self.model) if shard else None) or self.model
+        try:
+            sharded = (shard(self.model) if shard else None) or self.model
+        except Exception as error:
+            note_place(error, "in the function passed as shard=")
+            raise
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
@@ -171,7 +175,8 @@ class Loading:
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
         elif self._weights is not None:
             paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
-            name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
+            where = str(paths[0] if len(paths) == 1 else Path(paths[0]).parent) if paths else ""
+            name = f"a checkpoint in {where!r}"
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
