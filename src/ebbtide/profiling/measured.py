@@ -332,8 +332,8 @@ class MeasuredPlan:
         if check.keeps and GAINS_NOTHING in why_kept(check) and not self._warned:
             self._warned = True
             logger.warning(
-                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which has "
-                "the memory of checkpointing, or a larger max_slowdown",
+                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which "
+                "has the memory of checkpointing, or a larger max_slowdown",
                 self._policy.max_slowdown,
             )
 
