@@ -15,6 +15,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
+from ebbtide_recipes.skeleton.config import OF_OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
 from ebbtide_recipes.skeleton.trackers import project_named
@@ -54,6 +55,9 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         claimed.enter_context(logging_to(folder, config.log_level, append=checkpoints.resumes(config), rank=rank))
         claimed.enter_context(quiet_hosts())
         for name in config.without_effect():
+            if name in OF_OFFLOADING and config.mode != "ebbtide":
+                LOGGER.warning("--%s has no effect here; hint: add --activation_cpu_offload true", name)
+                continue
             LOGGER.warning(
                 "--%s has no effect here: the mode is %s, train_type %s, lr_scheduler_type %s",
                 *(name, config.mode, config.train_type, config.lr_scheduler_type),
