@@ -304,9 +304,8 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
         "ConfigError",
         (
             "min_bytes",
-            "1",
+            "-1",
             "0",
-            "65536",
         ),
     ),
     "no such directory": (
