@@ -33,6 +33,7 @@ from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by, reshard
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.buffers import view_memory
+from ebbtide.store.faults import FULL_ERRNOS
 
 logger = logging.getLogger("ebbtide.load")
 
@@ -234,13 +235,11 @@ class Saving:
         return {}
 
     def _unwritable(self, error: OSError) -> DataError:
-        missing = error.errno == errno.ENOENT
+        full = error.errno in FULL_ERRNOS
         return DataError(
             f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
             expected="a folder on a file system that all ranks share",
-            hint="choose a folder that every machine mounts"
-            if missing
-            else "free some space there, or choose another folder",
+            hint=f"{'free some space there, or ' if full else ''}choose a folder that every machine may write to",
         )
 
 

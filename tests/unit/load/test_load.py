@@ -195,6 +195,16 @@ def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) 
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_of_another_models_checkpoint_the_first_names_are_listed_and_no_name_is_proposed() -> None:
+    other = {f"layers.{number}.weight": torch.ones(1) for number in range(30)}
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(DataError) as caught:
+        ebbtide.load_sharded(model, other)
+    assert "30 unexpected: layers.0.weight, " in str(caught.value) and " and 22 more" in caught.value.found
+    assert caught.value.hint.startswith("build the model from")
+
+
 def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Tensor]) -> None:
     del values["embed.weight"]
     values["spare"] = torch.ones(1)
@@ -544,7 +554,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'embed.weight' is on meta"):
         ebbtide.save_sharded(meta(), tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot be written .*\nhint: choose a folder"):
         ebbtide.save_sharded(Model(), tmp_path / "file")
 
 
