@@ -206,12 +206,12 @@ def check_modes(modes: Sequence[str], rounds: int) -> None:
     Raises:
         ConfigError: A mode is unknown or repeated, or there are no rounds.
     """
+    hint = f"such as --modes {','.join(DEFAULT_MODES)}"
     for mode in modes:
         if mode not in DOES:
-            hint = nearest(mode, DOES)
+            hint = nearest(mode, DOES) or hint
             raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(DOES)}", hint=hint)
     if not modes or len(set(modes)) != len(modes):
-        hint = f"such as --modes {','.join(DEFAULT_MODES)}"
         raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
     if rounds < 1:
         raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show the spread")
