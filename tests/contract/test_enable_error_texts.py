@@ -334,7 +334,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
             "save_on_cpu",
             "pack_to_cpu",
             "torch's save_on_cpu offloads activations",
-            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
             "['offload']",
         ),
     ),
