@@ -198,7 +198,7 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
     Args:
         plan: The matched names.
         name: The checkpoint.
-        missing: ``"error"`` or ``"initialise"``.
+        missing: ``"error"`` or ``"initialize"``.
         unexpected: ``"error"`` or ``"ignore"``.
         keys: Names in the checkpoint, to find near ones.
 
@@ -217,7 +217,7 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
     hints: list[str] = []
     if problems[0][1] and plan.sources:  # else the checkpoint is another model's
         close = nearest(problems[0][1][0], keys)
-        hints.append(close or "missing='initialise' initializes missing weights with the model's own code")
+        hints.append(close or "missing='initialize' initializes missing weights with the model's own code")
     if problems[1][1] and plan.sources:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
     raise DataError(
