@@ -140,6 +140,7 @@ def test_flags_without_effect_are_warned_of_once(model: Path, tmp_path: Path) ->
     assert (
         log.count("WARNING ebbtide.recipes: --verify has no effect here; hint: add --activation_cpu_offload true") == 1
     )
+    assert " 1 step done; " in log
 
 
 def test_steps_that_round_to_nothing_are_warned_of_once(model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
@@ -285,13 +285,13 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])
             lines.append(
-                f"ebbtide: {note['steps']} steps; {saved} of the {of} of activations per forward were offloaded or "
-                "recomputed"
+                f"ebbtide: {counted(note['steps'], 'step')}; {saved} of the {of} of activations per forward were "
+                "offloaded or recomputed"
             )
         elif note["main"] and note["small_storages"]:
             lines.append(
-                f"ebbtide: {note['steps']} steps; nothing was offloaded: all {note['small_storages']} storages that "
-                f"blocks save are below {format_size(MIN_BYTES)} and stay"
+                f"ebbtide: {counted(note['steps'], 'step')}; nothing was offloaded: all {note['small_storages']} storages "
+                f"that blocks save are below {format_size(MIN_BYTES)} and stay"
             )
     return lines
 

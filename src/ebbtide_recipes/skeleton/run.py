@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError
+from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError, counted
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
@@ -276,8 +276,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
         if offload is not None:
             offload.close()
     recipe.finish(config, trainer, folder)
-    steps = trainer.state.global_step
-    LOGGER.info("%d steps done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
+    steps = counted(trainer.state.global_step, "step")
+    LOGGER.info("%s done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
 
 
 def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractContextManager[object]:
