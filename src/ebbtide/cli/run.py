@@ -290,8 +290,8 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
             )
         elif note["main"] and note["small_storages"]:
             lines.append(
-                f"ebbtide: {counted(note['steps'], 'step')}; nothing was offloaded: all {note['small_storages']} storages "
-                f"that blocks save are below {format_size(MIN_BYTES)} and stay"
+                f"ebbtide: {counted(note['steps'], 'step')}; nothing was offloaded: all {note['small_storages']} "
+                f"storages that blocks save are below {format_size(MIN_BYTES)} and stay"
             )
     return lines
 
