@@ -166,7 +166,7 @@ def _explained(name: str) -> Generator[None]:
         raise DataError(
             error.found,
             expected=f"a folder with config.json, such a file, a hub name, or one of {', '.join(models.BUILTIN)}",
-            hint=enough if Path(name).expanduser().exists() else error.hint,
+            hint=enough if Path(name).expanduser().exists() else error.hint.removesuffix(f"; {hubs.ON_MODELSCOPE}"),
         ) from error
 
 

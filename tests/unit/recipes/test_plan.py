@@ -405,6 +405,8 @@ def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(
         found(write(max_position_embeddings=512))
     with pytest.raises(DataError, match="there is no model folder './nothing'; .*\nhint: .*check the path"):
         found("./nothing")
+    with pytest.raises(DataError, match="\nhint: without a network use a local folder, or a model fetched before$"):
+        found("nofolder")  # no word of --use_hf, which plan has not
     with pytest.raises(ConfigError, match="machine is 'h2000'"):
         found("./nothing", gpu="h2000")
 
