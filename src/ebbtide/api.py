@@ -277,8 +277,9 @@ def make_plan(
 
 
 class offload_saved_tensors(ContextDecorator):
-    """Offload the tensors saved inside a context: a drop-in replacement for ``torch.autograd.graph.save_on_cpu``.
+    """Offload the tensors saved inside a context: replaces ``torch.autograd.graph.save_on_cpu(...)``.
 
+    Leave out its arguments, ``pin_memory`` and ``device_type``: host memory is pinned for whichever accelerator.
     Use it for code without blocks. It knows no model, so only parameters count as weights. Default: ``Offload()``.
 
     Example::

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 
@@ -115,18 +114,13 @@ def options_of(
     """Parse sizes and paths into options."""
     return Options(
         target=target,
-        min_bytes=_size_or_zero(min_bytes),
+        min_bytes=parse_size(min_bytes, name="min_bytes", least=0),
         window_bytes=None if window is None else parse_size(window, name="window"),
         host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
         disk_path=None if disk_path is None else path_of("disk_path", disk_path),
         synchronous=synchronous,
         verify=verify,
     )
-
-
-def _size_or_zero(min_bytes: int | str) -> int:
-    number = str(min_bytes).strip()
-    return int(number) if re.fullmatch(r"-?\d+", number) else parse_size(min_bytes, name="min_bytes")
 
 
 def path_of(name: str, path: str | PathLike[str]) -> str:

@@ -55,11 +55,11 @@ def load_sharded(
         shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or
             ``None`` if it is wrapped in place; without it every rank holds the whole model.
         source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
-            sends the others their slices; ``"initialise"``; ``"auto"``: by what the ranks see.
+            sends the others their slices; ``"initialize"``; ``"auto"``: by what the ranks see.
         dtype: Of floating-point parameters, converted slice by slice; default: as the model was built.
         device: Where shards are; default: the mesh's device, or the accelerator if there is one.
         optimizer: Built from the parameters on meta; it gets the new ones.
-        missing: ``"error"``, or ``"initialise"`` the weights missing in the checkpoint; buffers with values keep
+        missing: ``"error"``, or ``"initialize"`` the weights missing in the checkpoint; buffers with values keep
             them.
         unexpected: ``"error"``, or ``"ignore"`` tensors that the model does not have.
         init: Initializes one module; default: ``_init_weights`` and ``reset_parameters``.

@@ -96,7 +96,7 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
     elif stats.unique_bytes and not moved and engine.plan.name == "inputs":
         logger.warning(
             "nothing was offloaded: policy 'inputs' offloads the inputs of blocks, and these save none of min_bytes or "
-            "more (nn.TransformerEncoderLayer saves a copy); hint: policy='auto', 'minimal' or 'offload'"
+            "more (nn.TransformerEncoderLayer saves a copy); hint: use policy 'auto', 'minimal' or 'offload'"
         )
     elif stats.memory_saved_percent is not None:
         saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3

@@ -304,9 +304,8 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
         "ConfigError",
         (
             "min_bytes",
-            "1",
+            "-1",
             "0",
-            "65536",
         ),
     ),
     "no such directory": (
@@ -335,7 +334,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
             "save_on_cpu",
             "pack_to_cpu",
             "torch's save_on_cpu offloads activations",
-            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
             "['offload']",
         ),
     ),

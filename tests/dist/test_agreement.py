@@ -248,11 +248,11 @@ def another_may(n: int) -> bool:
 
 BUDGET: dict[str, Any] = {"host_budget": "1GiB"}
 DIFFERING: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
-    "policy": (({"policy": "offload"}, {"policy": "inputs"}), "plan is 'offload (every storage"),
-    "enable_ckpt": (({"enable_ckpt": True}, {}), "plan is 'minimal ("),
+    "policy": (({"policy": "offload"}, {"policy": "inputs"}), "policy is 'offload (every storage"),
+    "enable_ckpt": (({"enable_ckpt": True}, {}), "policy is 'minimal ("),
     "slowdown": (
         ({"policy": ebbtide.Auto(max_slowdown=0.1)}, {"policy": ebbtide.Auto(max_slowdown=0.2)}),
-        "plan is 'auto (",
+        "policy is 'auto (",
     ),
     "min_bytes": (({"min_bytes": 0}, {"min_bytes": "1MiB"}), "min_bytes is '0' on rank 0, but '1048576' on rank 1"),
     "window": (({"window": "1MiB"}, {}), "window is '1048576 bytes' on rank 0, but 'as the model needs' on rank 1"),
@@ -303,7 +303,7 @@ def four() -> dict[str, CaseResult]:
 def test_ranks_that_are_told_the_same_agree(two: dict[str, CaseResult], wrapper: str) -> None:
     assert two[f"same {wrapper}"].values() == ["agreed"] * 2
     for said in two[f"policy {wrapper}"].values():
-        assert "plan is 'offload" in said and "on rank 0, but 'inputs" in said
+        assert "policy is 'offload" in said and "on rank 0, but 'inputs" in said
 
 
 @pytest.mark.parametrize("wrapper", LATER)
@@ -314,7 +314,7 @@ def test_ranks_of_a_model_wrapped_later_compare_once_in_the_first_forward(
     assert two[f"later same {wrapper}"].values() == [agreed] * 2
     for said in two[f"later policy {wrapper}"].values():
         for one in said:  # not only the first: nobody trains on
-            assert "plan is 'offload" in one and "on rank 0, but 'inputs" in one
+            assert "policy is 'offload" in one and "on rank 0, but 'inputs" in one
             assert "expected the same on ranks 0, 1, which train the same part of the model" in one
 
 

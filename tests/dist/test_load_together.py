@@ -23,14 +23,14 @@ from tests.dist.loading import (
 from tests.helpers.spawn import CaseResult, run_cases
 
 FAULTS = {
-    "shard": "rank 1: RuntimeError: this rank cannot shard",
+    "shard": "rank 1: RuntimeError: this rank cannot shard\nin the function passed as shard=",
     "memory": "rank 1: RuntimeError: ",
     "read": "rank 1: OSError: [Errno 5] Input/output error",
     "server": "rank 0: OSError: [Errno 5] Input/output error; rank 1: rank 0 stopped sending weights",
     "cut": "rank 1: ",
     "another": "ranks see 2 different checkpoints",
     "values": "ranks see 2 different checkpoints",
-    "nobody": "no rank sees ",
+    "nobody": "no rank sees a checkpoint in '",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
 SAVED = {

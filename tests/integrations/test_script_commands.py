@@ -84,12 +84,17 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["run"], "there is no command; expected a command after --\nhint: such as `ebbtide run -- python train.py`"),
+        (["run", "python", "a.py", "--lr", "1"], "no -- before 'python'; .*\nhint: ebbtide run -- python a.py --lr 1"),
+        (["run", "--steps", "3", "a.py"], "no -- before 'a.py'; .*\nhint: ebbtide run --steps 3 -- python a.py"),
         (["run", "--", "pyhton", "x.py"], "'pyhton' is no program; .*\nhint: did you mean 'python'"),
         (["run", "--", "accelerate", "launch"], "'accelerate' is no program; .*\nhint: accelerate is not on PATH: "),
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
         (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' is not there; .*\nhint: "),
-        (["run", "--disk_path", "~/no", "--", "true"], "disk path '/.*/no' does not exist; .*\nhint: "),
+        (
+            ["run", "--disk_path", "~/no", "--", "true"],
+            "disk path .*/no. does not exist; .*\nhint: name a .* as disk_path",
+        ),
         (["run", "--steps", "0", "--", "true"], "--steps is '0'; expected an integer, 1 or more"),
         (["run", "--setps", "1", "--", "true"], "unknown argument '--setps'; .*\nhint: did you mean '--steps'"),
         (["compare", "--"], "there is no command; .*\nhint: such as `ebbtide compare -- python train.py`"),

@@ -137,7 +137,10 @@ def test_a_place_that_cannot_serve_is_refused_before_the_first_step(
 def test_flags_without_effect_are_warned_of_once(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path, verify=True, max_steps=1)
     log = (tmp_path / "training.log").read_text()
-    assert log.count("WARNING ebbtide.recipes: --verify has no effect here: the mode is plain") == 1
+    assert (
+        log.count("WARNING ebbtide.recipes: --verify has no effect here; hint: add --activation_cpu_offload true") == 1
+    )
+    assert " 1 step done; " in log
 
 
 def test_steps_that_round_to_nothing_are_warned_of_once(model: Path, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def enable(model: Any = None, *args: Any, **options: Any) -> ebbtide.Handle:
         ),
         pytest.param({"min_bytes": -1}, ConfigError, r"min_bytes is '?-1", id="min_bytes -1"),
         pytest.param({"min_bytes": "-1"}, ConfigError, r"min_bytes is '?-1", id="min_bytes '-1'"),
+        pytest.param({"min_bytes": "-5MiB"}, ConfigError, r"min_bytes is '-5MiB'; expected a size of 0", id="-5MiB"),
         pytest.param({"min_bytes": "many"}, ConfigError, r"min_bytes is 'many'", id="min_bytes many"),
     ],
 )

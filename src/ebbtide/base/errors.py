@@ -164,6 +164,11 @@ def few(names: Iterable[str], *, count: int = 3) -> str:
     return ", ".join(found[:count]) + (f" and {len(found) - count} more" if len(found) > count else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as text."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def spelled(ranks: Sequence[int]) -> str:
     """Return ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

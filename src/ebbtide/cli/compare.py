@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from ebbtide.cli.rounds import (
     check_packages,
     run_rounds,
 )
-from ebbtide.cli.run import EXAMPLE, split
+from ebbtide.cli.run import EXAMPLE, no_command, split
 
 MODES: dict[str, tuple[str, str]] = {
     "plain": ("false", "false"),
@@ -216,12 +215,7 @@ def _recipe(rest: list[str]) -> str:
         return rest.pop(0)
     path = Path(rest[0])
     if path.suffix == ".py" or (not path.exists() and shutil.which(rest[0])):
-        started = rest if path.suffix != ".py" else ["python", *rest]
-        raise ConfigError(
-            f"{rest[0]!r} is no recipe",
-            expected=f"one of {', '.join(RECIPES)}, or a command after --",
-            hint=f"ebbtide compare -- {shlex.join(started)}",
-        )
+        raise no_command(f"{rest[0]!r} is no recipe", "compare", rest, others=f"one of {', '.join(RECIPES)}, or ")
     if not path.suffix and not path.exists():
         raise ConfigError(
             f"there is no recipe {rest[0]!r}",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
@@ -191,8 +191,8 @@ def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
     lines = [
-        f"{_times(len(plan.modes), 'mode')}, {_times(plan.rounds, 'round')} in turn: {_times(runs, 'run')}{each}, each "
-        "in a fresh process."
+        f"{counted(len(plan.modes), 'mode')}, {counted(plan.rounds, 'round')} in turn: {counted(runs, 'run')}{each}, "
+        "each in a fresh process."
     ]
     lines += [f"  {mode:<16} {does[mode]}" for mode in plan.modes]
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
@@ -206,12 +206,12 @@ def check_modes(modes: Sequence[str], rounds: int) -> None:
     Raises:
         ConfigError: A mode is unknown or repeated, or there are no rounds.
     """
+    hint = f"such as --modes {','.join(DEFAULT_MODES)}"
     for mode in modes:
         if mode not in DOES:
-            hint = nearest(mode, DOES)
+            hint = nearest(mode, DOES) or hint
             raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(DOES)}", hint=hint)
     if not modes or len(set(modes)) != len(modes):
-        hint = f"such as --modes {','.join(DEFAULT_MODES)}"
         raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
     if rounds < 1:
         raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show the spread")
@@ -247,10 +247,6 @@ def _counted_words(plan: Rounds, warm_up: int) -> str:
         f"{plan.steps} steps are too few to measure Auto's plan, which starts after {warm_up - SETTLING}\n"
         f"hint: {plan.flag} {DEFAULT_STEPS}\n"
     )
-
-
-def _times(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _environment(plan: Rounds) -> dict[str, Any]:

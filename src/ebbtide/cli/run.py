@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
@@ -66,6 +66,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", metavar="N", help="end the script after so many steps of its optimizer")
     flags, command = split(argv)
     try:
+        words = parser.parse_known_args(flags)[1]
+        if words and not command and not words[0].startswith("-"):
+            at = flags.index(words[0])
+            raise no_command(f"there is no -- before {words[0]!r}", "run", flags[at:], flags=flags[:at])
         own = parser.read(flags)
     except SystemExit:  # --help has been printed
         return 0
@@ -115,18 +119,34 @@ def check_command(command: Sequence[str], *, verb: str) -> None:
     program = command[0]
     if shutil.which(program) is not None:
         return
-    script = program.endswith(".py") and Path(program).exists()
-    if script:
-        hint = f"ebbtide {verb} -- python {shlex.join(command)}"
-    elif program in _KNOWN:
+    if program.endswith(".py") and Path(program).exists():
+        raise no_command(f"{program!r} is no program: it is a Python file", verb, command)
+    if program in _KNOWN:
         hint = f"{program} is not on PATH: activate the environment that has it, or write its path"
     else:
         hint = nearest(program, _KNOWN)
     raise ConfigError(
-        f"{program!r} is no program" + (": it is a Python file" if script else ""),
+        f"{program!r} is no program",
         expected="a command as you would type it",
         hint=hint or f"such as `ebbtide {verb} {EXAMPLE}`",
     )
+
+
+def no_command(
+    found: str, verb: str, words: Sequence[str], *, flags: Sequence[str] = (), others: str = ""
+) -> ConfigError:
+    """Return an error whose hint is the command line with ``--``, and with python before a Python file.
+
+    Args:
+        found: What was found.
+        verb: The verb.
+        words: The command, as typed.
+        flags: The verb's own flags before it.
+        others: Whatever else the verb takes, for the text.
+    """
+    started = ["python", *words] if words[0].endswith(".py") else list(words)
+    hint = shlex.join(["ebbtide", verb, *flags, "--", *started])
+    return ConfigError(found, expected=f"{others}a command after --", hint=hint)
 
 
 def _policy(policy: str | None) -> str | None:
@@ -265,13 +285,13 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])
             lines.append(
-                f"ebbtide: {note['steps']} steps; {saved} of the {of} of activations per forward were offloaded or "
-                "recomputed"
+                f"ebbtide: {counted(note['steps'], 'step')}; {saved} of the {of} of activations per forward were "
+                "offloaded or recomputed"
             )
         elif note["main"] and note["small_storages"]:
             lines.append(
-                f"ebbtide: {note['steps']} steps; nothing was offloaded: all {note['small_storages']} storages that "
-                f"blocks save are below {format_size(MIN_BYTES)} and stay"
+                f"ebbtide: {counted(note['steps'], 'step')}; nothing was offloaded: all {note['small_storages']} "
+                f"storages that blocks save are below {format_size(MIN_BYTES)} and stay"
             )
     return lines
 

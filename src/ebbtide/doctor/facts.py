@@ -337,4 +337,4 @@ def _free_bytes(directory: Path) -> int | None:
         found = os.statvfs(directory)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else None  # /sys and /proc are no disks

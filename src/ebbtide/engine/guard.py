@@ -181,8 +181,8 @@ def changed_error(what: str, shape: Sequence[int], where: str) -> ModifiedInPlac
     return ModifiedInPlaceError(
         f"a {list(shape)} {what} changed between the forward and the backward that {where}",
         expected="weights as they were in forward until that backward is done; an optimizer of torch may step before",
-        hint="change them after the backward, or pass keep_filter=... to keep what is computed from them, or "
-        "policy='keep', which recomputes nothing",
+        hint="change them after the backward, or pass keep_filter=... to keep what is computed from them, or use "
+        "policy 'keep', which recomputes nothing",
     )
 
 

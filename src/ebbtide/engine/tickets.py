@@ -363,14 +363,14 @@ def operand_error(what: str) -> ModifiedInPlaceError:
     return ModifiedInPlaceError(
         f"{what} is needed to recompute another tensor and was changed in place after it was saved",
         expected="operands of recipes that stay as they are until their backward",
-        hint="pass keep_filter=... to keep the tensors made of it, or policy='offload', which recomputes nothing",
+        hint="pass keep_filter=... to keep the tensors made of it, or use policy 'offload', which recomputes nothing",
     )
 
 
 PLAIN_HINT = "the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation"
 AGAIN_HINT = (
     "a checkpointed block needs what it was given until its backward, as with activation checkpointing; do not "
-    "change that in place, or pass policy='offload', which recomputes nothing"
+    "change that in place, or use policy 'offload', which recomputes nothing"
 )
 
 

@@ -265,7 +265,7 @@ class Trust:
             "computed from changed between forward and backward, and left no trace",
             expected="the value of the forward",
             hint="change weights and inputs after the backward, not through .data; keep_filter=... keeps a tensor, "
-            "policy='offload' recomputes none",
+            "policy 'offload' recomputes none",
         )
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("ebbtide.integrations")
 def memory_efficient_init(
     accelerator: Accelerator,
     *,
-    missing: Literal["error", "initialise"] = "initialise",
+    missing: Literal["error", "initialize"] = "initialize",
     unexpected: Literal["error", "ignore"] = "ignore",
     allow_pickle: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -50,7 +50,7 @@ def memory_efficient_init(
 
     Args:
         accelerator: Prepares the models afterwards.
-        missing: As for ``load_sharded``; initialised names are logged, as ``from_pretrained`` does.
+        missing: As for ``load_sharded``; initialized names are logged, as ``from_pretrained`` does.
         unexpected: As for ``load_sharded``; ignored names are logged.
         allow_pickle: As for ``load_sharded``.
         progress: As for ``load_sharded``.

@@ -94,7 +94,7 @@ class OffloadCallback(CallbackOptions, TrainerCallback):
         """Enable offloading on the wrapped model.
 
         Raises:
-            ConflictError: The trainer offloads activations itself.
+            ConflictError: The trainer offloads activations itself, or has another ``OffloadCallback``.
             StrategyError: The trainer puts the model in ``nn.DataParallel``, in this process.
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
@@ -178,9 +178,15 @@ def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:
     Args:
         callback: The callback that is being called.
         frame: Of the caller.
+
+    Raises:
+        ConflictError: It is not the only one of its kind.
     """
     handler = None if frame is None else frame.f_locals.get("self")
     if isinstance(handler, CallbackHandler):
+        if (count := sum(isinstance(one, OffloadCallback) for one in handler.callbacks)) > 1:
+            found = f"the trainer has {count} OffloadCallbacks"
+            raise ConflictError(found, expected="one offloader on a model", hint="leave the others out of callbacks=")
         handler.callbacks.remove(callback)
         handler.callbacks.insert(0, callback)
 
@@ -264,10 +270,12 @@ def refuse_other_offloaders(args: TrainingArguments) -> None:
         ConflictError: One of them is set.
     """
     plugin = cast("Mapping[str, Any]", getattr(args, "fsdp_plugin_args", None) or {})
-    checkpointing = cast("Mapping[str, Any]", getattr(args, "gradient_checkpointing_kwargs", None) or {})
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # the latter is an older alias
+    kwargs = next((name for name in names if hasattr(args, name)), names[1])
+    checkpointing = cast("Mapping[str, Any]", getattr(args, kwargs, None) or {})
     flags = {
         "activation_offloading": getattr(args, "activation_offloading", False),
-        "gradient_checkpointing_kwargs['offload']": checkpointing.get("offload"),
+        f"{kwargs}['offload']": checkpointing.get("offload"),
         "fsdp_config['activation_checkpointing_offload']": plugin.get("activation_checkpointing_offload")
         or settings_of(cast("Mapping[str, Any] | str | None", args.fsdp_config)).get(
             "activation_checkpointing_offload"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError, DataError, few, spelled
+from ebbtide.base.errors import ConfigError, DataError, few, note_place, spelled
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
@@ -43,8 +43,8 @@ _STEPS = 20
 class LoadOptions:
     """How weights are loaded; ``ebbtide.load_sharded`` documents each option."""
 
-    source: Literal["auto", "slices", "broadcast", "initialise"] = "auto"
-    missing: Literal["error", "initialise"] = "error"
+    source: Literal["auto", "slices", "broadcast", "initialize"] = "auto"
+    missing: Literal["error", "initialize"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
     allow_pickle: bool = False
 
@@ -132,7 +132,11 @@ class Loading:
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
         """Shard the model; second names of its tensors follow them, and others that stay on meta are named."""
         before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
-        sharded = (shard(self.model) if shard else None) or self.model
+        try:
+            sharded = (shard(self.model) if shard else None) or self.model
+        except Exception as error:
+            note_place(error, "in the function passed as shard=")
+            raise
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
@@ -153,7 +157,7 @@ class Loading:
 
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Check the arguments and see what is there for this rank."""
-        loaded = self._weights is None and self.options.source != "initialise" and is_loaded(self.model)
+        loaded = self._weights is None and self.options.source != "initialize" and is_loaded(self.model)
         check_model(self.model, loaded=loaded)
         check_attributes(self.model)
         self._rebinding = Rebinding(self.model, optimizer)
@@ -162,7 +166,7 @@ class Loading:
             self._undo.callback(empty(self.model))
         self._undo.callback(set_dtype(self.model, dtype))
         self._four = FourBit(self.model, dtype)
-        present, name = self._weights is not None and self.options.source != "initialise", "the given values"
+        present, name = self._weights is not None and self.options.source != "initialize", "the given values"
         if not present:
             pass
         elif isinstance(self._weights, nn.Module):
@@ -171,7 +175,8 @@ class Loading:
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
         elif self._weights is not None:
             paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
-            name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
+            where = str(paths[0] if len(paths) == 1 else Path(paths[0]).parent) if paths else ""
+            name = f"a checkpoint in {where!r}"
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
@@ -198,7 +203,7 @@ class Loading:
             raise DataError(
                 f"no rank sees {name}",
                 expected="a checkpoint that at least one rank can read",
-                hint="check the path and the mounted file systems; without a path, weights are initialised",
+                hint="check the path and the mounted file systems; without a path, weights are initialized",
             )
         if source == "slices" and blind:
             raise ConfigError(
@@ -209,9 +214,9 @@ class Loading:
         hosts = [s["host"] for s in sights]
         self._one_machine = len(set(hosts)) == 1
         self._servers = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
-        self.path = "initialise" if not kinds else "broadcast" if self._servers else "slices"
+        self.path = "initialize" if not kinds else "broadcast" if self._servers else "slices"
         reason = {
-            "initialise": "there is no checkpoint",
+            "initialize": "there is no checkpoint",
             "broadcast": f"{len(self._servers)} of {len(sees)} ranks get them from a rank that reads",
             "slices": "every rank sees the checkpoint",
         }
@@ -231,7 +236,7 @@ class Loading:
             entries = {k: CheckpointEntry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         self._initialiser = Initialiser(self.model, self._init, seed=seed)
-        if self.checkpoint is not None and self.path != "initialise":
+        if self.checkpoint is not None and self.path != "initialize":
             self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
             check_plan(
                 self.plan,
@@ -279,7 +284,7 @@ class Loading:
         for target in targets.values():
             if target.local.device.type == "cpu" and target.local.is_contiguous():
                 use_huge_pages(target.local.data_ptr(), target.local.nbytes)
-        if self.checkpoint is not None and self.path != "initialise":
+        if self.checkpoint is not None and self.path != "initialize":
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes
             if self.ranks.me in self._servers:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.base.errors import DataError, nearest
+from ebbtide.base.errors import DataError, few, nearest
 from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
@@ -27,7 +27,7 @@ UNSAVED = "(buffer) "
 """Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
 
 SHOWN = 8
-"""Names of one kind that an error lists with their particulars; of the rest the names alone, so that none is hidden."""
+"""Names of one kind that an error lists."""
 
 _COPY = re.compile(r"(?<=\.)(?:modules_to_save|ln_tuning_layers)\.[^.]+\.")
 
@@ -198,7 +198,7 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
     Args:
         plan: The matched names.
         name: The checkpoint.
-        missing: ``"error"`` or ``"initialise"``.
+        missing: ``"error"`` or ``"initialize"``.
         unexpected: ``"error"`` or ``"ignore"``.
         keys: Names in the checkpoint, to find near ones.
 
@@ -211,24 +211,20 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
         ("of another shape", plan.misshaped),
         ("of a dtype that cannot be converted", plan.uncast),
     ]
-    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems if names]
+    lines = [f"{len(names)} {kind}: {few(names, count=SHOWN)}" for kind, names in problems if names]
     if not lines:
         return
     hints: list[str] = []
-    if problems[0][1]:
+    if problems[0][1] and plan.sources:  # else the checkpoint is another model's
         close = nearest(problems[0][1][0], keys)
-        hints.append(close or "missing='initialise' initializes missing weights with the model's own code")
-    if problems[1][1]:
+        hints.append(close or "missing='initialize' initializes missing weights with the model's own code")
+    if problems[1][1] and plan.sources:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
     raise DataError(
         f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),
         expected="each parameter and persistent buffer of the model once, in its shape",
         hint="; ".join(hints) or "build the model from the configuration in the checkpoint's folder",
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join([*names[:SHOWN], *(n.split(" ")[0] for n in names[SHOWN:])])
 
 
 def _word(dtype: torch.dtype) -> str:

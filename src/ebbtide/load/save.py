@@ -240,7 +240,7 @@ class Saving:
         return DataError(
             f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
             expected="a folder on a file system that all ranks share",
-            hint=hints.get(error.errno or 0, "choose another folder, or see the system log"),
+            hint=hints.get(error.errno or 0, "choose a folder that every machine may write to, or see the system log"),
         )
 
 

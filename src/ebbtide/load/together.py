@@ -69,8 +69,8 @@ def _described(error: BaseException) -> dict[str, str]:
     if isinstance(error, EbbtideError):
         text = "\n".join([error.found, *error.places])
         return {"kind": type(error).__name__, "found": text, "expected": error.expected, "hint": error.hint}
-    found = f"{type(error).__name__}: {error}".rstrip(": ")
-    hint = "check the log of that rank"
+    found = "\n".join([f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())])
+    hint = "the rank where this happened shows the traceback above this error"
     if isinstance(error, MemoryError) or "memory" in str(error):
         hint = "use more memory for that rank, or more ranks"
     return {"kind": "DataError", "found": found, "expected": "weights that are loaded on every rank", "hint": hint}

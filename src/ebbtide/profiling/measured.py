@@ -125,7 +125,7 @@ class MeasuredPlan:
             raise ConfigError(
                 f"memory_budget is {budget!r}, and this machine does not tell how much memory was used",
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
-                hint="give Auto(max_slowdown=...) instead",
+                hint="set max_slowdown instead",
             )
         memory = self._memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
@@ -331,8 +331,8 @@ class MeasuredPlan:
         if check.keeps and GAINS_NOTHING in why_kept(check) and not self._warned:
             self._warned = True
             logger.warning(
-                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: allow more, "
-                "or use enable_ckpt=True (policy Minimal) for the memory of checkpointing",
+                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which "
+                "has the memory of checkpointing, or a larger max_slowdown",
                 self._policy.max_slowdown,
             )
 

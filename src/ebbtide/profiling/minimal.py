@@ -96,8 +96,8 @@ class MinimalPlan(PolicyPlan):
             if recipes is None or second is None or recipes.high < second.low * (1 - FASTER):
                 continue
             self._second_run[kind] = (
-                f"a block took {second.middle:.4g} s ({second.low:.4g} to {second.high:.4g}) and with recipes "
-                f"{recipes.middle:.4g} s ({recipes.low:.4g} to {recipes.high:.4g})"
+                f"a block took {second.middle:.4g} s ({second.low:.4g} to {second.high:.4g}) checkpointed and "
+                f"{recipes.middle:.4g} s ({recipes.low:.4g} to {recipes.high:.4g}) with recipes"
             )
             logger.info("%s blocks are checkpointed: %s", kind, self._second_run[kind])
         if self._second_run:

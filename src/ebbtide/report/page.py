@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+from ebbtide.base.errors import counted
 from ebbtide.base.extras import require
 from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
@@ -139,10 +140,9 @@ def _rounds(comparison: Mapping[str, Any] | None) -> str:
     if comparison is None:
         return ""
     environment = section(comparison, "environment")
-    rounds, spread = environment.get("rounds"), environment.get("spread", "not said")
-    times = "1 round" if rounds == 1 else f"{rounds} rounds"
+    rounds, spread = environment.get("rounds") or 0, environment.get("spread", "not said")
     return (
-        f"Medians over {times} of fresh processes; step times are compared pair by pair, "
+        f"Medians over {counted(rounds, 'round')} of fresh processes; step times are compared pair by pair, "
         f"and the spread is: {spread}. The pictures show the last round."
     )
 

@@ -38,7 +38,7 @@ LOWERED = {
     WEIGHTS: "weights in bfloat16 or 4 bits, or shards (FSDP)",
     OPTIMIZER: "adapters (LoRA), an 8-bit optimizer, or shards (FSDP)",
     GRADIENTS: "adapters (LoRA), or shards (FSDP)",
-    KEPT: "the policy Minimal keeps fewer (enable_ckpt=True; in `ebbtide run`, --policy minimal)",
+    KEPT: "policy 'minimal' keeps fewer",
     PLAIN: "ebbtide.enable_activation_offloading(model)",
     WORK: "a smaller micro-batch",
     AVERAGE: "a moving average in host memory",

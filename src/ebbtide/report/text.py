@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ebbtide.base.errors import counted
 from ebbtide.report import story
 from ebbtide.report.blocks import block_bytes
 from ebbtide.report.copies import copies, overlap
@@ -18,7 +19,7 @@ def text(run: Run) -> str:
     """Write a run's report as plain text."""
     summary = run.summary
     about = [str(summary[key]) for key in ("model", "device") if summary.get(key)]
-    about.append(f"{summary.get('steps')} steps")
+    about.append(counted(summary.get("steps") or 0, "step"))
     held = split(run)
     lines = [verdict(run.name, summary, None, held), f"{run.name}: {', '.join(about)}"]
     lines += [ending for ending in (story.ending(run),) if ending]

@@ -46,7 +46,7 @@ def verdict(
         line += "; Auto kept everything: all that blocks save is below min_bytes"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
-    advice = "allow more (max_slowdown), or use enable_ckpt=True (--policy minimal)" if kept_all else None
+    advice = "use policy 'minimal', or a larger max_slowdown" if kept_all else None
     if (advice := advice or (None if found is None else found.advice)) is not None:
         line += f" → {advice}"
     return line + "."

@@ -68,7 +68,7 @@ class BackingFile:
             raise DiskError(
                 f"cannot create a file in {str(directory)!r}: {error.strerror}",
                 expected="a directory on a local disk",
-                hint="use another directory: disk_path=...",
+                hint="name another directory as disk_path",
             ) from error
         if not self.direct:
             _LOG.warning(

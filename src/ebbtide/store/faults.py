@@ -34,7 +34,7 @@ class Fault:
             f"{self._doing} failed: {cause}" if isinstance(cause, OSError) else f"{self._doing} failed: {cause!r}",
             expected="a disk that writes and reads every byte" if isinstance(cause, OSError) else "",
             hint=self._hint
-            or f"{'free some space there' if full else 'check the system log'}, or use another disk_path=...",
+            or f"{'free some space there' if full else 'check the system log'}, or use another disk_path",
         )
         made.__cause__ = self._cause
         return made

@@ -40,7 +40,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
         DiskError: It is missing, not a directory, not writable, or in RAM.
     """
     directory = Path(path).expanduser()
-    hint = "use a directory on a local disk: disk_path=..."
+    hint = "name a directory on a local disk as disk_path"
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise DiskError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
@@ -76,5 +76,5 @@ def default_directory() -> Path:
     raise DiskError(
         "no directory for offloaded bytes: " + " · ".join(reasons),
         expected="a writable directory on a disk",
-        hint="name one with disk_path=...",
+        hint="name one as disk_path",
     )

@@ -67,7 +67,7 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine, plan: st
     options = engine.options
     terms = {
         "strategy": found_strategy(model),
-        "plan": plan,
+        "policy": plan,
         "target": engine.tier.name,
         "min_bytes": str(options.min_bytes),
         "window": f"{options.window_bytes} bytes" if options.window_bytes else "as the model needs",

@@ -344,7 +344,7 @@ class Attachment:
         if tier.name == "disk" and free is not None and needed > free:
             logger.warning(
                 "the disk tier can hold %s more, and %d more blocks like the first would offload %s; "
-                "hint: free some space, name another disk_path, or pass enable_ckpt=True, which offloads far less",
+                "hint: free some space, name another disk_path, or use policy 'minimal', which offloads far less",
                 format_size(free), len(self._blocks) - 1, format_size(needed),
             )  # fmt: skip
 

@@ -87,7 +87,7 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
             "the model checkpoints its own blocks (%s): ebbtide %s; "
             "hint: set gradient_checkpointing=False (activation_checkpointing=False in newer transformers), which "
             "TRL's trainers have on by default, and ebbtide chooses for each saved tensor "
-            "(enable_ckpt=True: with the memory of checkpointing)",
+            "(policy 'minimal': with the memory of checkpointing)",
             block,
             "offloads what the checkpoints keep and chooses nothing else"
             if known

@@ -61,7 +61,8 @@ OFFLOADERS = (
     Offloader(
         "torch.autograd.graph.save_on_cpu.",
         "torch's save_on_cpu",
-        "remove `with save_on_cpu()`, or unset what opens it (transformers: gradient_checkpointing_kwargs['offload'])",
+        "remove `with save_on_cpu()`, or unset what opens it (transformers: "
+        "activation_checkpointing_kwargs['offload'])",
     ),
 )
 """Known offloaders, in the versions of docs/guides/from-other-offloaders.md."""
@@ -193,7 +194,7 @@ def _refuse(found: str) -> None:
         found,
         expected="one offloader on a model",
         hint="remove that context, or unset its flag (TRL and torchtune: activation_offloading, enable_activation_"
-        "offloading; transformers: gradient_checkpointing_kwargs['offload'])",
+        "offloading; transformers: activation_checkpointing_kwargs['offload'])",
     )
 
 

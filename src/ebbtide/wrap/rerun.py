@@ -249,20 +249,21 @@ class Reruns:
         changeable = next((x for x in called.leaves if not _is_value(x)), None)
         if changeable is not None:
             name = type(changeable).__name__
-            switch = "use_cache=False" if "Cache" in name else ""
-            self._refuse(kind, f"are given a {name}, which a second forward would read changed", switch)
+            cache = "Cache" in name
+            what = f"key-value cache ({name})" if cache else name
+            hint = "; hint: model.config.use_cache = False" if cache else ""
+            self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
         if any(x.is_inference() for x in called.tensors):
             return False  # autograd does not save them
         return kind not in self._refused
 
-    def _refuse(self, kind: str, why: str, switch: str = "") -> None:
+    def _refuse(self, kind: str, why: str, hint: str = "") -> None:
         if kind not in self._refused:
             self._refused[kind] = why
             self._in_doubt.discard(kind)
-            hint = f" (for a key-value cache, set {switch})" if switch else ""
             logger.log(
                 logging.WARNING if self._names is None else logging.DEBUG,
-                "%s blocks are not checkpointed: they %s; their tensors are decided one by one%s",
+                "%s blocks are not checkpointed: they %s; each of their tensors is planned separately%s",
                 kind,
                 why,
                 hint,

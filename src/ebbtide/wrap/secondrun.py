@@ -393,5 +393,5 @@ def _differs(block: str, how: str, varies: Callable[[str], object] | None) -> Re
 
 _HINT = (
     "does it draw from a random generator, or change an object, that ebbtide cannot reach, or was a weight written "
-    "through .data before the backward, or does a sum's order vary? pass policy='offload', which checkpoints nothing"
+    "through .data before the backward, or does a sum's order vary? use policy 'offload', which checkpoints nothing"
 )

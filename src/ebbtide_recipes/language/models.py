@@ -349,8 +349,9 @@ def check_length(config: LanguageConfig, model_config: Any) -> None:
     lengths = {name: getattr(config, name) for name in config.length_flags}
     if limit is not None and sum(lengths.values()) > limit:
         one = len(lengths) == 1
+        origin = {name: "" if config.is_set(name) else " (its default)" for name in lengths}
         raise ConfigError(
-            " and ".join(f"{name} is {length}" for name, length in lengths.items()),
+            " and ".join(f"{name} is {length}{origin[name]}" for name, length in lengths.items()),
             expected=f"at most {limit}{'' if one else ' together'}, the positions {config.model} has",
             hint=(f"use --{next(iter(lengths))} {limit}" if one else "lower them")
             + ", or use a model with a longer context",

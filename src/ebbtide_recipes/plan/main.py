@@ -46,6 +46,7 @@ def main(
     packages = ("diffusers", "peft") if config.recipe == "video" else ("transformers", "peft")
     for package in packages:
         check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
+    machine = None if config.gpu is None else _machine(config, begin)  # a wrong name is refused before a model is read
     begin(f"reading the config of {config.name}")
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised
@@ -58,7 +59,7 @@ def main(
             check_writable(Path(path).expanduser(), f"{flag} {path!r}", hint=f"such as --{flag} {example}")
     subject_of: Any = video.VideoSubject if config.recipe == "video" else model.Subject
     subject = subject_of(config.as_recipe())
-    machine = _machine(config, begin)
+    machine = machine or _machine(config, begin)
     begin(f"making {config.name} without weights")
     outline = subject.outline(_dtype(config, machine))
     begin(f"simulating a step of {outline.amount} on {machine.name}")

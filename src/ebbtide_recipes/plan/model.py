@@ -78,7 +78,7 @@ class Subject:
             ConfigError: The attention implementation is not there; adapters that do not fit.
         """
         config, found = self._config, self._found
-        with _explained():
+        with _explained(config.model):
             model: nn.Module = models.outline(config, found, dtype)
         sees = models.is_multimodal(found)
         frozen = models.media_parts(model, found) if sees and config.freeze_vit else []
@@ -147,7 +147,7 @@ def read(config: SftConfig) -> PreTrainedConfig:
         ConfigError: Sequences are longer than the model allows; the weights are quantised.
     """
     path = Path(config.model).expanduser()
-    with _explained():
+    with _explained(config.model):
         if not path.is_file():
             models.check(config.model)
         found = _checked(config, _found(config, path))
@@ -157,16 +157,16 @@ def read(config: SftConfig) -> PreTrainedConfig:
 
 
 @contextmanager
-def _explained() -> Generator[None]:
+def _explained(name: str) -> Generator[None]:
     """Explain an error in making a model with this command's requirements, which are fewer than for training."""
     try:
         yield
     except DataError as error:
-        near = error.hint if "did you mean" in error.hint else ""
+        enough = "the config.json of a text or vision-language model is enough; no weights are read"
         raise DataError(
             error.found,
             expected=f"a folder with config.json, such a file, a hub name, or one of {', '.join(models.BUILTIN)}",
-            hint=near or "the config.json of a text or vision-language model is enough; no weights are read",
+            hint=enough if Path(name).expanduser().exists() else error.hint.removesuffix(f"; {hubs.ON_MODELSCOPE}"),
         ) from error
 
 

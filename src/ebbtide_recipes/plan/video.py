@@ -134,7 +134,7 @@ class _Alone(Source):
         expected = "the config.json of a transformer of diffusers"
         hint = "the folder transformer/ of a pipeline holds one"
         self.transformer_config = json_object(path, str(path), expected=expected, hint=hint)
-        self.family = family_of(str(self.transformer_config.get("_class_name")), None)
+        self.family = family_of(self.transformer_config.get("_class_name"), None)
         self.family.check(self.transformer_config, self.index)
 
 

@@ -37,6 +37,8 @@ ALIASES: Mapping[str, str] = {
 
 OFFLOADING = ("min_bytes", "host_budget", "window", "blocks", "synchronous", "tensor_filter")
 """Flags that are parameters of ``enable_activation_offloading`` under the same names."""
+OF_OFFLOADING = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify", *OFFLOADING)
+"""Flags that have an effect with ``activation_cpu_offload`` only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,9 +241,8 @@ class RecipeConfig:
 
     def without_effect(self) -> list[str]:
         """Return the flags that were set but have no effect in this mode."""
-        ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify", *OFFLOADING)
         rank = ("lora_rank", "lora_alpha", "lora_dropout")
-        idle = ours if self.mode != "ebbtide" else ()
+        idle = OF_OFFLOADING if self.mode != "ebbtide" else ()
         if self.train_type not in ("lora", "qlora"):
             idle = (*idle, *rank)
         if not self.trains_adapters:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, few, nearest, nearest_names
 from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.skeleton.hubs import ON_MODELSCOPE
 
@@ -254,10 +254,13 @@ def _is_file(path: Path, written: str) -> bool:
 def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
     """Return a reader for a local file; raise if it is missing, empty, or of an unknown kind."""
     if not path.is_file():
-        folder = path.parent
-        others = sorted(o.name for o in folder.iterdir() if o.suffix in SUFFIXES) if folder.is_dir() else []
+        folder = path if path.is_dir() else path.parent
+        others = {o.stem: o.name for o in sorted(folder.glob("*")) if o.suffix in SUFFIXES}
         what = "is a folder" if path.is_dir() else "is not there"
-        hint = nearest(path.name, others, count=1) or f"looked in {folder.resolve()}"
+        near = nearest_names(path.stem, others, count=1)  # nearly all have one of two suffixes
+        hint = (
+            f"did you mean {others[near[0]]!r}?" if near else f"{folder.resolve()} has {few(others.values()) or 'none'}"
+        )
         raise DataError(f"data set file {str(path)!r} {what}", expected=f"a {', '.join(SUFFIXES)} file", hint=hint)
     readers: dict[str, Callable[[Path, str], Iterable[Any]]] = {
         ".jsonl": _json_lines,

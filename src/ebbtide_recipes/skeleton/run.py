@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError
+from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError, counted
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
+from ebbtide_recipes.skeleton.config import OF_OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
 from ebbtide_recipes.skeleton.trackers import project_named
@@ -54,6 +55,9 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         claimed.enter_context(logging_to(folder, config.log_level, append=checkpoints.resumes(config), rank=rank))
         claimed.enter_context(quiet_hosts())
         for name in config.without_effect():
+            if name in OF_OFFLOADING and config.mode != "ebbtide":
+                LOGGER.warning("--%s has no effect here; hint: add --activation_cpu_offload true", name)
+                continue
             LOGGER.warning(
                 "--%s has no effect here: the mode is %s, train_type %s, lr_scheduler_type %s",
                 *(name, config.mode, config.train_type, config.lr_scheduler_type),
@@ -272,8 +276,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
         if offload is not None:
             offload.close()
     recipe.finish(config, trainer, folder)
-    steps = trainer.state.global_step
-    LOGGER.info("%d steps done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
+    steps = counted(trainer.state.global_step, "step")
+    LOGGER.info("%s done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
 
 
 def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractContextManager[object]:

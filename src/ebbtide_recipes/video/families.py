@@ -303,7 +303,7 @@ class Cosmos(Family):
 FAMILIES: tuple[Family, ...] = (Wan(), HunyuanVideo(), Ltx(), CogVideoX(), Cosmos())
 
 
-def family_of(transformer_class: str, pipeline_class: str | None) -> Family:
+def family_of(transformer_class: str | None, pipeline_class: str | None) -> Family:
     """Return the family of a pipeline.
 
     Args:
@@ -317,9 +317,9 @@ def family_of(transformer_class: str, pipeline_class: str | None) -> Family:
     if family is None:
         names = [one.transformer for one in FAMILIES]
         raise DataError(
-            f"the transformer is a {transformer_class}",
+            f"the transformer is a {transformer_class}" if transformer_class else "config.json has no _class_name",
             expected=f"one of {', '.join(names)}",
-            hint=nearest(transformer_class, names) or "text-to-video transformers of diffusers are trained here",
+            hint=nearest(transformer_class or "", names) or "text-to-video transformers of diffusers are trained here",
         )
     if pipeline_class is not None and pipeline_class not in family.pipelines:
         raise DataError(

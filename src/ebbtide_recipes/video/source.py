@@ -47,7 +47,7 @@ class Source:
                 expected="diffusers' layout: transformer/, vae/, text_encoder/, scheduler/, model_index.json",
                 hint=_layout_hint(folder),
             )
-        name = str(self.transformer_config.get("_class_name"))
+        name = self.transformer_config.get("_class_name")
         self.family: Family = family_of(name, self.index.get("_class_name"))
         self.family.check(self.transformer_config, self.index)
         self.vae_config = self.config_of("vae")

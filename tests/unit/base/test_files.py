@@ -39,6 +39,10 @@ def test_a_file_that_may_not_be_written_is_found_before_the_work(
         check_writable(tmp_path / "none" / "a.json", "x", hint="do this")
     with pytest.raises(DataError, match=r"a.json' cannot be written \(No such file"):
         write_text(tmp_path / "none" / "a.json", "")
+    with pytest.raises(DataError, match="x cannot be written; expected a writable file\nhint: do this"):
+        check_writable(Path("/proc/a.json"), "x", hint="do this")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a.json").touch()
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(DataError, match="x cannot be written; expected a writable file\nhint: do this"):
         check_writable(tmp_path / "a.json", "x", hint="do this")

@@ -40,6 +40,19 @@ def test_parse_size_refuses_what_is_no_size_above_zero(text: str) -> None:
     assert caught.value.found == f"host_budget is {text!r}"
 
 
+@pytest.mark.parametrize("text", ["0", 0, "0KiB", "0 B"])
+def test_a_size_may_be_zero_where_that_has_a_meaning(text: str | int) -> None:
+    assert parse_size(text, least=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("-5MiB", "smallest size is 0"), (1.5, "'1.5KiB'"), ("abc", "KB, MB"), (True, "KB, MB")]
+)
+def test_where_zero_is_a_size_no_error_says_that_one_byte_is_the_smallest(text: str | float, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected a size of 0 or more, .* whole number(?s:.*)hint: .*{hint}"):
+        parse_size(text, least=0)
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [

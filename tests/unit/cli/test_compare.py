@@ -348,6 +348,7 @@ def test_the_default_length_is_for_runs_without_one(monkeypatch, argv, recipe, b
             "expected one argument; expected arguments of `ebbtide compare`\nhint: `ebbtide compare --help`",
         ),
         (["--out", ""], "--out is ''; expected a folder"),
+        (["sft", "--modes", "plain,foo"], "unknown mode 'foo'; expected some of .*\nhint: such as --modes plain,"),
         (["stf"], "no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
         (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 10`"),
         (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),

@@ -99,6 +99,7 @@ def test_a_disk_that_does_not(tmp_path: Path) -> None:
     missing = look_at_disk(str(tmp_path / "none"))
     assert (missing.filesystem, missing.free_bytes, missing.direct) == ("", None, None)
     assert missing.refused is not None and "does not exist" in missing.refused
+    assert look_at_disk("/proc").free_bytes is None, "it is not full: it has no blocks"
     (tmp_path / "file").touch()
     assert "is not a directory" in str(look_at_disk(str(tmp_path / "file")).refused)
 

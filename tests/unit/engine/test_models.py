@@ -293,4 +293,5 @@ def test_a_cache_is_not_run_twice(caplog: pytest.LogCaptureFixture) -> None:
             return x * 0.01
 
     check(Cached(), "minimal")
-    assert caplog.text.count("Caching blocks are not checkpointed: they are given a Cache") == 1
+    assert caplog.text.count("Caching blocks are not checkpointed: they take a key-value cache (Cache)") == 1
+    assert "hint: model.config.use_cache = False" in caplog.text

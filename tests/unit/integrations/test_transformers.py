@@ -171,6 +171,13 @@ def test_after_an_interrupted_training_the_model_trains_with_another_callback(tm
     assert (still := handle()) is None or not still.enabled
 
 
+def test_two_callbacks_in_a_trainer_are_refused(tmp_path: Path) -> None:
+    both = [OffloadCallback(), OffloadCallback(policy="minimal")]
+    with pytest.raises(ConflictError, match="the trainer has 2 OffloadCallbacks; .*\nhint: "):
+        Trainer(args=arguments(tmp_path), callbacks=both, **parts()).train()
+    assert [callback.handle for callback in both] == [None, None]
+
+
 def test_a_handle_that_is_no_callbacks_stays_and_the_error_carries_it(tmp_path: Path) -> None:
     shared = parts()
     handle = ebbtide.enable_activation_offloading(shared["model"])
@@ -261,6 +268,7 @@ def test_a_switch_that_is_neither_is_refused() -> None:
     [
         ({"activation_offloading": True}, "activation_offloading"),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, r"gradient_checkpointing_kwargs\['offload'\]"),
+        ({"activation_checkpointing_kwargs": {"offload": True}}, r"activation_checkpointing_kwargs\['offload'\]"),
         ({"fsdp_config": {"activation_checkpointing_offload": True}}, "activation_checkpointing_offload"),
         ({"fsdp_plugin_args": {"activation_checkpointing_offload": True}}, "activation_checkpointing_offload"),
     ],

@@ -100,7 +100,7 @@ def test_they_are_quantised_in_the_dtype_of_the_model(
 def test_a_weight_that_no_checkpoint_has_is_refused(values: dict[str, torch.Tensor]) -> None:
     del values["0.weight"]
     with pytest.raises(DataError, match="1 4-bit weights are not in the checkpoint: 0.weight"):
-        ebbtide.load_sharded(meta(), values, missing="initialise")
+        ebbtide.load_sharded(meta(), values, missing="initialize")
     with pytest.raises(DataError, match="1 4-bit weights are not in the checkpoint"):
         ebbtide.load_sharded(meta())
 

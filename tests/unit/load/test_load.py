@@ -93,7 +93,7 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_refused(values: dict[str
 
 def test_initialising_takes_no_values_wherever_they_are(path: Path, values: dict[str, torch.Tensor]) -> None:
     for weights in (path, values, Model()):
-        model = ebbtide.load_sharded(meta(), weights, source="initialise")
+        model = ebbtide.load_sharded(meta(), weights, source="initialize")
         assert model.norm.weight.eq(1).all() and not torch.equal(model.head.weight, values["head.weight"])
 
 
@@ -131,7 +131,7 @@ def test_a_buffer_that_has_values_and_is_missing_is_reported(
     with pytest.raises(DataError, match=r"1 missing: norm\.running_var"):
         ebbtide.load_sharded(model(), values)
     with caplog.at_level(logging.WARNING, "ebbtide.load"):
-        loaded = ebbtide.load_sharded(model(), values, missing="initialise")
+        loaded = ebbtide.load_sharded(model(), values, missing="initialize")
     assert loaded.norm.running_var.eq(2).all() and "kept as they are: norm.running_var" in caplog.text
     assert ebbtide.load_sharded(model(["running_var"]), values).norm.running_var.eq(2).all()
 
@@ -162,7 +162,7 @@ def test_a_loaded_model_that_cannot_be_sharded_so_keeps_its_values() -> None:
         ebbtide.load_sharded(model, dtype=torch.int8)
     assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
     with pytest.raises(ConfigError, match="the model already has its parameters"):
-        ebbtide.load_sharded(model, source="initialise")
+        ebbtide.load_sharded(model, source="initialize")
 
 
 def test_buffers_of_a_given_model_are_those_that_it_has_now() -> None:
@@ -195,11 +195,21 @@ def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) 
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_of_another_models_checkpoint_the_first_names_are_listed_and_no_name_is_proposed() -> None:
+    other = {f"layers.{number}.weight": torch.ones(1) for number in range(30)}
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(DataError) as caught:
+        ebbtide.load_sharded(model, other)
+    assert "30 unexpected: layers.0.weight, " in str(caught.value) and " and 22 more" in caught.value.found
+    assert caught.value.hint.startswith("build the model from")
+
+
 def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Tensor]) -> None:
     del values["embed.weight"]
     values["spare"] = torch.ones(1)
     first = [
-        ebbtide.load_sharded(meta(), values, missing="initialise", unexpected="ignore").embed.weight for _ in range(2)
+        ebbtide.load_sharded(meta(), values, missing="initialize", unexpected="ignore").embed.weight for _ in range(2)
     ]
     assert first[0].std() > 0.5
     assert torch.equal(*first)
@@ -350,7 +360,7 @@ def test_files_are_read_ahead_from_before_the_model_is_wrapped_until_it_is_read(
     assert set(heard[3:]) == {"read"}
     heard.clear()
     ebbtide.load_sharded(meta(), values, shard=shard)
-    ebbtide.load_sharded(meta(rotary="resets"), source="initialise", init=lambda module: None, shard=shard)
+    ebbtide.load_sharded(meta(rotary="resets"), source="initialize", init=lambda module: None, shard=shard)
     assert heard == ["shard"] * 2, "values in memory and first values have no files"
 
 
@@ -544,7 +554,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'embed.weight' is on meta"):
         ebbtide.save_sharded(meta(), tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot be written .*\nhint: choose a folder"):
         ebbtide.save_sharded(Model(), tmp_path / "file")
 
 

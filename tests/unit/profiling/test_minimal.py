@@ -70,6 +70,7 @@ def test_recipes_that_cost_more_than_a_second_run_give_way_to_it() -> None:
     assert action(plan) is Action.CHECKPOINT
     assert action(plan, "Other") is Action.KEEP
     assert "Layer blocks are checkpointed: a block took 4.05 s" in plan.explain()
+    assert ") checkpointed and 5.1 s (" in plan.explain() and plan.explain().count("with recipes") == 1
 
 
 def test_recipes_that_cost_less_stay() -> None:

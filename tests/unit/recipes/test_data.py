@@ -448,6 +448,9 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": "t"}])
     with pytest.raises(DataError, match=r"is not there; expected a .* file\nhint: did you mean 'train.jsonl'"):
         load(str(tmp_path / "trian.jsonl"))
+    (tmp_path / "machine.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not there; .*\nhint: /.* has machine.json, train.jsonl"):
+        load(str(tmp_path / "nofile.jsonl"))
 
 
 def test_a_suffix_spelt_wrong_is_a_file_and_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +535,8 @@ def test_of_what_is_checked_first_only_the_first_rows_of_files_are_read(
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is a folder"):
+    (tmp_path / "mine.jsonl").touch()
+    with pytest.raises(DataError, match="is a folder; .*\nhint: /.* has mine.jsonl"):
         load(str(tmp_path))
 
 

@@ -401,6 +401,14 @@ def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(
         found(write(quantization_config={"quant_method": "gptq", "bits": 4}))
     with pytest.raises(ConfigError, match="max_length is 5000; expected at most 4096"):
         found(write(), max_length=5000)
+    with pytest.raises(ConfigError, match=r"max_length is 1024 \(its default\); expected at most 512"):
+        found(write(max_position_embeddings=512))
+    with pytest.raises(DataError, match="there is no model folder './nothing'; .*\nhint: .*check the path"):
+        found("./nothing")
+    with pytest.raises(DataError, match="\nhint: without a network use a local folder, or a model fetched before$"):
+        found("nofolder")  # no word of --use_hf, which plan has not
+    with pytest.raises(ConfigError, match="machine is 'h2000'"):
+        found("./nothing", gpu="h2000")
 
 
 def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_done(tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     with pytest.raises(DataError, match=r"(?s)the transformer is a UNet2DModel.*hint: "):
         found(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(DataError, match=r"(?s)config.json has no _class_name; expected one of .*hint: "):
+        found(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"(?s)is not JSON.*hint: "):
         found(tmp_path)

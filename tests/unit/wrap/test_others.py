@@ -66,7 +66,7 @@ def train(model: nn.Module) -> list[Tensor]:
 
 HINT = (
     "; expected one offloader on a model\nhint: remove that context, or unset its flag (TRL and torchtune: "
-    "activation_offloading, enable_activation_offloading; transformers: gradient_checkpointing_kwargs['offload'])"
+    "activation_offloading, enable_activation_offloading; transformers: activation_checkpointing_kwargs['offload'])"
 )
 
 
@@ -181,7 +181,7 @@ def test_what_transformers_offloads_itself_is_refused_and_its_flag_named(
     tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=2, offload=True)
     with enable(tiny.model), pytest.raises(ConflictError, match=r"(?s)block 'model\.layers\.0' saves all") as e:
         tiny.step()
-    assert "transformers: gradient_checkpointing_kwargs['offload']" in str(e.value)
+    assert "transformers: activation_checkpointing_kwargs['offload']" in str(e.value)
     tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant})
     expected = tiny.step()
     with enable(tiny.model) as handle:
