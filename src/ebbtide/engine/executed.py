@@ -48,7 +48,7 @@ class RecomputeTimer:
     """Times the recomputes of one measured step. See [Note: the price of a recompute].
 
     Args:
-        meter: Tells moments.
+        meter: Provides timestamps.
     """
 
     def __init__(self, meter: Meter) -> None:

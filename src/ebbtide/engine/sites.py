@@ -31,7 +31,7 @@ OUTSIDE = "(block)"
 
 
 class Known:
-    """What the runs of a block leave to later ones.
+    """What the runs of a block pass on to later runs.
 
     Attributes:
         candidates: The latest description of each site, without and with a recipe.
@@ -90,7 +90,7 @@ class Sites:
         self.go_to(OUTSIDE)
 
     def go_to(self, module: str) -> None:
-        """The innermost running module is another one now."""
+        """Note that another module is the innermost running one now."""
         found = self.positions.get(module)
         if found is None:
             found = self.positions[module] = Position(self._memos.setdefault(module, []))

@@ -48,7 +48,7 @@ _MOST_UNREAD_BYTES = 256 * 1024**2
 that the host's waits for them do not count."""
 
 STEPS_BETWEEN = 50
-"""One block of each kind is compared whole, on average, in so many steps."""
+"""In so many steps, on average, one block of each kind has all its bytes compared."""
 
 
 class _Letter:
@@ -87,7 +87,7 @@ class Trust:
     """Remembers which recipes were compared and found equal, and compares what is recomputed. See [Note: trust].
 
     Args:
-        bus: Told of recipes that are left out.
+        bus: Receives a message for each demoted site.
         always_full: Compare all bytes every time (``verify=True``).
     """
 
@@ -126,7 +126,7 @@ class Trust:
         if key not in self._unanswered:
             try:
                 answer = self._compare(entry, base, run)
-            except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: asked again later
+            except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: retried later
                 # As text: a handler that keeps records would keep the error, its frames and their tensors.
                 why = str(error)
                 logger.info("no room to compare the recipe of %s now, so the tensor is offloaded: %s", entry.site, why)
@@ -251,7 +251,7 @@ class Trust:
             _read(letter, failed)
 
     def _send(self) -> None:
-        """Let the host have what was compared in a backward."""
+        """Send the results of a backward's comparisons to the host."""
         unread, self._unread = self._unread, []
         for device in {same.device for same, _ in unread}:
             here = [(same, failed) for same, failed in unread if same.device == device]
@@ -261,8 +261,8 @@ class Trust:
         """Return the error for a recomputed tensor that is not what was dropped, and use the recipe no more."""
         self._demote(site, "what was recomputed in backward differed from what was saved")
         return RestoreError(
-            f"{site} of block {block!r} was recomputed and differs from what was saved: something that it is "
-            "computed from changed between forward and backward, and left no trace",
+            f"{site} of block {block!r} was recomputed and differs from what was saved: an operand changed "
+            "between forward and backward without a new version",
             expected="the value of the forward",
             hint="change weights and inputs after the backward, not through .data; keep_filter=... keeps a tensor, "
             "policy='offload' recomputes none",

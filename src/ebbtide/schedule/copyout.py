@@ -172,7 +172,7 @@ class CopyOut(Generic[SavedT]):
                         break
                     self._mover.release_sources(group, wait=True)
             except BaseException:
-                # They keep their sources. Said once: the block that this error leaves asks again when it ends.
+                # They keep their sources. Raised once: the block that this error leaves tries again when it ends.
                 self.in_flight_bytes -= self._queue.popleft().nbytes
                 raise
             del group
