@@ -63,9 +63,9 @@ def classes_of(modules: Iterable[nn.Module]) -> list[type]:
 
 
 def values_named_in(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the globals and the variables of enclosing functions that a function names, or one inside of it.
+    """Yield the globals and the variables of enclosing functions that a function names, or a function inside it.
 
-    And its default values: ``def forward(self, x, seen=[])`` has one list for all calls.
+    Also its default values: ``def forward(self, x, seen=[])`` has one list for all calls.
     """
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for name in _globals_in(function.__code__):

@@ -89,7 +89,7 @@ class _Globals:
 
 
 def _inside(value: Any) -> list[Any]:
-    """Return what is inside of a value, one level deep."""
+    """Return what is inside a value, one level deep."""
     if isinstance(value, _Globals):
         return value.values()
     if isinstance(value, CellType):  # of an enclosing function: a number is another object when it is counted up
