@@ -73,7 +73,7 @@ class Device(Protocol):
         ...
 
     def default_stream(self, where: torch.device) -> StreamHandle | None:
-        """Return the stream that computes unless another is entered; ``None``: this kind of device does not tell."""
+        """Return the stream that computes unless another is entered; ``None``: unknown for this kind of device."""
         ...
 
     def side_stream(self, where: torch.device, purpose: str) -> StreamHandle:

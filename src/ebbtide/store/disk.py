@@ -206,7 +206,7 @@ class DiskTier(Streamless):
         return all(slot.parked for slot in slots)
 
     def trim(self) -> None:
-        """Free spare read buffers, and what ``return_freed_memory`` asked for."""
+        """Free spare read buffers, and the memory of ``return_freed_memory``."""
         if self._work.usable:
             self._work.measure()
             self._work.pool.trim()
