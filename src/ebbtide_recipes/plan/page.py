@@ -20,7 +20,7 @@ from ebbtide_recipes.plan.result import Result
 GIB = 1024**3
 
 SCHEMA = 3
-"""Of what ``--json`` prints. 2 had no ``job`` and no ``pareto``; all else is as it was."""
+"""Schema of the values that ``--json`` prints. Schema 2 had no ``job`` and no ``pareto``, and the same others."""
 
 _ALWAYS = ("model", "max_length", "torch_dtype")
 """Flags that a command names whatever their value."""
@@ -32,7 +32,7 @@ LEFT_OUT = (
     "kernels below their best rates",
     "waiting for data",
 )
-"""What a prediction knows nothing of."""
+"""What a prediction leaves out."""
 
 _FLAGS = {
     "sft": (
