@@ -25,7 +25,7 @@ def parse_size(text: str | int | float, *, name: str = "size") -> int:
         The size in bytes, greater than zero.
 
     Raises:
-        ConfigError: The text is not a size, the size is not above zero, or it has a part of a byte.
+        ConfigError: The text is not a size, the size is not above zero, or it is not a whole number of bytes.
     """
     match = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
     factor = _UNITS.get(match.group(2).lower()) if match else None

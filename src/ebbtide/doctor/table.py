@@ -40,7 +40,7 @@ def _device_rows(facts: Facts) -> list[Row]:
         most = bus.most_width or bus.width
         speed = "" if bus.speed is None else f", {bus.speed:g} GT/s"
         full = bus.width >= most and (bus.speed or 0.0) >= (bus.most_speed or 0.0)
-        rows.append(("PCIe link", f"x{bus.width}{speed}", "the device's best" if full else "the device can more"))
+        rows.append(("PCIe link", f"x{bus.width}{speed}", "the device's best" if full else "the device supports more"))
     return rows
 
 
