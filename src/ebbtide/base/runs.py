@@ -37,7 +37,7 @@ SETTLING = 1
 """Steps after a new plan whose time does not count: its recipes are compared, and allocators get new sizes."""
 
 BOTH_PHASE = "forward and backward"
-"""The phase of a step whose forward and backward cannot be told apart."""
+"""The phase of a step whose forward and backward cannot be distinguished."""
 
 Event = dict[str, Any]
 

@@ -161,7 +161,7 @@ class _Names:
         """Return the values for a field, ready to be parsed; ``None`` for a name that is no field.
 
         A translated key is left to ``translate``, and a flag that this release cannot serve to ``refuse``, unless its
-        value asks for nothing.
+        value requests nothing.
 
         Raises:
             ConfigError: A boolean field has another value; a value is empty; a translated key has two.

@@ -111,7 +111,7 @@ def _host_rows(facts: Facts) -> list[Row]:
     if host.nodes:
         rows.append(("memory nodes", str(len(host.nodes)), _node(facts)))
     if host.huge_pages is not None:
-        rows.append(("huge pages", host.huge_pages, "torch asks for them with THP_MEM_ALLOC_ENABLE=1"))
+        rows.append(("huge pages", host.huge_pages, "torch requests them with THP_MEM_ALLOC_ENABLE=1"))
     if cpu:
         rows.append(("freed memory", *_freed(facts)))
     return rows

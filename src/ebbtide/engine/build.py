@@ -225,7 +225,7 @@ class Builder:
                 self._cut.append(key)
             except Exception as error:  # a failing rule must not end the step
                 name, what = node.name(), f"{type(error).__name__}: {error}"
-                logger.warning("the rule for %s failed and is left out: %s", name, what)  # keeps no traceback alive
+                logger.warning("the rule for %s failed and is left out: %s", name, what)  # no traceback is kept alive
                 self.rules.pop(name, None)
             finally:
                 self._depth -= 1

@@ -30,13 +30,13 @@ ROUNDINGS = {2: 2, 4: 64, 8: 64}
 """Bytes of a float → the number of its smallest steps, at the largest value, that count as rounding."""
 
 HELD_BYTES = 16 * 1024
-"""Up to this size a tensor of the host is held, not summed, where all its bytes are compared."""
+"""Up to this size, in bytes, a host tensor whose bytes are all compared is held instead of summed."""
 
 SUMMED_BYTES = 32 * 1024**2
 """Most bytes of a device that are summed at once: a tensor that is not contiguous is copied for it."""
 
 STRETCHES = 16
-"""Parts of a tensor that are summed apart, where all bytes are covered."""
+"""Parts of a tensor that are summed separately, if all bytes are covered."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 

@@ -35,8 +35,8 @@ from ebbtide.engine.untraced import untraced
 logger = logging.getLogger("ebbtide.engine")
 
 FULL_BYTES = 64 * 1024
-"""Weights up to this size (norms, biases) are compared whole, larger ones by a sample, or by what is computed from
-them."""
+"""Weights up to this size in bytes (norms, biases) are compared completely, larger ones by a sample, or by the tensors
+that are computed from them."""
 
 
 class Watched:

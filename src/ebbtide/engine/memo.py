@@ -2,12 +2,12 @@
 
 [Note: memo]
 A training step saves the same tensors as the one before. What follows from a tensor's description alone (its type,
-layout, memory, and the node that made it) is found out once for each position: the how-many-th tensor that a module of
-a block saves. The next tensor at that position is compared with the memo, field by field. Only if every field is equal
-is the memo used, so that a changed length, graph or routing costs time and changes nothing. What may change without a
-trace in the description is checked each time: whether the memory is a weight's, whether the storage was saved before,
-at which site it is, and which recipe there is. The plan is called again if it, the recipe's work, or the bytes that are
-kept may have changed its answer.
+layout, memory, and the node that made it) is found out once for each position: the number of the tensor among those
+that a module of a block saves. The next tensor at that position is compared with the memo, field by field. Only if
+every field is equal is the memo used, so that a changed length, graph or routing costs time and changes nothing. What
+may change without a trace in the description is checked each time: whether the memory is a weight's, whether the
+storage was saved before, at which site it is, and which recipe there is. The plan is called again if it, the recipe's
+work, or the bytes that are kept may have changed its answer.
 """
 
 from __future__ import annotations

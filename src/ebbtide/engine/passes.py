@@ -17,7 +17,7 @@ from ebbtide.engine.stats import Tally
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block as the engine knows it.
+    """The engine's description of a block.
 
     Args:
         name: Path of the module in the model before it was wrapped: plans and figures of other runs know it by that.

@@ -22,12 +22,12 @@ from ebbtide.engine.layout import with_layout
 from ebbtide.engine.tickets import Entry, Expr, Operand, Residence, Ticket, operand_error
 
 MAX_DEPTH = 48
-"""Longer chains of values nobody saved are not recomputed."""
+"""Most values in a chain that nobody saved; longer chains are not recomputed."""
 
 _NONE: dict[int, torch.Tensor] = {}
 
 _PRESENT = Residence.RESIDENT, Residence.RESTORED
-"""Where an entry with a recipe need not be recomputed."""
+"""Residences of an entry that need no recompute."""
 
 Reader = Callable[[Entry], torch.Tensor | None]
 """Returns an entry's content if it needs no recompute, else None."""

@@ -163,7 +163,7 @@ class BlockRun(Replay):
         owner = layout if viewed is tensor else Layout.of(viewed)
         if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
-            # and its version does not tell. It stays where it lies, which is what plain autograd reads.
+            # without a new version. It stays where it lies, which is what plain autograd reads.
             owner.first != 0
             or owner.last != nbytes
             or tensor.is_conj()

@@ -18,7 +18,7 @@ from ebbtide.engine.memo import Memo
 from ebbtide.engine.passes import Block
 
 FUSED_ATTENTION = "ScaledDotProduct"
-"""Begins the node's name whichever kernel was taken: a site has the same name on every device."""
+"""Start of the names of attention nodes, whichever kernel ran: a site has the same name on every device."""
 
 Memos = dict[torch.Size, Memo]
 """What is known of a tensor, by its size: lengths and routing change from step to step. See [Note: memo]."""
@@ -78,7 +78,7 @@ class Sites:
         known: From earlier runs of the block; updated in place.
 
     Attributes:
-        counts: Tensors saved so far, by module and node.
+        counts: Number of tensors saved so far, by module and node.
         positions: Of the modules that ran, by name.
         position: Of the innermost running module.
     """

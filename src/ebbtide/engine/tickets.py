@@ -149,7 +149,7 @@ class KeptTicket(LightTicket):
 
 
 class Residence(enum.Enum):
-    """Where the bytes of an entry are; a reader asks in this order."""
+    """Where the bytes of an entry are; a reader tries these in order."""
 
     RESIDENT = enum.auto()
     """On the device: kept, or not copied out, or their copy runs."""

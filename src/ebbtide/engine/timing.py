@@ -52,7 +52,7 @@ TAIL = "tail"
 """Names the wait between two steps."""
 
 OTHERS = 16
-"""Backwards of other graphs after which a pass that waits for its own is forgotten: its graph may be held for good."""
+"""Backwards of other graphs after which a pass without its own is forgotten: its graph may be held for good."""
 
 
 @dataclass(slots=True)

@@ -38,21 +38,21 @@ logger = logging.getLogger("ebbtide.engine")
 Key = tuple[Any, ...]
 
 _Failed = Callable[[], Exception]
-"""Returns the error of a comparison that failed."""
+"""Returns the error to raise if a comparison failed."""
 
 _PIECE_BYTES = 64 * 1024**2
-"""Compared at a time: a comparison takes a byte for each that it compares."""
+"""Bytes compared at a time: a comparison takes one more byte for each."""
 
 _MOST_UNREAD_BYTES = 256 * 1024**2
-"""Offloaded in a step because a comparison was not answered yet. Where a step saves much more, its kernels take so long
-that the host's waits for them do not count."""
+"""Most bytes offloaded in a step because a comparison has no result yet. If a step saves much more, its kernels take so
+long that the host's waits do not count."""
 
 STEPS_BETWEEN = 50
 """In so many steps, on average, one block of each kind has all its bytes compared."""
 
 
 class _Letter:
-    """Booleans on their way from a device to the host, which waits for them only when it reads too early.
+    """Booleans that are being copied from a device to the host, which waits for them only if it reads too early.
 
     Args:
         flags: Tensors of one boolean each, on one device.
@@ -77,7 +77,7 @@ class _Letter:
         return self._event is None or self._event.query()
 
     def read(self) -> list[bool]:
-        """Return them, once they are there."""
+        """Return them; wait until they have arrived."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._bits.tolist()
@@ -220,7 +220,7 @@ class Trust:
         return Fingerprint(tensor, full=compared is Compared.FULL)
 
     def require(self, same: torch.Tensor | bool, failed: _Failed) -> None:
-        """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell.
+        """Raise what ``failed`` returns if a comparison failed; later, if its result is on a device.
 
         Args:
             same: What a comparison answered.

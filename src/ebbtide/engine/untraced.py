@@ -5,8 +5,8 @@ While a compiled function runs, Dynamo compiles every Python frame that begins, 
 eager parts of such a function (a torch module next to a user's in a ``Sequential``, what follows a graph break, a
 disabled function) save tensors, and a tensor of theirs may be the last holder of an entry: torch and Python then call
 pack and unpack hooks, ``__del__`` methods and weak references' callbacks of ours, which Dynamo would compile, or refuse
-where a full graph is required. So their code objects are marked: Dynamo leaves a marked frame, and whatever it calls,
-as it is. The mark is part of the code object and costs nothing at a call. ``torch.compiler.disable`` would wrap each
+where a full graph is required. So their code objects are marked: Dynamo does not compile a marked frame, nor whatever
+it calls. The mark is part of the code object and costs nothing at a call. ``torch.compiler.disable`` would wrap each
 call and import Dynamo. Checked with torch 2.13.
 """
 

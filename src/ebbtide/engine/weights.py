@@ -108,7 +108,7 @@ class Weights:
             if leaf is None:
                 leaf = self._nodes.get(id(source), (None, None))[1]
             weight = leaf if leaf is not None and self.include(leaf) else None
-        elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module tells
+        elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module shows it
             weight = self._frozen(running.module, tensor)
         if weight is None or weight.device != tensor.device or self.version(weight) is None:
             return None

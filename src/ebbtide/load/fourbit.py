@@ -178,7 +178,7 @@ class FourBit:
             module: Any = weight.module
             module.quant_state = weight.state
             found: Any = module._parameters.get(weight.attribute)
-            if hasattr(found, "device_mesh"):  # PEFT asks a shard, too, how it was quantised
+            if hasattr(found, "device_mesh"):  # PEFT reads from a shard, too, how it was quantised
                 found.compress_statistics, found.quant_type = weight.old.compress_statistics, weight.old.quant_type
             elif not weight.flat:
                 module._parameters[weight.attribute] = self._parameter(weight, found.data)

@@ -37,7 +37,7 @@ class Target:
         boxes: The boxes of the whole, each with the view of ``local`` that takes it.
         shape: Of the whole.
         shared: Other ranks hold the same bytes.
-        writes: This is the first rank of those that hold them, as far as the wrapper tells.
+        writes: This is the first rank of those that hold them, as far as the wrapper shows.
     """
 
     name: str

@@ -175,7 +175,7 @@ class _Task:
                 timer.finish()
         except NEEDS_VALUES as error:
             raise ConfigError(
-                f"the model's code asks for a tensor's values ({type(error).__name__}: {error.func})",
+                f"the model's code reads a tensor's values ({type(error).__name__}: {error.func})",
                 expected="a forward whose control flow does not depend on values of weights and activations",
                 hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
             ) from error

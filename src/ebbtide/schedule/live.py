@@ -33,7 +33,7 @@ class LiveBytes:
         if self._dead:
             self._forget_dead()
         if not self._bytes:
-            self._total = 0  # whatever an interrupt left of a sum
+            self._total = 0  # an interrupt may have left a wrong sum
         return self._total
 
     def _forget_dead(self) -> None:

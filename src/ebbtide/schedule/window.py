@@ -27,7 +27,7 @@ class Window:
     """Bytes allowed in flight each way. See [Note: window].
 
     Args:
-        fixed_bytes: What the user asked for; None: follow the model.
+        fixed_bytes: The user's window; None: follow the model.
 
     Attributes:
         out_bytes: Window of the copy-out; without a limit until the first block was seen whole.

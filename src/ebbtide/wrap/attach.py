@@ -333,7 +333,7 @@ class Attachment:
     def _check_room(self) -> None:
         """After the first block, announce to the store what all blocks need if they are alike; warn if it has no room.
 
-        The store itself raises where it is full: blocks of a pyramid get smaller.
+        The store itself raises when it is full: the blocks of a pyramid may get smaller.
         """
         if self._room_checked or not self._seen:
             return

@@ -1,4 +1,4 @@
-"""What a block's functions name: globals, variables of the functions around them, and what they are bound to."""
+"""Objects that a block's functions name: globals, variables of enclosing functions, and those they are bound to."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Reruns:
     def watched(self, run: BlockRun, module: nn.Module, state: State | None, called: Called) -> Generator[None]:
         """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
-        A forward that raises shows nothing: the next one is watched as if it were the first.
+        A forward that raises does not count: the next one is watched as if it were the first.
 
         Args:
             run: Its run.

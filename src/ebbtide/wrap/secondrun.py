@@ -316,7 +316,7 @@ class SecondRun:
     def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
         position, known = self._position, len(self._dropped)
-        if position >= known and self._early_stop:  # somebody caught the exception
+        if position >= known and self._early_stop:  # the block caught the exception
             raise _LastSaved
         value = tensor.detach() if tensor.requires_grad else tensor
         reference = self._dropped[position] if position < known else None

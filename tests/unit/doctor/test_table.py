@@ -37,7 +37,7 @@ def test_a_small_machine() -> None:
         ["swap", "none", "a process that does not fit is killed"],
         ["locked memory", "8.0 MiB", "not needed on a CPU"],
         ["memory nodes", "1", "all memory is equally near"],
-        ["huge pages", "madvise", "torch asks for them with THP_MEM_ALLOC_ENABLE=1"],
+        ["huge pages", "madvise", "torch requests them with THP_MEM_ALLOC_ENABLE=1"],
         ["freed memory", "serves the next step", "leaves the process after each backward where a memory budget is set"],
     ]
 
