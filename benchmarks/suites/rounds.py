@@ -107,7 +107,7 @@ def main() -> None:
     for trained in ways.values():
         trained.close()
     text = [
-        f"# Ways in turn: {name}, {tokens} tokens, {device_name()}",
+        f"# Modes in turn: {name}, {tokens} tokens, {device_name()}",
         "",
         "Forward and backward, full training in bfloat16 (on a CPU float32), no head and no optimizer. Peak: with",
         f"weights and gradients. {len(found['plain'])} rounds in one process; medians (quartiles). Made by",

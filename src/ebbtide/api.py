@@ -352,7 +352,7 @@ class offload_saved_tensors(ContextDecorator):
                 self._idle().append(engine)
 
     def _idle(self) -> list[Engine]:
-        shared = isinstance(self._policy, Policy)  # equal ones decide alike; a plan is made anew with each file read
+        shared = isinstance(self._policy, Policy)  # a plan file makes another plan at each read
         where = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
         settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), where)
         return (_idle_engines if shared else self._kept).setdefault(settings, [])
@@ -365,8 +365,8 @@ def register_recompute(name: str, rule: Rule) -> None:
 
     Args:
         name: The node's name, such as ``"MyFunctionBackward"`` (``tensor.grad_fn.name()``).
-        rule: Takes an ``ebbtide.NodeView``, returns an ``ebbtide.Expr``, or None without an operand. Its first result
-            at each site is compared bitwise with the real tensor.
+        rule: Takes an ``ebbtide.NodeView``, returns an ``ebbtide.Expr``, or None if an operand is missing. Its
+            first result at each site is compared bitwise with the real tensor.
 
     Raises:
         ConfigError: The name is not a string, or the rule is not callable.
@@ -374,7 +374,7 @@ def register_recompute(name: str, rule: Rule) -> None:
     guide = "docs/guides/custom-operators.md shows a rule"
     check_value("name", name, str, advice=f"tensor.grad_fn.name() returns it; {guide}")
     if not name.strip():
-        raise ConfigError("name is empty", expected="an autograd node's", hint=f"see tensor.grad_fn.name(); {guide}")
+        raise ConfigError("name is empty", expected="a node's name", hint=f"see tensor.grad_fn.name(); {guide}")
     if not callable(rule):
         raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
     _custom_rules[name] = rule

@@ -68,7 +68,7 @@ def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str]
 
 
 def refuse_budget(policy: Policy | Plan, tier: Tier) -> None:
-    """Raise for a memory budget in a context on disk, and close the tier: nothing outlives it to measure and plan.
+    """Raise for a memory budget in a context on disk, and close the tier: a context ends before it could be planned.
 
     Raises:
         ConfigError: There is one.

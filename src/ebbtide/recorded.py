@@ -66,7 +66,7 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         calls: The forwards that the handle saw.
     """
     stats = engine.stats()
-    # Of all passes, less what Auto copied to measure rates; other figures are of the latest pass.
+    # Totals of all passes, less what Auto copied to measure rates; the other figures are of the latest pass.
     moved = stats.total_copy_out_bytes > getattr(engine.plan, "probed_bytes", 0) or stats.total_recomputes
     if not (stats.packs or moved or stats.coverage_percent):
         if calls.in_backward:
@@ -95,8 +95,9 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         )
     elif stats.unique_bytes and not moved and engine.plan.name == "inputs":
         logger.warning(
-            "nothing was offloaded: policy 'inputs' offloads the inputs of blocks, and these save none of min_bytes or "
-            "more (nn.TransformerEncoderLayer saves a copy); hint: use policy 'auto', 'minimal' or 'offload'"
+            "nothing was offloaded: policy 'inputs' offloads the inputs of blocks, and these blocks save no input of "
+            "min_bytes or more (nn.TransformerEncoderLayer saves a copy); hint: use policy 'auto', 'minimal' or "
+            "'offload'"
         )
     elif stats.memory_saved_percent is not None:
         saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
@@ -111,7 +112,7 @@ def warn_of_idle(engine: Engine, model: nn.Module, *, host_budget: object) -> No
             logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
     elif not engine.weights.move and all(p.is_cpu and not engine.tier.owns(p) for p in model.parameters()):
         logger.warning(
-            "the model is on the CPU, and this machine has an accelerator, whose tensors alone are %s; "
+            "the model is on the CPU, but this machine has an accelerator, and only tensors on that are %s; "
             "hint: move the model before you train it%s",
             "counted" if keeps else "offloaded to host memory",
             "" if keeps else ", or pass target='disk'",

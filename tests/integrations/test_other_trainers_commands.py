@@ -41,7 +41,7 @@ REFUSALS = [
     ("--fsdp_strategy full_shard", "--fsdp_strategy none, with --nproc_per_node for DDP on CPUs"),
     ("--fsdp_strategy no_shard", "did you mean 'full_shard'"),
     ("--train_type adapter", "--adapter_config boft, vera or ia3; --train_type lora is the usual kind"),
-    ("--device_map auto", "trains one whole model, or one FSDP shard, a device"),
+    ("--device_map auto", "trains one whole model, or one FSDP shard, per device"),
     ("--quant_bits 4", "--train_type qlora loads the weights in 4 bits"),
     ("--external_plugins nowhere.py", "looked in"),
     ("--use_hf false", "pip install 'ebbtide[modelscope]'"),

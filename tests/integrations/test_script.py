@@ -138,7 +138,7 @@ def test_a_script_that_ends_by_itself_is_recorded_to_its_end(tmp_path: Path) -> 
         ("inference", "made no optimizer", "enable_activation_offloading"),
         ("by_hand", "made no optimizer", "enable_activation_offloading"),
         ("copies", "no model that was called has its parameters", "enable_activation_offloading"),
-        ("compiled_function", "called only inside of a compiled function", "block.compile()"),
+        ("compiled_function", "called only inside a compiled function", "block.compile()"),
     ],
 )
 def test_a_script_in_which_no_model_is_found_is_named(shape: str, found: str, to_do: str, tmp_path: Path) -> None:

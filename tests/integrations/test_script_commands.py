@@ -90,10 +90,10 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["run", "--", "accelerate", "launch"], "'accelerate' is no program; .*\nhint: accelerate is not on PATH: "),
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
-        (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' is not there; .*\nhint: "),
+        (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' does not exist; .*\nhint: "),
         (
             ["run", "--disk_path", "~/no", "--", "true"],
-            "disk path .*/no. does not exist; .*\nhint: name a .* as disk_path",
+            "disk path '/.*/no' does not exist; .*\nhint: name a .* as disk_path",
         ),
         (["run", "--steps", "0", "--", "true"], "--steps is '0'; expected an integer, 1 or more"),
         (["run", "--setps", "1", "--", "true"], "unknown argument '--setps'; .*\nhint: did you mean '--steps'"),
@@ -101,7 +101,7 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["compare", "python", "train.py"], "'python' is no recipe; .*\nhint: ebbtide compare -- python train.py"),
         (["compare", "train.py"], "'train.py' is no recipe; .*\nhint: ebbtide compare -- python train.py"),
         (["compare", "--modes", "plian", "--", "true"], "unknown mode 'plian'; .*\nhint: did you mean 'plain'"),
-        (["compare", "--steps", "3"], "--steps is given, and no script; .*\nhint: --max_steps 3"),
+        (["compare", "--steps", "3"], "--steps is set, and there is no script; .*\nhint: --max_steps 3"),
         (["compare", "--max_steps", "3", "--", "true"], "unknown argument '--max_steps'; .*\nhint: "),
     ],
 )

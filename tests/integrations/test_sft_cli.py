@@ -100,7 +100,7 @@ BAD = {
     "disk path": (["--disk_path", "nosuch"], "error: disk path 'nosuch' does not exist"),
     "disk that takes no file": (["--disk_path", "/proc"], "error: disk path '/proc' "),
     "target": (["--offload_target", "host"], "error: offload_target is 'host' on a machine without an accelerator"),
-    "data": (["--dataset", "d.jsnl"], "error: data set file 'd.jsnl' is not there"),
+    "data": (["--dataset", "d.jsnl"], "error: data set file 'd.jsnl' does not exist"),
     "model": (["--model", "./nosuch"], "error: there is no model folder './nosuch'"),
     "budget": (["--memory_budget", "abc"], "error: memory_budget is 'abc'"),
     "seed": (["--seed", "-1"], "error: seed is -1"),

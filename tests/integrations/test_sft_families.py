@@ -226,7 +226,7 @@ def test_qwen_vl_sees_through_its_own_processor(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"images": ["nowhere.png"]}, "row 1 of .* names the image 'nowhere.png', which is not there"),
+        ({"images": ["nowhere.png"]}, "row 1 of .* names the image 'nowhere.png', which does not exist"),
         ({"images": [3]}, "has the image 3; expected a path"),
         ({"images": ["0.png", "1.png"]}, "has 2 images and 1 <image> tags; expected one tag for each image"),
     ],

@@ -168,7 +168,7 @@ def test_files_that_cannot_be_read_are_named(hearing: Path, tmp_path: Path, row:
     make_films(tmp_path, 1)
     (tmp_path / "bad.wav").write_bytes(b"no sound")
     name = row["audios"][0]
-    said = {"0.wav": "names the audio '0.wav', which is not there", "bad.wav": "bad.wav cannot be read as audio: "}
+    said = {"0.wav": "names the audio '0.wav', which does not exist", "bad.wav": "bad.wav cannot be read as audio: "}
     with pytest.raises(DataError, match=said.get(name, "0.mp4 holds no audio; expected a file with audio")):
         train(hearing, tmp_path / "out", dataset=(str(write_rows(tmp_path, [row])),))
 

@@ -158,4 +158,4 @@ def test_a_budget_that_holds_everything_keeps_everything(model: Path, tmp_path: 
 def test_a_budget_that_cannot_be_kept_is_warned_of_once_and_says_what_could(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path, activation_cpu_offload=True, memory_budget="1MiB", max_steps=5)
     log = (tmp_path / "training.log").read_text()
-    assert log.count("no plan fits, the one that takes least memory is carried out: memory_budget is 1.0 MiB") == 1
+    assert log.count("no plan fits, so the plan with the least memory is executed: memory_budget is 1.0 MiB") == 1

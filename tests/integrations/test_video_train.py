@@ -314,7 +314,7 @@ def test_a_making_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
     ("changes", "found"),
     [
         ({"height": 29}, r"height is 29; expected a multiple of 4 .*\n.*--height 28 is the nearest"),
-        ({"dataset": ("nowhere",)}, "data set 'nowhere' is not there"),
+        ({"dataset": ("nowhere",)}, "data set 'nowhere' does not exist"),
         ({"model": "builtin:tiny-want"}, "there is no model 'builtin:tiny-want'"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
         ({"teacher": "builtin:tiny-wan"}, "teacher or critic is set without distill"),

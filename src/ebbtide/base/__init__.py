@@ -1,1 +1,1 @@
-"""Definitions that all rooms share: errors, units, sites, actions, events."""
+"""Definitions that all packages share: errors, units, sites, actions, events."""

@@ -96,7 +96,7 @@ class Candidate:
     kept_bytes: int = 0
 
     def with_kept(self, kept_bytes: int) -> Candidate:
-        """Return the same candidate at another time; as ``dataclasses.replace``, at less than half of its cost."""
+        """Return the same candidate with other kept bytes: ``dataclasses.replace`` at less than half of its cost."""
         if kept_bytes == self.kept_bytes:
             return self
         other, put = object.__new__(Candidate), object.__setattr__
@@ -150,23 +150,23 @@ class Plan(Protocol):
 
 
 ALWAYS = sys.maxsize
-"""Of ``StandingPlan.stands_until``: however much is kept."""
+"""A result of ``StandingPlan.stands_until``: the answer is the same however much is kept."""
 
 
 class StandingPlan(Plan, Protocol):
-    """A plan that does not change: its answer for a description may be remembered.
+    """A plan that does not change: its answer for a candidate may be cached.
 
-    A plan that changes may have one as its attribute ``current``; None while it has none.
+    A plan that changes may expose the plan that answers now as its attribute ``current``: None while there is none.
     """
 
     def stands_until(self, candidate: Candidate) -> int | None:
-        """Return up to how many kept bytes ``choose`` gives the same answer for a candidate that is else equal.
+        """Return up to how many kept bytes ``choose`` gives the same answer for an otherwise equal candidate.
 
         Args:
             candidate: As passed to ``choose``.
 
         Returns:
-            The most ``kept_bytes``; ``ALWAYS``: they do not matter; None: ask each time.
+            The most ``kept_bytes``; ``ALWAYS``: they do not matter; None: call ``choose`` each time.
         """
         ...
 

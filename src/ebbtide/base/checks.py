@@ -31,7 +31,7 @@ def in_words(kind: Any) -> str:
     """Describe the values that an annotation allows.
 
     Args:
-        kind: A class, ``Literal``, a union, or a tuple of one kind.
+        kind: A class, ``Literal``, a union, or a tuple of one type.
     """
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:

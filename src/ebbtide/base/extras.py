@@ -1,6 +1,6 @@
 """Optional packages: whether they are installed and new enough, and how to get them.
 
-[Note: one bound a package]
+[Note: one bound per package]
 The oldest tested version of a package is in ``pyproject.toml`` and is read from the installed metadata. pip enforces it
 only at installation, and a package downgraded later would fail with a missing attribute somewhere in a step. So the
 version is checked once, from metadata and without an import, where a package is first used.
@@ -18,7 +18,7 @@ from types import ModuleType
 from ebbtide.base.errors import EbbtideError
 
 BUILDS = (
-    "torchvision was built for another torch: reinstall it from where torch came from, or pip uninstall torchvision"
+    "torchvision was built for another torch: reinstall it from torch's package index, or pip uninstall torchvision"
 )
 """``pip check`` finds nothing wrong with a CPU build of torch and a CUDA build of torchvision."""
 
@@ -66,7 +66,7 @@ def check_installed(module: str, *, extra: str, use: str) -> None:
 
 @functools.cache
 def check_version(package: str) -> None:
-    """Raise if a package is older than the oldest tested version. See [Note: one bound a package].
+    """Raise if a package is older than the oldest tested version. See [Note: one bound per package].
 
     Args:
         package: Its name for pip and for import.

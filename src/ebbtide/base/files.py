@@ -11,7 +11,7 @@ from ebbtide.base.errors import DataError, nearest
 
 
 def near(path: Path, pattern: str) -> str:
-    """Return a hint: the file of the folder that matches ``pattern`` and resembles a missing one, or nothing."""
+    """Return a hint that names files like a missing one, of those in its folder that match ``pattern``; or nothing."""
     return nearest(path.name, [other.name for other in path.parent.glob(pattern)])
 
 

@@ -37,7 +37,7 @@ SETTLING = 1
 """Steps after a new plan whose time does not count: its recipes are compared, and allocators get new sizes."""
 
 BOTH_PHASE = "forward and backward"
-"""The phase of a step whose forward and backward cannot be told apart."""
+"""The phase of a step whose forward and backward cannot be distinguished."""
 
 Event = dict[str, Any]
 
@@ -54,7 +54,7 @@ class PhaseSpan:
 
 @contextmanager
 def only_writer(folder: Path) -> Generator[None, None, None]:
-    """Hold the lock on a folder: two runs would write, rename and remove the same files.
+    """Hold the lock on a folder, because two runs would write, rename and remove the same files.
 
     The system releases the lock with the process. Where a file system has no locks, nothing is locked.
 
@@ -147,7 +147,7 @@ def read_events(path: Path) -> list[Event]:
         elif number < len(lines):
             raise DataError(
                 f"line {number} of {path} is {line[:60]!r}",
-                expected="one JSON object a line, with 't' and 'event'",
+                expected="one JSON object per line, with 't' and 'event'",
                 hint="the file was edited or damaged; only its last line may be incomplete",
             )
     return sorted(events, key=lambda event: event["t"])

@@ -27,7 +27,7 @@ def parse_size(text: str | int | float, *, name: str = "size", least: Literal[0,
         The size in bytes.
 
     Raises:
-        ConfigError: The text is not a size, the size is too small, or it has a part of a byte.
+        ConfigError: The text is not a size, the size is too small, or it is not a whole number of bytes.
     """
     match = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
     factor = _UNITS.get(match.group(2).lower()) if match else None

@@ -1,4 +1,4 @@
-"""Bound methods that do not keep their object alive: a circle would leave its threads and files to the collector."""
+"""Bound methods that do not keep their object alive: a cycle would leave its threads and files to the collector."""
 
 from __future__ import annotations
 

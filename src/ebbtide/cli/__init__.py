@@ -44,7 +44,7 @@ class Verb:
         function: ``"module:name"`` of a function that takes the arguments after the verb and returns an exit code.
         does: One line of help.
         takes_name: Whether the verb is passed before the arguments.
-        prints: Whether it is over when nobody reads its output any more; all others train.
+        prints: Whether it ends when its output is closed; all other verbs train.
     """
 
     function: str

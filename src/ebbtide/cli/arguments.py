@@ -1,6 +1,6 @@
 """Read a YAML file and flags into a config dataclass.
 
-[Note: one road for values]
+[Note: one path for values]
 Values of the file and of flags become text under a canonical name, flags override the file, and tyro parses the text
 into the dataclass. So YAML and flags follow the same rules, and names, suggestions and unsupported flags are handled in
 one place.
@@ -162,7 +162,7 @@ class _Names:
         """Return the values for a field, ready to be parsed; ``None`` for a name that is no field.
 
         A translated key is left to ``translate``, and a flag that this release cannot serve to ``refuse``, unless its
-        value asks for nothing.
+        value requests nothing.
 
         Raises:
             ConfigError: A boolean field has another value; a value is empty; a translated key has two.
@@ -371,4 +371,6 @@ def _no_file(path: Path, names: _Names) -> DataError:
     name = str(path).partition("=")[0]
     hint = f"flags begin with two hyphens: --{name}" if names.known(name) else near(path, "*.y*ml")
     usage = f"{names.prog} [file.yaml] [--flag value ...]"
-    return DataError(f"there is no file {str(path)!r}", expected=usage, hint=hint or "give a YAML file, or only flags")
+    return DataError(
+        f"there is no file {str(path)!r}", expected=usage, hint=hint or "name a YAML file, or pass only flags"
+    )

@@ -21,7 +21,7 @@ _LEAST_COUNTED = 2
 """Steps that always count, however late a plan was corrected: a timed one and the trimmed one."""
 
 _FEW_TIMED = 3
-"""Fewer timed steps than these are said to be few."""
+"""A warning names fewer timed steps than these."""
 
 
 class Board:
@@ -117,13 +117,13 @@ class Board:
         corrected = f"A plan was corrected after step {made}"
         if made > warm_up:
             return [
-                f"{corrected}, so some of the counted steps ran under another one: more {self._flag} show the last."
+                f"{corrected}, so some of the counted steps ran under another: a larger {self._flag} times the last."
             ]
         timed = min(int(run.summary["timed_steps"]) for by_mode in self._rounds.values() for run in by_mode.values())
         if timed >= _FEW_TIMED:
             return []
         left = f"{timed} step" + "s" * (timed > 1)
-        return [f"{corrected}, which left {left} of each run to time: more {self._flag} time more."]
+        return [f"{corrected}, which left {left} of each run to time: a larger {self._flag} times more."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
         """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result.
@@ -155,7 +155,7 @@ class Board:
         if not differing:
             names = "all runs" if len(compared) == len(modes) - 1 else f"plain, {', '.join(compared)}"
             return [f"Trained parameters after the last step: bitwise equal in {names}."] if compared else []
-        doubt = " (or plain differs from itself: more --rounds show it)" if len(plain) == 1 else ""
+        doubt = " (or plain differs from itself: a larger --rounds shows it)" if len(plain) == 1 else ""
         return [f"Trained parameters after the last step differ from plain's: {', '.join(differing)}{doubt}."]
 
     def print_table(self, modes: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Make a config dataclass from text with tyro. See [Note: one road for values] in ``arguments.py``."""
+"""Make a config dataclass from text with tyro. See [Note: one path for values] in ``arguments.py``."""
 
 from __future__ import annotations
 

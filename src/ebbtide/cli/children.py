@@ -181,7 +181,7 @@ def end_family(child: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(child: subprocess.Popen[bytes]) -> list[Callable[[], None]]:
-    """Return functions that end the living descendants of a child, if they still live."""
+    """Return functions that end the running descendants of a child, if they still run."""
     psutil = require("psutil", extra="track", use="ending the processes that a run has started")
 
     def end(process: Any) -> None:

@@ -88,7 +88,9 @@ def compare(
     plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, lockstep=True)
     announce(console, plan)
     if set_twice := _set_twice(config):
-        console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")
+        console.print(
+            f"{', '.join(set_twice)}: compare sets these; their values in the file have no effect", style="yellow"
+        )
     for mode in modes if config is not None else ():  # before any child is started
         check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
     program = [sys.executable, "-m", "ebbtide", recipe] if command is None else list(command)
@@ -170,7 +172,7 @@ def run(argv: Sequence[str]) -> int:
         return compare_script(command, modes=modes, rounds=rounds, steps=steps, out=out).exit_code
     if own.steps is not None:
         hint = f"--max_steps {own.steps}"
-        raise ConfigError("--steps is given, and no script", expected="-- and a command after it", hint=hint)
+        raise ConfigError("--steps is set, and there is no script", expected="-- and a command after it", hint=hint)
     is_named = bool(arguments) and not arguments[0].startswith("-")
     recipe = _recipe(arguments)
     if not is_named and not arguments:

@@ -114,7 +114,7 @@ def _checkpoints(out: Path) -> list[str]:
             if note["event"] == "model" and note["checkpoints_itself"]:
                 return [
                     f"The script itself checkpoints the blocks of {note['model']}, in every mode: of its saved tensors "
-                    "ebbtide sees what the checkpoints keep.\nhint: turn gradient_checkpointing off in the script "
+                    "ebbtide sees only what the checkpoints keep.\nhint: turn gradient_checkpointing off in the script "
                     "(TRL's trainers have it on) to compare with ordinary training"
                 ]
     return []

@@ -72,7 +72,7 @@ def lines(found: Examination) -> list[str]:
     """Format the table and the findings.
 
     Args:
-        found: What was found.
+        found: The examination.
     """
     from ebbtide.doctor.table import table
     from ebbtide.report.text import grid
@@ -89,7 +89,7 @@ def as_values(found: Examination) -> dict[str, Any]:
     """Return the findings as JSON values; ``None``: not known.
 
     Args:
-        found: What was found.
+        found: The examination.
     """
     facts = asdict(found.facts)
     host = facts["host"]

@@ -47,7 +47,7 @@ def run_round(
 
     Args:
         starts: The runs, in order.
-        progress: Is shown them.
+        progress: Shows them.
         lockstep: They may run at the same time: no two write the same files.
         ended: Called with the mode and the outcome of each run.
         report: Called with the reason, if the runs follow one another.

@@ -104,7 +104,7 @@ def report_runs(
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "is not there"
+        what = "is a file" if folder.exists() else "does not exist"
         near = [other.name for other in folder.parent.iterdir() if other.is_dir()] if folder.parent.is_dir() else []
         raise DataError(
             f"run folder {str(folder)!r} {what}",

@@ -108,7 +108,7 @@ def check_command(command: Sequence[str], *, verb: str) -> None:
 
     Args:
         command: The program and its arguments.
-        verb: The verb it was given to.
+        verb: The verb that runs it.
 
     Raises:
         ConfigError: There is no command, or no such program.
@@ -163,7 +163,7 @@ def _policy(policy: str | None) -> str | None:
         return policy
     if not Path(policy).is_file():
         hint = "handle.plan.save(path) writes one"
-        raise DataError(f"plan file {policy!r} is not there", expected="a file that a plan was saved to", hint=hint)
+        raise DataError(f"plan file {policy!r} does not exist", expected="a file that a plan was saved to", hint=hint)
     return str(Path(policy).absolute())
 
 

@@ -112,7 +112,7 @@ class Translation:
             )
 
     def drop(self, field: str) -> None:
-        """Leave a field at its default, whatever was given."""
+        """Leave a field at its default, whatever was set."""
         self.values.pop(field, None)
 
     def refuse(self, key: str, hint: str) -> None:

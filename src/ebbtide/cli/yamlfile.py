@@ -80,7 +80,7 @@ def _loader(yaml: Any) -> Any:
             for key, _ in node.value:
                 if isinstance(key.value, str) and key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is there a second time", key.start_mark
+                        None, None, f"the key {key.value!r} is set a second time", key.start_mark
                     )
                 seen.add(str(key.value))
             return super().construct_mapping(node, deep)

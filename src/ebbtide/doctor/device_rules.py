@@ -46,7 +46,7 @@ def _device_in_use(facts: Facts) -> Advice | None:
     taken = format_size(device.memory_bytes - device.free_bytes)
     return (
         f"{taken} of the device's {format_size(device.memory_bytes)} are used by other processes",
-        "end other work on the device; a memory budget counts from the free memory",
+        "stop other work on the device; a memory budget counts from the free memory",
     )
 
 
@@ -65,7 +65,7 @@ def _more_ranks(facts: Facts) -> Advice | None:
     if not accelerated(facts) or facts.ranks <= facts.device.count:
         return None
     return (
-        f"LOCAL_WORLD_SIZE says {facts.ranks} ranks and {facts.device.count} devices are seen",
+        f"LOCAL_WORLD_SIZE is {facts.ranks}, but {facts.device.count} devices are visible",
         "start one rank per device, or check whether CUDA_VISIBLE_DEVICES hides some",
     )
 
@@ -78,7 +78,7 @@ def _busy(facts: Facts) -> Advice | None:
         return None
     return (
         f"{load:.1f} threads ran or waited on {cpus} CPUs of the machine in the last minute: "
-        "what was measured is less than there is",
+        "the measured rates are too low",
         "repeat on an idle machine, above all for a machine file",
     )
 
@@ -127,7 +127,7 @@ def _far_node(facts: Facts) -> Advice | None:
     if not near or facts.host.cpus <= near:
         return None
     return (
-        f"the device is attached to memory node {node}, and this process may run elsewhere: pinned memory may be far",
+        f"the device is attached to memory node {node}, and this process may run on another: pinned memory may be far",
         f"start each rank on its device's node: numactl --cpunodebind={node} --membind={node} ...",
     )
 

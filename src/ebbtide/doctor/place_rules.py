@@ -152,7 +152,7 @@ def _little_share(facts: Facts) -> Advice | None:
         return None
     return (
         f"{format_size(facts.host.share_bytes)} of host memory are free for a rank's offloaded bytes",
-        "end other users of host memory, run fewer ranks on the node, or raise the container's limit",
+        "stop other processes that use host memory, run fewer ranks on the node, or raise the container's limit",
     )
 
 
@@ -162,7 +162,7 @@ def _little_memory(facts: Facts) -> Advice | None:
         return None
     return (
         f"{format_size(facts.host.share_bytes)} of memory are free here, without a margin",
-        "end other users of memory, or raise the container's limit",
+        "stop other processes that use memory, or raise the container's limit",
     )
 
 
@@ -172,7 +172,7 @@ def _swapping(facts: Facts) -> Advice | None:
         return None
     return (
         f"{format_size(facts.host.swap_used_bytes)} are swapped out",
-        "end other users of memory: a system that swaps moves the same bytes again",
+        "stop other processes that use memory: a system that swaps moves the same bytes again",
     )
 
 

@@ -40,7 +40,7 @@ def _device_rows(facts: Facts) -> list[Row]:
         most = bus.most_width or bus.width
         speed = "" if bus.speed is None else f", {bus.speed:g} GT/s"
         full = bus.width >= most and (bus.speed or 0.0) >= (bus.most_speed or 0.0)
-        rows.append(("PCIe link", f"x{bus.width}{speed}", "the device's best" if full else "the device can more"))
+        rows.append(("PCIe link", f"x{bus.width}{speed}", "the device's best" if full else "the device supports more"))
     return rows
 
 
@@ -111,7 +111,7 @@ def _host_rows(facts: Facts) -> list[Row]:
     if host.nodes:
         rows.append(("memory nodes", str(len(host.nodes)), _node(facts)))
     if host.huge_pages is not None:
-        rows.append(("huge pages", host.huge_pages, "torch asks for them with THP_MEM_ALLOC_ENABLE=1"))
+        rows.append(("huge pages", host.huge_pages, "torch requests them with THP_MEM_ALLOC_ENABLE=1"))
     if cpu:
         rows.append(("freed memory", *_freed(facts)))
     return rows

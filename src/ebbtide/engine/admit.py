@@ -37,7 +37,7 @@ class Admission(RunRecord):
         self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
     ) -> None:
         self.engine = engine
-        self.builder: Builder | None = None  # made last: an interrupt may strike before
+        self.builder: Builder | None = None  # made last, because an interrupt may strike before
         super().__init__(block, pass_, engine.orders, engine.live_tickets, checkpointed=checkpointed)
         self.jagged = False  # it saved a jagged tensor, or a part of one
         self.replays = False  # uses memos: see [Note: memo]
@@ -182,7 +182,7 @@ class Admission(RunRecord):
         recipe: Expr | None,
         host_seconds: float,
     ) -> None:
-        """Let a step that is measured know what was saved, and what was done with it."""
+        """Record in the measured step what was saved and what was done with it."""
         engine = self.engine
         narrow = narrower(self.builder, entry, tensor, base)
         narrowed = entry.recipe is not None and entry.recipe is not recipe
@@ -238,7 +238,7 @@ class Admission(RunRecord):
     def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> bool:
         """Offload a tensor in the type that it was cast up from; False, and nothing is done, if that would change it.
 
-        What was written into it since it was cast up, without a new version, need not fit into that type.
+        Values that were written into it after the cast, without a new version, may not fit into that type.
 
         Args:
             entry: The tensor's.
@@ -290,7 +290,7 @@ class Admission(RunRecord):
         return ticket
 
     def _note_entry(self, entry: Entry) -> None:
-        """An entry that this block did not keep: its backward will read it."""
+        """Note an entry that this block did not keep: its backward will read it."""
         reference = weakref.ref(entry)  # equal to no other's, when this one is dead
         self._seen.add(reference)
         self.entries.append(reference)
@@ -304,8 +304,8 @@ class Admission(RunRecord):
     def _saved_input(self, tensor: torch.Tensor) -> Ticket | KeptTicket | None:
         """Return a ticket of an input of the block, if it or a view of it was saved and its bytes are stored.
 
-        One that an earlier block recomputes is left out: its weights may be gone by now, and chains would grow from
-        block to block.
+        An input that an earlier block recomputes is left out: that block's weights may be freed by now, and chains
+        would grow from block to block.
         """
         engine = self.engine
         if type(tensor) not in engine.tensor_types or not has_layout(tensor):

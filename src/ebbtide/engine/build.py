@@ -112,8 +112,8 @@ class NodeView:
         """Return the operator's input ``index`` as an operand, by where it came from.
 
         Args:
-            index: Which.
-            loose: It may be so: see ``Expr``.
+            index: Its number.
+            loose: Whether it may be loose: see ``Expr``.
         """
         functions = self.node.next_functions
         return self._builder.value(*functions[index], loose=loose) if index < len(functions) else None
@@ -143,7 +143,7 @@ class Builder:
     Args:
         rules: Node name to rule.
         weights: The block's weights.
-        inputs: What came into the block.
+        inputs: The block's inputs.
         saved_input: Returns the ticket of an input, if it was saved.
         watch: Returns a weight, at a version, as an operand. See [Note: watched weights].
         checks_weights: Whether reading a weight checks that it was not changed in place.
@@ -166,8 +166,8 @@ class Builder:
         self._of_views: dict[tuple[int, int], tuple[Ticket | KeptTicket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
-        self._depth = 0  # of the rules that run now, one for another's operand
-        self._cut: list[tuple[int, int]] = []  # values without a recipe because those rules were too many
+        self._depth = 0  # of rules that run inside one another: a rule may need the recipe of an operand
+        self._cut: list[tuple[int, int]] = []  # values without a recipe because that was too deep
         self._alive: list[Node] = []  # an id is valid only while its node is alive
 
     def hold(self, node: Node) -> None:
@@ -225,14 +225,14 @@ class Builder:
                 self._cut.append(key)
             except Exception as error:  # a failing rule must not end the step
                 name, what = node.name(), f"{type(error).__name__}: {error}"
-                logger.warning("the rule for %s failed and is left out: %s", name, what)  # keeps no traceback alive
+                logger.warning("the rule for %s failed and is left out: %s", name, what)  # no traceback is kept alive
                 self.rules.pop(name, None)
             finally:
                 self._depth -= 1
             if expr is not None and expr.depth > MAX_DEPTH:
                 expr = None
         if self._cut and not self._depth:
-            for cut in self._cut:  # asked for itself, it may have one
+            for cut in self._cut:  # recomputed on its own, it may have a recipe
                 self._known.pop(cut, None)
             self._cut.clear()
         elif self._cut and expr is None:
@@ -322,7 +322,7 @@ def _packed(node: Node, name: str) -> Any:
 
 
 def _is_number(packed: torch.Tensor) -> bool:
-    """Whether what a slot holds, and no hook saw, is a Python number: torch gives those the widest types."""
+    """Whether a slot that no hook saw holds a Python number: torch gives those the widest types."""
     wide = packed.dtype in (torch.float64, torch.int64, torch.complex128, torch.bool)
     return packed.ndim == 0 and wide and not packed.requires_grad and not packed._version
 

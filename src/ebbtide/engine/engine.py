@@ -40,7 +40,7 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide.engine")
 
 _NUMBERS = itertools.count(1)
-"""Of this process's engines, for events: a step may have passes of several models."""
+"""Number this process's engines in events: a step may have passes of several models."""
 
 _operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
 """The operators that autograd has seen in this thread, with the one that saves something now."""
@@ -53,14 +53,14 @@ class Engine:
 
     Args:
         plan: Chooses the action of every storage.
-        tier: Where offloaded bytes wait.
-        options: Sizes and switches.
-        bus: Told of blocks, stalls and passes.
+        tier: The store of offloaded bytes.
+        options: Sizes and settings.
+        bus: Receives events of blocks, stalls and passes.
         tensor_filter: False for a tensor that is never moved (it may be recomputed).
         keep_filter: False for a tensor that is neither moved nor recomputed.
-        model_weights: All parameters and buffers of the model, asked for at the start of each pass that is not told.
+        model_weights: Returns all parameters and buffers of the model; called at the start of a pass if not passed.
         weights_move: Parameters have bytes only around their block's forward and backward (FSDP).
-        rules: Node name → how its output is made again; default: the built-in ones.
+        rules: Node name → rule that recomputes its output; default: the built-in rules.
         tensor_types: Types of tensors that have a storage of their own; any other is a wrapper, or stays.
         trust: Compares recomputes; default: one that compares bytes.
     """
@@ -95,7 +95,7 @@ class Engine:
         self.last_tally = Tally()
         self.last_pass = Pass()
         self.coverage: Coverage | None = None
-        self.kept = LiveBytes()  # what graphs that are alive keep on the device because the plan said so
+        self.kept = LiveBytes()  # what live graphs keep on the device by the plan
         self.kept_storages: dict[int, weakref.ref[KeptStorage]] = {}  # those of them without an entry, by id
         self.known_sites: dict[str, Known] = {}
         self.tensor_filter, self.keep_filter = tensor_filter, keep_filter
@@ -134,7 +134,7 @@ class Engine:
     def begin_pass(
         self, lasting: Callable[[], Iterable[torch.Tensor]] = tuple, weights: Iterable[torch.Tensor] | None = None
     ) -> None:
-        """A forward of the model begins: a new graph.
+        """Begin a forward of the model: a new graph.
 
         Args:
             lasting: See ``ModelWeights.begin_pass``.
@@ -151,7 +151,7 @@ class Engine:
             self.weights.begin_pass(lasting, weights)
 
     def end_pass(self) -> None:
-        """The forward is over: count, and tell."""
+        """End the forward: count it, and emit its event."""
         done = self._pass
         if done.latest is not None and done.latest.is_open:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
@@ -165,7 +165,7 @@ class Engine:
         self.bus.emit("pass_end", engine=self.number, **counts, **done.tally.fields())
 
     def end_block(self, run: RunRecord, *, checkpointed: bool = False) -> None:
-        """A block's forward is over, or was left by an exception."""
+        """End a block's forward, which may have raised."""
         run.close()
         run.pass_.tally.add_all(run.tally)
         run.pass_.checkpointed += checkpointed
@@ -192,7 +192,7 @@ class Engine:
             engine=self.number, **run.tally.fields(),
         )  # fmt: skip
 
-    # What a block asks while it packs
+    # Called by a block while it packs
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
@@ -208,7 +208,7 @@ class Engine:
         return found
 
     def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor, *, written: bool = False) -> None:
-        """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it.
+        """Begin to offload the bytes of an entry of a block; they stay, with a warning, if the store cannot take them.
 
         An operator may save a tensor and write it afterwards without a new version, as ``rrelu`` does with its noise.
         Such a tensor takes no gradient, so the copy of one begins when another operator saves something, or the block
@@ -233,7 +233,7 @@ class Engine:
             self._copy_out.postpone(entry, run.pass_, stream)
 
     def _resume(self) -> None:
-        """The operator that saved what is postponed has run."""
+        """Resume postponed copies: the operator that saved their tensors has run."""
         self._operator = None
         for entry in self._copy_out.postponed:
             if entry.checksum is not None and entry.source is not None:
@@ -243,7 +243,7 @@ class Engine:
     def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
         """Keep an entry's storage on the device, and count its bytes while it lives."""
         entry.kept, entry.first, entry.action = storage, 0, Action.KEEP
-        entry.last = entry.nbytes = storage.nbytes()  # whole: a part would hold all of it too
+        entry.last = entry.nbytes = storage.nbytes()  # all of it, even for a part, which keeps all of it in memory
         self.kept.add(entry)
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
@@ -252,14 +252,14 @@ class Engine:
         return self.trust.holds((block, numerics), entry, recipe, base, run)
 
     def recomputer(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
-        """Return what recomputes a tensor from operands that are there, to be timed; None if it may not be."""
+        """Return a function that recomputes a tensor now, to be timed; None if it may not be recomputed."""
         if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
         self._stalls.clear_reader()
         return repeatable(recipe, base, functools.partial(self.restorer.content, target=entry))
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Remember what the bytes of an entry are, for ``verify=True``."""
+        """Remember the checksum of an entry's bytes, for ``verify=True``."""
         entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor))
 
     # Backward
@@ -293,8 +293,8 @@ class Engine:
                     content, probe = self.restorer.read(ticket.entry, run, task), ticket.probe
                     tensor = ticket.layout.over(content, ticket.entry.first)
                     if type(probe) is torch.Tensor:  # else the versions are those of the wrapper that it is inside of
-                        # Its versions count with those of what was saved: if a backward changes it in place, whoever
-                        # reads the same value later finds that, as without hooks.
+                        # It shares the saved tensor's version counter: if a backward changes it in place, later
+                        # readers of the same value detect that, as without hooks.
                         tensor, tensor.data = probe.detach(), tensor
                     if ticket.leaf and task != -1:
                         ticket.restored = tensor
@@ -306,7 +306,7 @@ class Engine:
             raise
 
     def _begin_with(self, ticket: KeptTicket, task: int) -> None:
-        """A block shows in a backward by a tensor that was kept; or that was changed, which raises."""
+        """Begin a block's backward at the read of a kept tensor; raise if that tensor was changed."""
         try:
             ticket.read()
             with self.lock:

@@ -1,12 +1,13 @@
 """What recomputes cost in a measured step.
 
 [Note: the price of a recompute]
-Each kind of saved tensor with a recipe is recomputed once in its forward and timed there. That is the price of one that
-is not executed in the measured step. But there its operands are in the caches and its memory was just used, and nothing
-is compared. In backward a recompute waits for memory and runs our own code, which on a CPU makes small ones several
-times as long. So those that the step executes are timed there, too, without the copies of operands that they wait for.
-One that also recomputes operands is divided among them in proportion to their prices in forward. The median of a kind
-counts, over all blocks: of many noisy prices, planning would otherwise pick those that are too low by chance.
+Each kind of saved tensor with a recipe is recomputed once in its forward and timed there. That is the price of a
+recompute that is not executed in the measured step. But there its operands are in the caches and its memory was just
+used, and nothing is compared. In backward a recompute waits for memory and runs our own code, which on a CPU makes
+small ones several times as long. So those that the step executes are timed there, too, without the copies of operands
+that they wait for. One that also recomputes operands is divided among them in proportion to their prices in forward.
+The median of a kind counts, over all blocks: of many noisy prices, planning would otherwise pick those that are too low
+by chance.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RecomputeTimer:
     """Times the recomputes of one measured step. See [Note: the price of a recompute].
 
     Args:
-        meter: Tells moments.
+        meter: Provides timestamps.
     """
 
     def __init__(self, meter: Meter) -> None:

@@ -23,20 +23,20 @@ import torch
 from ebbtide.engine.layout import Layout
 
 SAMPLED = 256
-"""Elements in a sample, on the host neighbours in 8 bytes together: of scattered changes that touch 2 % of the elements
-one in 170 goes unseen, of 5 % one in 500,000."""
+"""Elements in a sample, on the host those of one 8-byte word together. Of scattered changes that touch 2 % of the
+elements, one in 170 is missed; of changes that touch 5 %, one in 500,000."""
 
 ROUNDINGS = {2: 2, 4: 64, 8: 64}
-"""Bytes of a float → how many of its smallest steps, at the largest value, are taken for rounding."""
+"""Bytes of a float → the number of its smallest steps, at the largest value, that count as rounding."""
 
 HELD_BYTES = 16 * 1024
-"""Up to this size a tensor of the host is held, not summed, where all its bytes are compared."""
+"""Up to this size, in bytes, a host tensor whose bytes are all compared is held instead of summed."""
 
 SUMMED_BYTES = 32 * 1024**2
 """Most bytes of a device that are summed at once: a tensor that is not contiguous is copied for it."""
 
 STRETCHES = 16
-"""Parts of a tensor that are summed apart, where all bytes are covered."""
+"""Parts of a tensor that are summed separately, if all bytes are covered."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -44,14 +44,14 @@ _key = torch._C.DispatchKey
 _PLAIN_KEYS = functools.reduce(
     operator.or_, map(torch._C.DispatchKeySet, (_key.CPU, _key.ADInplaceOrView, _key.AutogradCPU, _key.AutocastCPU))
 ).raw_repr()
-"""What torch dispatches operators on a plain tensor of the host by; every other kind of tensor has another set."""
+"""Dispatch keys of a plain tensor of the host; every other kind of tensor has another set."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _IS_WORD = frozenset(_WORDS.values())
 
 _WORD = 8
-"""Bytes that are read together of the host's memory."""
+"""Bytes of host memory that are read together."""
 
 
 class Compared(Enum):
@@ -67,7 +67,7 @@ class Fingerprint:
 
     Args:
         tensor: A strided tensor with its own memory.
-        full: Cover all bytes beside the sample.
+        full: Cover all bytes, in addition to the sample.
     """
 
     __slots__ = ("_flat", "_sample", "_sums")
@@ -173,17 +173,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether, in a sample, a tensor holds what casting ``source`` to its type gives. Asks the host's memory only."""
+    """Whether, in a sample, a tensor holds what casting ``source`` to its type gives. Reads host memory only."""
     steps = _steps(tensor)
     return torch.equal(tensor.detach()[steps], source.detach()[steps].to(tensor.dtype))
 
 
 def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
-    """Return some elements: of the host's memory their bytes, of a device's a tensor of whole numbers.
+    """Return some elements: their bytes from host memory, or a tensor of integers on a device.
 
-    Floats that are no numbers would not equal themselves.
+    As floats, NaNs would not equal themselves.
 
     Args:
+        tensor: The tensor.
         flat: On a device, take every n-th element in the order of the elements, as from contiguous memory; else a grid.
     """
     if tensor.device.type != "cpu":
@@ -194,8 +195,8 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
 def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
     """Return bytes of a tensor of the host whose elements lie without gaps: every n-th word of 8 bytes, or all of them.
 
-    Read here and not by operators, of which each would cost more than the reading. What costs is each place, which is
-    in no cache any more: so neighbours are read together.
+    Read directly, because each operator would cost more than the read. The cost is that of each address, which is in
+    no cache any more; so neighbours are read together.
     """
     kind, step = _taken(tensor.numel(), tensor.itemsize, all_of_it)
     return memoryview(kind.from_address(tensor.data_ptr()))[::step].tobytes()
@@ -203,7 +204,7 @@ def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _taken(elements: int, size: int, all_of_it: bool) -> tuple[type[ctypes.Array[Any]], int]:
-    """Return what a memory is read as, bytes or words, and which n-th of them is taken.
+    """Return the type that memory is read as (bytes or words), and n: every n-th of them is read.
 
     Args:
         elements: Elements of the tensor.

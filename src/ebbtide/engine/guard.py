@@ -35,8 +35,8 @@ from ebbtide.engine.untraced import untraced
 logger = logging.getLogger("ebbtide.engine")
 
 FULL_BYTES = 64 * 1024
-"""Weights up to this size (norms, biases) are compared whole, larger ones by a sample, or by what is computed from
-them."""
+"""Weights up to this size in bytes (norms, biases) are compared completely, larger ones by a sample, or by the tensors
+that are computed from them."""
 
 
 class Watched:
@@ -67,7 +67,7 @@ class Watched:
         return region is not None and self._fingerprint.same(region)
 
     def replaces(self, tensor: torch.Tensor) -> bool:
-        """Whether the value of then is no longer where ``tensor``, the weight, has its memory now."""
+        """Whether the watched value is no longer in the memory that the weight, ``tensor``, has now."""
         plain = tensor.layout == torch.strided and not tensor.is_nested
         return plain and storage_key(tensor.untyped_storage()) != storage_key(self.tensor.untyped_storage())
 
@@ -79,7 +79,7 @@ class Watched:
 
 
 _guards: set[weakref.ref[WeightGuard]] = set()
-"""All that are alive."""
+"""All live guards."""
 
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped, and so have made their state."""
@@ -134,7 +134,7 @@ class WeightGuard:
 
         Args:
             weight: A parameter or buffer, or a view of one, as the forward reads it now.
-            version: Its version as the operator read it; None: versions tell nothing about it.
+            version: Its version as the operator read it; None: versions are not compared.
             compared: How its bytes are compared.
         """
         watched = Watched(weight, version, compared)
@@ -145,7 +145,7 @@ class WeightGuard:
         return watched
 
     def before_step(self, weights: Iterable[torch.Tensor]) -> None:
-        """Copy the watched ones among the weights that an optimizer is about to change."""
+        """Copy those of an optimizer's weights that are watched: it is about to change them."""
         with self._lock:
             self._settle()
             for key in [key for key, who in self._watched.items() if not who]:
@@ -160,7 +160,7 @@ class WeightGuard:
             if nbytes and not self._logged:
                 self._logged = True
                 logger.info(
-                    "weights of %s were copied before an optimizer step: graphs outlive it that will read them again",
+                    "weights of %s were copied before an optimizer step: live graphs will read their old values",
                     format_size(nbytes),
                 )
 
@@ -180,7 +180,7 @@ def changed_error(what: str, shape: Sequence[int], where: str) -> ModifiedInPlac
     """Return the error for a weight that changed before what reads it again."""
     return ModifiedInPlaceError(
         f"a {list(shape)} {what} changed between the forward and the backward that {where}",
-        expected="weights as they were in forward until that backward is done; an optimizer of torch may step before",
+        expected="unchanged weights until that backward is done; steps of torch optimizers are allowed",
         hint="change them after the backward, or pass keep_filter=... to keep what is computed from them, or use "
         "policy 'keep', which recomputes nothing",
     )
@@ -191,6 +191,6 @@ def _region(tensor: torch.Tensor) -> torch.Tensor | None:
     if not can_be_taken(tensor):
         return None
     layout, storage = Layout.of(tensor), tensor.untyped_storage()
-    if layout.last > storage.nbytes():  # FSDP has let it go
+    if layout.last > storage.nbytes():  # FSDP has freed it
         return None
     return tensor if tensor.is_contiguous() else byte_view(storage, layout.first, layout.last, tensor)

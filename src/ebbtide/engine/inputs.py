@@ -39,7 +39,7 @@ class Inputs:
         return tensor if tensor is not None and tensor._version == version else None
 
     def casts(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is an input in another type."""
+        """Whether ``tensor`` is an input cast to another dtype."""
         node = tensor.grad_fn
         if node is None or node.name() != CAST:
             return False

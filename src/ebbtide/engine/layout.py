@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 ALIGNED_BYTES = 512
-"""How the allocators of devices align what they hand out."""
+"""Alignment of the memory that device allocators return, in bytes."""
 _CHECKSUM_BYTES = 1 << 20
-"""Summed at a time: each byte takes some 40 then, and a device may be nearly full."""
+"""Bytes summed at a time: each takes about 40 bytes meanwhile, and a device may be nearly full."""
 
 KNOWN_LAYOUTS = 8192
 """Layouts remembered: steps of equal shapes meet the same few hundred again and again."""
@@ -118,7 +118,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return ``value`` in a storage of its own that ``layout`` covers whole; no copy where it lies so already."""
+    """Return ``value`` in a storage of its own that ``layout`` covers completely; no copy if it already lies so."""
     if value.stride() == layout.stride and value.untyped_storage().nbytes() == layout.logical_bytes:
         return value
     fresh = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=value.device)
@@ -126,15 +126,15 @@ def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def has_layout(tensor: torch.Tensor) -> bool:
-    """Whether numbers say where a tensor's elements lie. What jagged tensors are made of may have a symbolic size."""
+    """Whether a tensor's layout is plain numbers. The parts of jagged tensors may have a symbolic size."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor._has_symbolic_sizes_strides
 
 
 def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:
     """Return the bytes to move for a view: the storage, or only the view's extent where that is little of it.
 
-    A part comes back at the beginning of memory that a device's allocator aligns. It begins so in its storage too: the
-    view has the alignment that it had, by which libraries choose kernels.
+    A part is copied back to aligned memory, so it begins equally aligned in its storage: libraries choose kernels by
+    alignment.
 
     Args:
         layout: The view.

@@ -2,12 +2,12 @@
 
 [Note: memo]
 A training step saves the same tensors as the one before. What follows from a tensor's description alone (its type,
-layout, memory, and the node that made it) is found out once for each position: the how-many-th tensor that a module of
-a block saves. The next tensor at that position is compared with the memo, field by field. Only if every field is equal
-is the memo used, so that a changed length, graph or routing costs time and changes nothing. What may change without a
-trace in the description is asked each time: whether the memory is a weight's, whether the storage was saved before, at
-which site it is, and which recipe there is. The plan is asked again if it, the recipe's work, or the bytes that are
-kept may have changed its answer.
+layout, memory, and the node that made it) is found out once for each position: the number of the tensor among those
+that a module of a block saves. The next tensor at that position is compared with the memo, field by field. Only if
+every field is equal is the memo used, so that a changed length, graph or routing costs time and changes nothing. What
+may change without a trace in the description is checked each time: whether the memory is a weight's, whether the
+storage was saved before, at which site it is, and which recipe there is. The plan is called again if it, the recipe's
+work, or the bytes that are kept may have changed its answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Decision(NamedTuple):
     Attributes:
         plan: The plan.
         limit_bytes: See ``StandingPlan.stands_until``.
-        settled: It needed to know of no recipe.
+        settled: It does not depend on a recipe.
         flops: The recipe's; None: there was none.
         action: The decision.
     """
@@ -53,7 +53,7 @@ class Memo:
         decision: What it decided the last time, if that stands.
         nbytes: Size of its storage.
         is_cast: It, or what it is a view of, was cast from another type.
-        empty: As given.
+        empty: A tensor of no bytes on its device.
     """
 
     __slots__ = (

@@ -13,10 +13,10 @@ Ask = Callable[[], Iterable[torch.Tensor]]
 
 
 class ModelWeights:
-    """Tells the model's parameters and buffers from activations, pass by pass.
+    """Distinguishes the model's parameters and buffers from activations, pass by pass.
 
     Args:
-        ask: Returns all parameters and buffers of the model; asked at the start of each pass.
+        ask: Returns all parameters and buffers of the model; called at the start of each pass.
         move: They have bytes only around their block's forward and backward (FSDP).
         steps: Returns how many optimizer steps there have been.
     """
@@ -42,8 +42,8 @@ class ModelWeights:
 
         Args:
             lasting: Returns, where weights move, those that have their bytes through the whole forward and backward.
-                Asked when the first block begins: the root unit may be unsharded only then.
-            weights: All parameters and buffers of the model, from who knows them; None: ask.
+                Called when the first block begins: the root unit may be unsharded only then.
+            weights: All parameters and buffers of the model, if the caller knows them; None: call ``ask``.
         """
         weights = list(self._ask() if weights is None else weights)
         self.keys = storage_keys(weights)
@@ -64,14 +64,14 @@ class ModelWeights:
     def version(self, weight: torch.Tensor) -> int | None:
         """Return the version that a weight has had since the pass began; None if it changed, or is not known.
 
-        What this pass computed from a weight, it then computed from the value that is there now.
+        If it did not change, this pass computed from the value that the weight has now.
         """
         known, version = self._versions.get(id(weight), (None, None))
         unchanged = known is weight and version == weight._version and self._steps() == self._steps_before
         return version if unchanged else None
 
     def end_pass(self) -> None:
-        """The forward is over: unsharded weights are views, which hold a graph."""
+        """End the forward, and drop its weights: unsharded ones are views, which hold a graph."""
         self._versions = {}
         self._highest = max(self._highest, torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         if self._lasting is not None:

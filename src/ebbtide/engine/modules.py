@@ -16,7 +16,7 @@ class Running(NamedTuple):
     Attributes:
         name: Its path in the block.
         module: The module.
-        casts_to: What autocast casts its weights to; None without autocast. Inside an operator nothing tells it.
+        casts_to: The dtype that autocast casts its weights to; None without autocast. Unknown inside an operator.
         since: Number of the first autograd node that this thread makes while the module runs.
         bias: Its bias as it began to run.
     """
@@ -61,7 +61,7 @@ class Record(NamedTuple):
 
 
 def record_of(running: Running) -> Record | None:
-    """Return the record of a layer that has just run; None if its attributes do not tell what it computed."""
+    """Return the record of a layer that has just run; None if its attributes may not be those of its computation."""
     module, bias = running.module, running.bias
     if not computes_as_configured(module):
         return None

@@ -21,7 +21,7 @@ NARROWER = {
     torch.float32: (torch.bfloat16, torch.float16),
     torch.float64: (torch.bfloat16, torch.float16, torch.float32),
 }
-"""Types whose values a wider type holds exactly: a tensor cast up from one is stored as it was."""
+"""Types whose values a wider type holds exactly: a tensor cast up from one is stored in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Narrow:
         node: The autograd node of the value that was cast up.
         output_nr: Which of its outputs.
         dtype: Its type.
-        nbytes: What the tensor takes in that type.
+        nbytes: Bytes of the tensor in that type.
     """
 
     node: Node
@@ -42,7 +42,7 @@ class Narrow:
 
 
 def narrowed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the type that it was cast up from, to the bit: a cast would change numbers that are none."""
+    """Return a tensor in the type that it was cast up from, bitwise: a cast could change NaNs."""
     value = base.detach()
     if dtype is not torch.bfloat16 or sys.byteorder != "little":
         with torch.no_grad():

@@ -17,7 +17,7 @@ from ebbtide.engine.stats import Tally
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block as the engine knows it.
+    """The engine's description of a block.
 
     Args:
         name: Path of the module in the model before it was wrapped: plans and figures of other runs know it by that.
@@ -46,7 +46,7 @@ class Pass:
         self.latest: RunRecord | None = None
         self.tally = Tally()
         self.checkpointed = 0
-        self.offered_bytes = 0  # given to the store, or held back from it, so far
+        self.offered_bytes = 0  # copied out, or held back, so far
         self.cast: weakref.ref[torch.Tensor] | None = None  # of a weight, by autocast: it dies when its region ends
         self.sites: dict[tuple[Site, Action], tuple[int, int]] = {}
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
@@ -69,7 +69,7 @@ class Pass:
         self.add_site(site, nbytes, after)
 
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
-        """Count storages, by site and bytes, as kept that were counted as offloaded."""
+        """Count storages, by site and bytes, as kept instead of offloaded."""
         self.tally.add_stayed(sum([nbytes for _, nbytes in storages]))
         for action, sign in ((Action.OFFLOAD, -1), (Action.KEEP, 1)):
             for site, nbytes in storages:
@@ -130,7 +130,7 @@ class RunRecord:
         checkpointed: bool,
     ) -> None:
         self.block, self.pass_, self.live_tickets = block, pass_, live_tickets
-        self.forward_reader = "forward", block.name, None  # whose stalls they are: see ``Stalls.reader``
+        self.forward_reader = "forward", block.name, None  # to whom stalls are attributed: see ``Stalls.reader``
         self._orders = orders
         self.previous: RunRecord | None = pass_.latest
         self.number: int = 0 if self.previous is None else self.previous.number + 1
@@ -138,7 +138,7 @@ class RunRecord:
         self.checkpointed = checkpointed
         self.checkpointable = False  # noted in a measured step only: whether it might run again
         self.where: torch.device | None = None  # of its inputs; None: of none that is offloaded
-        self.is_open = False  # its forward runs, and has what ``close`` lets go
+        self.is_open = False  # its forward runs and holds what ``close`` releases
         self.entries: list[weakref.ref[Any]] = []  # of what it did not keep, in the order of the forward
         self.task = -1  # the backward in which this block showed last
         self.unordered = False  # its backward runs, and no run of this kind has shown the order of its reads yet
@@ -169,7 +169,7 @@ class RunRecord:
 
     @property
     def order_key(self) -> tuple[str, int]:
-        """Runs of one kind of block that saved as many tensors are expected to be read in one order."""
+        """Key of the read order: runs of one kind of block with as many saved tensors are read in one order."""
         return self.block.kind, len(self.entries)
 
     def record_order(self) -> None:

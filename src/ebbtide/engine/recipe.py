@@ -22,18 +22,18 @@ from ebbtide.engine.layout import with_layout
 from ebbtide.engine.tickets import Entry, Expr, Operand, Residence, Ticket, operand_error
 
 MAX_DEPTH = 48
-"""Longer chains of values nobody saved are not recomputed."""
+"""Most values in a chain that nobody saved; longer chains are not recomputed."""
 
 _NONE: dict[int, torch.Tensor] = {}
 
 _PRESENT = Residence.RESIDENT, Residence.RESTORED
-"""Where an entry with a recipe need not be recomputed."""
+"""Residences of an entry that need no recompute."""
 
 Reader = Callable[[Entry], torch.Tensor | None]
 """Returns an entry's content if it needs no recompute, else None."""
 
 Keeper = Callable[[Entry, torch.Tensor], None]
-"""Is given each entry that was recomputed, and its content."""
+"""Receives each entry that was recomputed, and its content."""
 
 
 def _weight(watched: Watched) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _in_order(
         if isinstance(node, Entry):
             recipe, content = node.recipe, None
             made = recipe is not None and id(recipe) in values
-            if node is not target and not made:  # who evaluates an entry has read it in vain
+            if node is not target and not made:  # the caller has tried to read the target
                 content = read(node)
             if content is None:
                 recipe = recipe or _recipe_of(node)

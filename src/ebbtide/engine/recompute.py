@@ -46,7 +46,7 @@ def evaluate_now(recipe: Expr, base: torch.Tensor, read: Reader) -> torch.Tensor
 
 
 def repeatable(recipe: Expr, base: torch.Tensor, read: Reader) -> Callable[[], torch.Tensor]:
-    """Return what evaluates a recipe from operands that are there, again and again, to be timed."""
+    """Return a function that evaluates a recipe from operands in memory, repeatedly, to be timed."""
     present: dict[Entry, torch.Tensor] = {}
 
     def read_present(operand: Entry) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """The quick path of a saved tensor: a memo describes it, so what was decided is looked up and carried out.
 
-It runs for each saved tensor of each step, and costs what Python costs: some of what elsewhere are small functions
-is in line here.
+It runs for each saved tensor of each step, and calls are most of its cost: code that would be small functions
+elsewhere is inlined here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Replay(Admission):
     """The part of a block's forward that saves what a memo describes. See [Note: memo]."""
 
     def _replay(self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo) -> Ticket | KeptTicket | None:
-        """Return the ticket of a tensor that a memo describes; None if more than that must be found out."""
+        """Return the ticket of a tensor that a memo describes; None if the memo does not suffice."""
         engine, key = self.engine, id(storage)
         if key in engine.kept_storages and (kept := self._find_kept(storage)) is not None:
             return KeptTicket(tensor, self, kept)
@@ -102,13 +102,13 @@ class Replay(Admission):
     def _decide(
         self, memo: Memo, candidate: Candidate, base: torch.Tensor, *, may_recompute: bool
     ) -> tuple[Decision, Expr | None]:
-        """Ask the plan, and remember its answer while that stands.
+        """Call the plan, and remember its answer while that stands.
 
         Args:
             memo: Of the saved tensor.
             candidate: The memo's.
             base: The tensor, or what it is a view of.
-            may_recompute: A recipe may be looked for.
+            may_recompute: Whether a recipe may be built.
 
         Returns:
             What it decided, and the recipe, if there is one.

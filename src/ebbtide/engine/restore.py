@@ -1,8 +1,8 @@
-"""Serving a backward: where a saved tensor's bytes are, and how it gets them back.
+"""Serve a backward: find a saved tensor's bytes and restore them.
 
 [Note: where the bytes are]
-``Residence`` has the order in which an entry is asked. Whatever was changed in place since it was saved is passed over,
-or is an error.
+``Residence`` lists the places of an entry's bytes in the order in which they are tried. Bytes that were changed in
+place since they were saved are skipped, or raise an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Backward:
 
 
 def _runs_elsewhere() -> bool:
-    """Whether another thread is inside of a backward."""
+    """Whether another thread is inside a backward."""
     called = torch.autograd.graph._engine_run_backward.__code__
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a frame that held itself would keep its callers' tensors
@@ -77,14 +77,14 @@ class _Engine(Protocol):
 
 
 class Restorer:
-    """Gives backwards what they read. See [Note: where the bytes are].
+    """Restores what backwards read. See [Note: where the bytes are].
 
     Args:
         engine: Whose entries are read.
         mover: Carries out copies in.
-        copy_out: Has copies that a backward cancels, and the window.
-        stalls: Told for whom is read.
-        bus: Told of blocks that show in a backward.
+        copy_out: The copies out, which a backward cancels, and their window.
+        stalls: Attributes the waits of reads.
+        bus: Receives an event when a block's backward begins.
 
     Attributes:
         backwards: Those that run, by autograd's number for them.
@@ -98,7 +98,7 @@ class Restorer:
         self._mover, self._copy_out, self._stalls, self._bus = mover, copy_out, stalls, bus
         self._engine = weakref.ref(
             engine
-        )  # not held: in a circle, a dropped one and its store would wait for the collector
+        )  # weak: in a cycle, a dropped engine and its store would wait for the garbage collector
         self._lock, self._tier, self._trust, self._orders = engine.lock, engine.tier, engine.trust, engine.orders
         self._window, self._waits = copy_out.window, engine.tier.stalls
         self.backwards: dict[int, Backward] = {}
@@ -106,7 +106,7 @@ class Restorer:
         self._timer: RecomputeTimer | None = None  # while a step is measured
 
     def read(self, entry: Entry, run: RunRecord, task: int) -> torch.Tensor:
-        """Return an entry's bytes; recompute them if that is how it has them.
+        """Return an entry's bytes; recompute them if they are nowhere else.
 
         Args:
             entry: The entry.
@@ -220,7 +220,7 @@ class Restorer:
         return content
 
     def _with_room(self, name: str, flow: CopyIn[Entry] | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run ``work``, marked by name; where the device has no room, once more without what was brought in ahead."""
+        """Run ``work``, marked by name; if the device has no room, discard what was prefetched and run it again."""
         try:
             return marked(name, work)
         except torch.OutOfMemoryError:
@@ -228,14 +228,14 @@ class Restorer:
             return marked(name, work)
 
     def _make_room(self, flow: CopyIn[Entry] | None) -> None:
-        """Discard what was brought in ahead; raise the error that is handled now if nothing was."""
+        """Discard what was prefetched; raise the error that is being handled if nothing was."""
         if flow is None or not flow.ahead_bytes:
             raise
         self._window.shrink(flow.ahead_bytes)
         flow.discard()
 
     def begin_block(self, run: RunRecord, task: int) -> None:
-        """A block shows in a backward: cancel what need not be copied out, and bring in what comes next."""
+        """Begin a block's backward: cancel copies out that are not needed, and prefetch what comes next."""
         run.task, run.unordered = task, run.order_key not in self._orders
         backward = self.watch(task)
         if backward.run is not None and backward.run.reads:
@@ -260,7 +260,7 @@ class Restorer:
         flow.advance()
 
     def watch(self, task: int) -> Backward:
-        """Return what is known of the backward that runs now; from now on its end is noticed."""
+        """Return the state of the backward that runs now; from now on its end is noticed."""
         backward = self.backwards.get(task)
         if backward is None:
             backward = self.backwards[task] = Backward()
@@ -268,13 +268,13 @@ class Restorer:
         return backward
 
     def end_raised(self) -> None:
-        """End the backwards that raised, unless another thread runs one: nothing tells which."""
+        """End the backwards that raised, unless another thread runs one: it is unknown which raised."""
         if self.backwards and not _runs_elsewhere():
             for task in list(self.backwards):
                 self.end(task)
 
     def end(self, task: int, *, all_read: bool = False) -> None:
-        """A backward is over: let go of what it restored.
+        """End a backward, and release what it restored.
 
         Args:
             task: Autograd's number for it.

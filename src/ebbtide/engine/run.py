@@ -1,4 +1,4 @@
-"""One executed block: what its forward saves, and in which order its backward wants it."""
+"""One executed block: what its forward saves, and in which order its backward reads it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class BlockRun(Replay):
         return ticket
 
     def enter(self, name: str, module: torch.nn.Module) -> None:
-        """A module of the block begins to run.
+        """Begin a module of the block.
 
         Args:
             name: Its path in the block.
@@ -163,7 +163,7 @@ class BlockRun(Replay):
         owner = layout if viewed is tensor else Layout.of(viewed)
         if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
-            # and its version does not tell. It stays where it lies, which is what plain autograd reads.
+            # without a new version. It stays where it lies, which is what plain autograd reads.
             owner.first != 0
             or owner.last != nbytes
             or tensor.is_conj()
@@ -185,7 +185,7 @@ class BlockRun(Replay):
         return layout
 
     def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """Count a storage of which a part, or a kind that is not moved, stays."""
+        """Count a storage that stays because only a part of it was saved, or because its kind is never moved."""
         nbytes = storage.nbytes()
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
         if self.pass_.first_stays(storage):
@@ -208,7 +208,7 @@ class BlockRun(Replay):
                 builder.note_view(base, ticket)
 
     def add_checkpointed(self, unique: int) -> None:
-        """Count what a block that is re-run whole does not hold.
+        """Count what a checkpointed block does not hold.
 
         Args:
             unique: Bytes that such a block saves where its tensors are treated one by one.
@@ -219,7 +219,7 @@ class BlockRun(Replay):
 
 
 def begin_block(engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
-    """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
+    """Begin a block's forward; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
     run = BlockRun(engine, block, engine._pass, inputs, checkpointed=checkpointed)
     if engine.timer is not None:
         engine.timer.block_begins(run)

@@ -18,7 +18,7 @@ from ebbtide.engine.memo import Memo
 from ebbtide.engine.passes import Block
 
 FUSED_ATTENTION = "ScaledDotProduct"
-"""Begins the node's name whichever kernel was taken: a site has the same name on every device."""
+"""Start of the names of attention nodes, whichever kernel ran: a site has the same name on every device."""
 
 Memos = dict[torch.Size, Memo]
 """What is known of a tensor, by its size: lengths and routing change from step to step. See [Note: memo]."""
@@ -31,7 +31,7 @@ OUTSIDE = "(block)"
 
 
 class Known:
-    """What the runs of a block leave to later ones.
+    """What the runs of a block pass on to later runs.
 
     Attributes:
         candidates: The latest description of each site, without and with a recipe.
@@ -78,7 +78,7 @@ class Sites:
         known: From earlier runs of the block; updated in place.
 
     Attributes:
-        counts: Tensors saved so far, by module and node.
+        counts: Number of tensors saved so far, by module and node.
         positions: Of the modules that ran, by name.
         position: Of the innermost running module.
     """
@@ -90,7 +90,7 @@ class Sites:
         self.go_to(OUTSIDE)
 
     def go_to(self, module: str) -> None:
-        """The innermost running module is another one now."""
+        """Note that another module is the innermost running one now."""
         found = self.positions.get(module)
         if found is None:
             found = self.positions[module] = Position(self._memos.setdefault(module, []))

@@ -21,7 +21,7 @@ _readable = hasattr(_saved_tensor, "data")
 
 
 class UnreadableSlot(Exception):
-    """A rule asked for what a slot holds, and this torch does not show it. See [Note: unreadable slots]."""
+    """A rule needs the content of a slot, which this torch does not show. See [Note: unreadable slots]."""
 
 
 def readable() -> bool:

@@ -41,7 +41,7 @@ class BlockSpan:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Time of its forward and backward together."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -51,7 +51,7 @@ class Span:
 
     Attributes:
         seconds: From its first block's forward to the end of that block's backward.
-        peak_bytes: Most memory until the end of the whole backward; None if not asked for, or not known.
+        peak_bytes: Most memory until the end of the whole backward; None if not requested, or not known.
         saved_bytes: What its blocks saved.
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
@@ -100,7 +100,7 @@ class SpanTimer:
     """Times passes while they are wanted. See [Note: a span].
 
     Args:
-        meter: Tells moments and memory.
+        meter: Measures time and memory.
         done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
 
@@ -123,7 +123,7 @@ class SpanTimer:
         self._closed.clear()
 
     def finish(self) -> None:
-        """Close the span whose backward is over, and hand over those whose moments have come."""
+        """Close the span whose backward is over, and hand over the spans whose timestamps are reached."""
         if self._open is not None and self._open.ended is not None:
             self._closed.append(self._open)
             self._latest, self._open = self._open.pass_, None
@@ -131,7 +131,7 @@ class SpanTimer:
             self._hand_over(self._closed.popleft())
 
     def block_begins(self, run: RunRecord | PlainRun, device: torch.device | None, *, plain: bool) -> None:
-        """A block's forward begins.
+        """Begin a block's forward.
 
         Args:
             run: Its run.
@@ -179,7 +179,7 @@ class SpanTimer:
             now.saved_bytes, now.counted = saved_bytes, True
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
-        """A block shows in backward."""
+        """Begin a block's backward."""
         now = self._open
         block = None if now is None else now.by_run.get(run)
         if now is None or block is None or now.ended is not None:

@@ -12,12 +12,12 @@ from ebbtide.base.units import format_size
 from ebbtide.store.protocol import Tier
 
 _LEAST_STALL_SECONDS = 1e-4
-"""Shorter waits of a block are counted and not told of."""
+"""Shorter waits of a block are counted but not emitted as events."""
 _TIMED_PASSES, _PASSES_PER_TIMED = 2, 50
-"""How many passes, of how many, a device times where nobody listens and no plan is made."""
+"""Passes that a device times, and of how many, if nobody listens and no plan is made."""
 _MOST_STALLS_SHOWN = 5
 _MOST_OUTSIDE = 3
-"""Modules outside of the blocks named in one line."""
+"""Most modules outside the blocks that one line names."""
 
 
 class Tally:
@@ -83,7 +83,7 @@ class Tally:
         return self.unique * input_bytes // self.input_bytes if self.input_bytes else self.unique
 
     def add_checkpointed(self, unique: int) -> int:
-        """Count a block that is re-run whole; one by one, its saved tensors would take ``unique`` bytes.
+        """Count a checkpointed block; without a checkpoint its saved tensors would take ``unique`` bytes.
 
         Returns:
             The bytes that it does not hold.
@@ -199,7 +199,7 @@ class Stats:
 
     Attributes:
         packs: Saved tensors, weights left out.
-        replayed: Those of them that were recognised from an earlier step and not analysed again. None are with
+        replayed: Those of them that were recognised from an earlier step and not analysed again. It is 0 with
             ``verify=True``, with a ``keep_filter``, and in steps that ``Auto`` measures.
         saved_bytes: Their bytes, with every alias counted.
         unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.
@@ -213,7 +213,7 @@ class Stats:
         coverage_percent: Share of what autograd saves in the model's forward that is saved in blocks, as measured in
             the first pass; None before it, or where the model's own forward is not called.
         checkpointed_blocks: Checkpointed blocks.
-        total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device has told. A
+        total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device reported. A
             device times the passes that ``Auto`` measures and those that ``track_memory`` watches; else 2 in 50.
         stalls: The same by who waited, such as ``"forward layers.3"``.
         total_copy_out_bytes: Bytes copied out since then.

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have memory: each that is no wrapper, and what is inside the others."""
+    """Yield the tensors that have memory: those that are no wrappers, and the tensors inside wrappers."""
     pending = list(tensors)
     while pending:
         tensor = pending.pop()

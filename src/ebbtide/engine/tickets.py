@@ -2,7 +2,7 @@
 
 [Note: a ticket's life]
 The pack hook returns a ticket; autograd holds it and hands it to the unpack hook. A ticket lives exactly as long as
-somebody holds it: autograd (one ticket a saved tensor), or a recipe (its operands). A ``Ticket`` holds an ``Entry``,
+somebody holds it: autograd (one ticket per saved tensor), or a recipe (its operands). A ``Ticket`` holds an ``Entry``,
 one per storage and version; when the last ticket of an entry dies, the entry dies and gives its slot back. There are
 no counters, no first-call flags and nothing to clear: a dropped graph, a retained graph and a second backward are the
 same case as the textbook step.
@@ -149,7 +149,7 @@ class KeptTicket(LightTicket):
 
 
 class Residence(enum.Enum):
-    """Where the bytes of an entry are; a reader asks in this order."""
+    """Where the bytes of an entry are; a reader tries these in order."""
 
     RESIDENT = enum.auto()
     """On the device: kept, or not copied out, or their copy runs."""
@@ -160,13 +160,13 @@ class Residence(enum.Enum):
     STORED = enum.auto()
     """In the store; a prefetch may run."""
     RECOMPUTABLE = enum.auto()
-    """Nowhere; a recipe makes them."""
+    """Nowhere; a recipe recomputes them."""
     LOST = enum.auto()
     """Nowhere: the storage was changed in place before they were copied, or nothing was kept of them."""
 
 
 class Entry:
-    """One storage at one version: where its bytes are now and how to have them again."""
+    """One storage at one version: where its bytes are now and how to restore them."""
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
@@ -274,7 +274,7 @@ class Expr:
         key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
             numbers and sizes that change from step to step.
         flops: Multiply-add work in FLOP; 0 for element-wise work.
-        loose: The value may lie in memory in another order than the original: it is none that others are made of.
+        loose: The value may lie in memory in another order than the original, so only some rules take it as an operand.
         dtype: What the value is rounded to, if ``fn`` may compute it in another type: an operator in place rounds to
             the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
@@ -362,15 +362,15 @@ def operand_error(what: str) -> ModifiedInPlaceError:
     """Return the error for a tensor that a recipe needs and that was changed: plain training may have allowed it."""
     return ModifiedInPlaceError(
         f"{what} is needed to recompute another tensor and was changed in place after it was saved",
-        expected="operands of recipes that stay as they are until their backward",
+        expected="operands of recipes that are unchanged until their backward",
         hint="pass keep_filter=... to keep the tensors made of it, or use policy 'offload', which recomputes nothing",
     )
 
 
 PLAIN_HINT = "the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation"
 AGAIN_HINT = (
-    "a checkpointed block needs what it was given until its backward, as with activation checkpointing; do not "
-    "change that in place, or use policy 'offload', which recomputes nothing"
+    "a checkpointed block needs its inputs until its backward, as with activation checkpointing; do not "
+    "change them in place, or use policy 'offload', which recomputes nothing"
 )
 
 

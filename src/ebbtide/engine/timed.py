@@ -30,15 +30,15 @@ class TimedBlock:
         units: What it saved, in that order.
         forward_seconds: From the start of its forward to what follows, without waits for copies.
         backward_seconds: The same of its backward; recomputes included.
-        forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
+        forward_peak_bytes: Most memory in its forward; None if not requested, or not known.
         backward_peak_bytes: The same of its backward.
-        forward_resident_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: still
-            resident memory].
+        forward_resident_bytes: Bytes that were resident in its forward though the step had not kept them. See
+            [Note: still resident memory].
         backward_resident_bytes: The same of its backward.
         plain: It ran without hooks, so it has no units. See [Note: plain blocks].
-        checkpointed: It ran whole a second time in backward, so its units are its inputs.
-        checkpointable: It could run whole a second time in backward.
-        input_bytes: What it would keep for that: what it was called with and takes a gradient.
+        checkpointed: Its forward ran a second time in backward, so its units are its inputs.
+        checkpointable: Its forward could run a second time in backward.
+        input_bytes: Bytes that it would keep for that: those of its inputs that need a gradient.
     """
 
     name: str
@@ -69,8 +69,8 @@ class TimedStep:
         blocks: In the order in which their forwards began.
         head_seconds: Between the last forward and the first backward.
         tail_seconds: From the end of the first block's backward to the first block of the next pass.
-        head_peak_bytes: Most memory in the former; None if not asked for, or not known.
-        head_resident_bytes: Bytes that were there then though the step had not kept them.
+        head_peak_bytes: Most memory during ``head_seconds``; None if not requested, or not known.
+        head_resident_bytes: Bytes that were resident then though the step had not kept them.
         saved_bytes: What its blocks saved, as the engine counts it.
         alone: No block of another pass began before its backward was over.
     """

@@ -11,16 +11,16 @@ Blocks of other graphs in between end a part and are not counted. Recomputes are
 
 [Note: plain blocks]
 A block that runs *plain* runs without hooks, as in ordinary training: nothing is packed, autograd keeps what it saves
-and checks it itself. In one of the measured steps one block of each kind does, so that what a block costs without us
-is measured and not inferred. Its backward begins when the gradient of what it returned is there; so that both are cut
+and checks it itself. In one of the measured steps one block of each kind does, so that its cost without hooks is
+measured and not inferred. Its backward begins when the gradient of what it returned is there; so that both are cut
 alike, the same is noted for blocks with hooks (``marks``). Blocks of which a plan keeps everything run plain, and while
 a plan is judged a few others do (``unhooked``).
 
 [Note: still resident memory]
 What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
 the block runs, its output while the head reads it. A plan that keeps it takes no more memory there, so these bytes are
-counted, stretch by stretch, to be taken from what is there beside the saved tensors: those that are there from the
-beginning of the stretch to its end.
+counted, stretch by stretch, to be subtracted from the memory that is not saved tensors: those that are resident from
+the beginning of the stretch to its end.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ GROWTH = 1.1
 """A pass that saves this many times the bytes of those that were measured is measured too."""
 
 TRIES = 3
-"""Times that a size is worth a measurement if the passes that follow are smaller, and memory counts."""
+"""How often a larger size is measured if memory counts and the passes that follow it are smaller."""
 
 TAIL = "tail"
 """Names the wait between two steps."""
 
 OTHERS = 16
-"""Backwards of other graphs after which a pass that waits for its own is forgotten: its graph may be held for good."""
+"""Backwards of other graphs after which a pass without its own is forgotten: its graph may be held for good."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class _Pass:
         return other is not self.measured() and (not self.by_run or (not self.turned and self.others >= OTHERS))
 
     def resident_bytes(self, known: int) -> int:
-        """Return the bytes of what was not kept and is there all the same; after the first ``known``, of inputs."""
+        """Return the bytes that were not kept but are resident; of those after the first ``known``, only inputs."""
         return sum(
             unit.bytes_
             for place, (storage, unit) in enumerate(self.left)
@@ -119,9 +119,9 @@ class StepTimer:
     """Measures one pass after another while it is wanted. See [Note: a measured step].
 
     Args:
-        meter: Tells moments and memory.
-        done: Told of each measured step, when the first block of the next pass begins. Returns whether another step is
-            to be measured.
+        meter: Measures time and memory.
+        done: Called with each measured step, when the first block of the next pass begins. Returns whether to measure
+            another step.
         waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them, and as
             ``TAIL`` those in which the loop was made to wait between two steps.
         memory: Whether memory is measured too.
@@ -148,10 +148,10 @@ class StepTimer:
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
         self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
-        self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
+        self.outdated: Callable[[], bool] = lambda: False  # whether the measurement is out of date
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
         self._enough_bytes = 0  # up to that size passes were measured often enough
-        self.expected_bytes = 0  # of the pass because of which is measured, until a plan is made
+        self.expected_bytes = 0  # of the pass that triggered the measurement, until a plan is made
 
     def want(self) -> None:
         """Measure from the next pass on."""
@@ -176,7 +176,7 @@ class StepTimer:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""
         return self.wanted and name in self.checkpointed
 
-    # What the engine tells
+    # Called by the engine
 
     def planned(self, saved_bytes: int) -> None:
         """A plan was made from a step whose blocks saved that much."""
@@ -239,7 +239,7 @@ class StepTimer:
             self._cut(self._pass.between)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
-        """A block shows in backward."""
+        """Begin a block's backward."""
         self.spans.backward_begins(run)
         if self._pass is not None:
             block = self._pass.by_run.get(run)
@@ -303,11 +303,13 @@ class StepTimer:
         """A block saved a storage.
 
         Args:
+            run: The block's run.
             action: What was done with it; what was stored in a narrower type counts as offloaded.
-            unit: What the plan was told about it.
+            unit: Its description.
+            storage: The storage.
             narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
-            prepare: Returns what makes it again, or None if it may not be made again; None if no recipe is known.
+            prepare: Returns a function that recomputes it, or None if that is not allowed; None if no recipe is known.
             host_seconds: The host's time of carrying out the action.
         """
         block = None if self._pass is None else self._pass.by_run.get(run)
@@ -328,7 +330,7 @@ class StepTimer:
             )
         )  # fmt: skip
 
-    # Inside
+    # Internals
 
     def _cut(self, then: _Stretches | None) -> None:
         """End the stretch that is open, and begin one of ``then``."""

@@ -38,21 +38,21 @@ logger = logging.getLogger("ebbtide.engine")
 Key = tuple[Any, ...]
 
 _Failed = Callable[[], Exception]
-"""Returns the error of a comparison that failed."""
+"""Returns the error to raise if a comparison failed."""
 
 _PIECE_BYTES = 64 * 1024**2
-"""Compared at a time: a comparison takes a byte for each that it compares."""
+"""Bytes compared at a time: a comparison takes one more byte for each."""
 
 _MOST_UNREAD_BYTES = 256 * 1024**2
-"""Offloaded in a step because a comparison was not answered yet. Where a step saves much more, its kernels take so long
-that the host's waits for them do not count."""
+"""Most bytes offloaded in a step because a comparison has no result yet. If a step saves much more, its kernels take so
+long that the host's waits do not count."""
 
 STEPS_BETWEEN = 50
-"""One block of each kind is compared whole, on average, in so many steps."""
+"""In so many steps, on average, one block of each kind has all its bytes compared."""
 
 
 class _Letter:
-    """Booleans on their way from a device to the host, which waits for them only when it reads too early.
+    """Booleans that are being copied from a device to the host, which waits for them only if it reads too early.
 
     Args:
         flags: Tensors of one boolean each, on one device.
@@ -77,7 +77,7 @@ class _Letter:
         return self._event is None or self._event.query()
 
     def read(self) -> list[bool]:
-        """Return them, once they are there."""
+        """Return them; wait until they have arrived."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._bits.tolist()
@@ -87,7 +87,7 @@ class Trust:
     """Remembers which recipes were compared and found equal, and compares what is recomputed. See [Note: trust].
 
     Args:
-        bus: Told of recipes that are left out.
+        bus: Receives a message for each demoted site.
         always_full: Compare all bytes every time (``verify=True``).
     """
 
@@ -126,7 +126,7 @@ class Trust:
         if key not in self._unanswered:
             try:
                 answer = self._compare(entry, base, run)
-            except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: asked again later
+            except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: retried later
                 # As text: a handler that keeps records would keep the error, its frames and their tensors.
                 why = str(error)
                 logger.info("no room to compare the recipe of %s now, so the tensor is offloaded: %s", entry.site, why)
@@ -220,7 +220,7 @@ class Trust:
         return Fingerprint(tensor, full=compared is Compared.FULL)
 
     def require(self, same: torch.Tensor | bool, failed: _Failed) -> None:
-        """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell.
+        """Raise what ``failed`` returns if a comparison failed; later, if its result is on a device.
 
         Args:
             same: What a comparison answered.
@@ -251,7 +251,7 @@ class Trust:
             _read(letter, failed)
 
     def _send(self) -> None:
-        """Let the host have what was compared in a backward."""
+        """Send the results of a backward's comparisons to the host."""
         unread, self._unread = self._unread, []
         for device in {same.device for same, _ in unread}:
             here = [(same, failed) for same, failed in unread if same.device == device]
@@ -261,8 +261,8 @@ class Trust:
         """Return the error for a recomputed tensor that is not what was dropped, and use the recipe no more."""
         self._demote(site, "what was recomputed in backward differed from what was saved")
         return RestoreError(
-            f"{site} of block {block!r} was recomputed and differs from what was saved: something that it is "
-            "computed from changed between forward and backward, and left no trace",
+            f"{site} of block {block!r} was recomputed and differs from what was saved: an operand changed "
+            "between forward and backward without a new version",
             expected="the value of the forward",
             hint="change weights and inputs after the backward, not through .data; keep_filter=... keeps a tensor, "
             "policy 'offload' recomputes none",

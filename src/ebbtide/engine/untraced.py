@@ -1,12 +1,12 @@
-"""Keeps Dynamo away from the code of this room and of the store.
+"""Keep Dynamo away from the code of the engine and the store.
 
 [Note: untraced]
 While a compiled function runs, Dynamo compiles every Python frame that begins, unless the frame is part of a graph. The
-eager parts of such a function (a torch module beside one's own in a ``Sequential``, what follows a graph break, a
+eager parts of such a function (a torch module next to a user's in a ``Sequential``, what follows a graph break, a
 disabled function) save tensors, and a tensor of theirs may be the last holder of an entry: torch and Python then call
 pack and unpack hooks, ``__del__`` methods and weak references' callbacks of ours, which Dynamo would compile, or refuse
-where a full graph was asked for. So their code objects are marked: Dynamo leaves a marked frame, and whatever it calls,
-as it is. The mark is part of the code object and costs nothing at a call. ``torch.compiler.disable`` would wrap each
+where a full graph is required. So their code objects are marked: Dynamo does not compile a marked frame, nor whatever
+it calls. The mark is part of the code object and costs nothing at a call. ``torch.compiler.disable`` would wrap each
 call and import Dynamo. Checked with torch 2.13.
 """
 

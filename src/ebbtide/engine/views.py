@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx
 
 
 def shows(tensor: torch.Tensor, node: Any) -> bool:
-    """Whether a view is made of the value of a node by nothing but torch's own views.
+    """Whether a tensor is derived from the value of a node by torch's own views only.
 
     A custom function that returns its input returns a view of it, too, and may have changed it (a reduction among ranks
     counts no version): the recipe of its input is not its own.

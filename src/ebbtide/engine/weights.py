@@ -22,7 +22,7 @@ class Weights:
     Args:
         model: Knows the model's weights, and which have bytes through the whole forward and backward.
         own: Returns the parameters and buffers of the block whose bytes are there in its forward and in its backward.
-            Not asked where the model has told all of its weights when the pass began, and they do not move.
+            Not called where the weights of the model are known since the pass began and do not move.
     """
 
     def __init__(self, model: ModelWeights, own: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -46,12 +46,12 @@ class Weights:
         self._note_nodes(weights)
 
     def forget(self) -> None:
-        """Let go what only the block's forward needed."""
+        """Release what only the block's forward needed."""
         self._nodes.clear()
 
     def include(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight, a view of one, or lies in the storage of one."""
-        # As ``is_parameter`` does, without the calls: this is asked of every saved tensor.
+        # As ``is_parameter`` does, without the calls: this runs for every saved tensor.
         if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
             return True
         base = tensor._base
@@ -109,7 +109,7 @@ class Weights:
             if leaf is None:
                 leaf = self._nodes.get(id(source), (None, None))[1]
             weight = leaf if leaf is not None and self.include(leaf) else None
-        elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module tells
+        elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module shows it
             weight = self._frozen(running.module, tensor)
         if weight is None or weight.device != tensor.device or self.version(weight) is None:
             return None
@@ -129,7 +129,7 @@ class Weights:
             return None
         if not computes_as_configured(module) or not (can_be_taken(weight) and can_be_taken(tensor)):
             return None
-        readable = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # without waiting for anybody
+        readable = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # without waiting for a device
         return None if readable and not is_cast_of(tensor, weight) else weight
 
     def _note_nodes(self, weights: Iterable[torch.Tensor]) -> None:

@@ -40,7 +40,7 @@ class WrapperTicket:
     Args:
         tensor: The saved tensor.
         probe: Shares its version counter and none of its memory.
-        context: What its class needs beside the inner tensors.
+        context: What its class needs in addition to the inner tensors.
         moving: Tickets of inner tensors, by name.
         staying: Whatever else is inside and stays as it is, by name.
         place: The module and the block that saved it, as errors name them.
@@ -88,7 +88,7 @@ def pack_wrapper(
     Args:
         tensor: The saved tensor.
         pack: Returns the ticket of an inner tensor.
-        empty: Returns a tensor of no bytes on the same device as the one it is given.
+        empty: Returns a tensor of no bytes on the device of its argument.
         place: The module and the block that save it.
     """
     if not is_traceable_wrapper_subclass(tensor):

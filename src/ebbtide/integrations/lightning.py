@@ -77,7 +77,7 @@ class OffloadCallback(CallbackOptions, Callback):
         Raises:
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
-        self._close()  # of a training that ended without a word
+        self._close()  # of a training that ended without either event
         model = cast("nn.Module", trainer.strategy.model or pl_module)
         self.handle = enable_activation_offloading(model, **self.options)
         attachment: Any = self.handle._attachment

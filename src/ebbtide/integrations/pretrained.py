@@ -120,7 +120,7 @@ def _finalized(model: Any, load_config: Any, loading_info: Any) -> Any:
 
 
 def _has_own_names(model: Any, mapping: Sequence[Any] | None, quantiser: Any) -> bool:
-    """Whether version 5 was asked for more renamings than the model's type has."""
+    """Whether version 5 must rename more than the model's type requires."""
     if mapping is None:
         return False
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -58,7 +58,7 @@ class OffloadCallback(CallbackOptions, TrainerCallback):
     since the previous log.
 
     ==================== =================================================================
-    ``memory_saved(GiB)`` of what blocks save for backward, what is not kept (latest pass)
+    ``memory_saved(GiB)`` what blocks save for backward and is not kept (latest pass)
     ``kept(GiB)``         what is kept on the device
     ``offloaded(GiB)``    what is offloaded
     ``stall(s)``          time compute waited for copies
@@ -239,7 +239,7 @@ def wanted(fsdp_config: Mapping[str, Any] | str | None) -> bool:
     word = str(value).strip().lower()
     if word not in _TRUE + _FALSE:
         raise ConfigError(
-            f"fsdp_config says {SWITCH} {value!r:.60}", expected="true or false", hint=f'"{SWITCH}": true'
+            f"{SWITCH} of fsdp_config is {value!r:.60}", expected="true or false", hint=f'"{SWITCH}": true'
         )
     return word in _TRUE
 

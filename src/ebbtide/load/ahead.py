@@ -29,8 +29,8 @@ class ReadAhead:
     """A thread that fetches this rank's part of the files that the page cache lacks. See [Note: reading ahead].
 
     Args:
-        entries: Where the tensors lie that are needed.
-        part: Of this rank, from 0 on.
+        entries: The needed tensors, with their places in files.
+        part: The number of this rank's part, from 0.
         parts: Ranks that share the work.
     """
 

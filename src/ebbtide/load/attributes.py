@@ -18,7 +18,7 @@ def plain_name(name: str) -> str:
 
 
 def rename(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
-    """Put tensors into plain attributes, such as second names of parameters, in place of those of these identities."""
+    """Replace tensors, by identity, in plain attributes such as second names of parameters."""
     seen: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
         for name, value in _plain_attributes(module):
@@ -56,7 +56,7 @@ def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _replaced(value: Any, function: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, tuple[Any, Any]]) -> Any:
-    """Return a value with the function's tensors for its own, in lists, dicts, tuples and sets of them, too.
+    """Return a value with its tensors replaced by the function's, also in lists, dicts, tuples and sets of them.
 
     All but tuples are changed in place. ``seen`` has containers by identity, each with what it became.
     """

@@ -2,7 +2,7 @@
 
 [Note: 4-bit weights]
 On meta, a 4-bit weight has the shape of the weight that it is made from. Quantised it is a column of packed numbers,
-two a byte, and its module keeps a state of scales beside it. Wrappers cut what they find, so the column is put on meta
+two per byte, and its module has a state with the scales. Wrappers cut what they find, so the column is put on meta
 before the model is sharded. Scales may themselves be quantised, and then each depends on all of the tensor; so every
 rank reads a tensor whole, has its library quantise it, keeps its part of the column and the scales (an eighth of the
 column at most), and drops the rest before the next tensor. A checkpoint that has columns and scales is cut like any
@@ -82,14 +82,14 @@ class FourBit:
         return iter(self._weights)
 
     def oriented(self, name: str, layout: SourceLayout) -> SourceLayout:
-        """Return where a weight comes from, as it is quantised: that of a ``Conv1D`` lies the other way round."""
+        """Return the layout that a weight is quantised from: that of a ``Conv1D`` is transposed."""
         source = getattr(self._weights[name].module, "source_cls", None)
         if self._packed:
             return layout
         return layout.transpose(0, 1) if source is not None and source.__name__ == "Conv1D" else layout
 
     def without_scales(self, entries: Mapping[str, CheckpointEntry]) -> dict[str, CheckpointEntry]:
-        """Return what a checkpoint holds beside scales; if it has any, weights are columns from here on."""
+        """Return a checkpoint's entries without scales; if it has scales, weights are columns from here on."""
         if not self._weights:
             return dict(entries)
         for key in entries:
@@ -104,7 +104,7 @@ class FourBit:
         """Learn where weights come from, and put columns on meta if they are not there yet.
 
         Raises:
-            DataError: A weight comes from nowhere.
+            DataError: A weight is not in the checkpoint.
         """
         if absent := sorted(self._weights.keys() - sources.keys()):
             raise DataError(
@@ -169,7 +169,7 @@ class FourBit:
         """Give modules the scales of their weights, once columns are in the model.
 
         Raises:
-            ConfigError: The wrapper would convert columns to another dtype, which makes other numbers of them.
+            ConfigError: The wrapper would convert columns to another dtype, which would change the packed numbers.
         """
         if not self._weights:
             return
@@ -178,7 +178,7 @@ class FourBit:
             module: Any = weight.module
             module.quant_state = weight.state
             found: Any = module._parameters.get(weight.attribute)
-            if hasattr(found, "device_mesh"):  # PEFT asks a shard, too, how it was quantised
+            if hasattr(found, "device_mesh"):  # PEFT reads from a shard, too, how it was quantised
                 found.compress_statistics, found.quant_type = weight.old.compress_statistics, weight.old.quant_type
             elif not weight.flat:
                 module._parameters[weight.attribute] = self._parameter(weight, found.data)
@@ -193,7 +193,7 @@ def scales_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the scales of a model's 4-bit weights, by the names under which their library saves them.
 
     Raises:
-        ConfigError: Weights lie in memory as only inference on a CPU uses them.
+        ConfigError: Weights are packed for inference on a CPU.
     """
     for prefix, module in model.named_modules():
         state: Any = getattr(module, "quant_state", None)

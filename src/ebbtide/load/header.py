@@ -1,4 +1,4 @@
-"""Headers of safetensors files, read and checked here: slices are read by their offsets, so nothing may lie.
+"""Headers of safetensors files, read and checked here: slices are read by these offsets, so all are verified.
 
 The format: eight bytes, little-endian, the length of a JSON object; the object; the tensors' bytes. The library that
 reads it hands out tensors and slices, not offsets.
@@ -21,7 +21,7 @@ from ebbtide.base.errors import DataError
 from ebbtide.base.units import format_size
 
 MAX_HEADER_BYTES = 100_000_000
-"""The bound of the library that writes these files; what claims more is no header."""
+"""The limit of the library that writes these files; a larger header is rejected."""
 METADATA = "__metadata__"
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -64,7 +64,7 @@ class CheckpointEntry:
 def state_of(fd: int) -> tuple[int, ...]:
     """Return what changes if an open file is written, replaced or cut.
 
-    Not what another owner or link changes, and not the inode, which some network file systems number anew.
+    Not what another owner or link changes, and not the inode, which some network file systems change.
     """
     found = os.fstat(fd)
     return found.st_size, found.st_mtime_ns
@@ -159,7 +159,7 @@ def _entry(
     fields: dict[str, Any] = cast("dict[str, Any]", described) if isinstance(described, dict) else {}
     shape, offsets, kind = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
-        raise _bad(path, f"tells {name!r} as {described!r:.80}", "dtype, shape and data_offsets of each tensor")
+        raise _bad(path, f"describes {name!r} as {described!r:.80}", "dtype, shape and data_offsets of each tensor")
     if kind not in DTYPES:
         raise _bad(path, f"holds {name!r} as {kind!r:.40}", "one of " + ", ".join(DTYPES))
     begin, end = cast("list[int]", offsets)

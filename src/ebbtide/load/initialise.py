@@ -5,7 +5,7 @@ Functions that initialise (``_init_weights`` of transformers, ``reset_parameters
 one stream of random numbers, so a parameter's values would depend on earlier draws. Here each call has its own seed,
 made of the run's seed and the call's name; its tensors are made whole, initialised, cut and dropped before the next
 call. Running all calls once on meta, where writing costs nothing, shows which call writes which tensors. A tensor
-that several calls write is given to all of them, in their order.
+that several calls write is passed to all of them, in their order.
 
 This happens on a copy of the model on meta from before it was sharded, where names and modules are still plain.
 """
@@ -93,7 +93,7 @@ class Initialiser:
         # Those that hooks compute from parameters cannot be copied, and are computed in each forward.
         attributes = [value for module in model.modules() for value in vars(module).values()]
         memo: dict[int, Any] = {id(v): v.detach() for v in attributes if isinstance(v, torch.Tensor) and not v.is_leaf}
-        # Those of bitsandbytes cannot be copied on meta, and are never given first values.
+        # Those of bitsandbytes cannot be copied on meta, and are never initialised.
         memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
         self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)

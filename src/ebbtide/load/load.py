@@ -83,7 +83,7 @@ class Loading:
         self.checkpoint: Checkpoint | None = None
         self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
-        self._undo = contextlib.ExitStack()  # gives the model its parameters and dtypes again
+        self._undo = contextlib.ExitStack()  # restores the model's parameters and dtypes
 
     def run(
         self,
@@ -130,7 +130,7 @@ class Loading:
         return sharded
 
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
-        """Shard the model; second names of its tensors follow them, and others that stay on meta are named."""
+        """Shard the model; second names of its tensors follow them, and attributes that stay on meta are logged."""
         before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
         try:
             sharded = (shard(self.model) if shard else None) or self.model
@@ -145,7 +145,7 @@ class Loading:
         return sharded
 
     def _agree(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """Settle with the other ranks where weights come from, and what they are for; the model is not changed yet."""
+        """Agree with the other ranks on the sources of weights and match their names; the model is not changed yet."""
         sights = self.ranks.run_on_all_ranks("look for the weights", lambda: self._look(dtype, optimizer))
         self._choose(sights)
         catalogs = (
@@ -156,7 +156,7 @@ class Loading:
         )
 
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Check the arguments and see what is there for this rank."""
+        """Check the arguments, and find the weights that this rank sees."""
         loaded = self._weights is None and self.options.source != "initialize" and is_loaded(self.model)
         check_model(self.model, loaded=loaded)
         check_attributes(self.model)

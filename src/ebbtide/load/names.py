@@ -176,9 +176,11 @@ def _assign(
         source = found[base]
         shape = source.shape if isinstance(source, SourceLayout) else source.shapes[base]
         if tuple(shape) != tuple(tensor.shape):
-            plan.misshaped.append(f"{first} is {tuple(shape)} there and {tuple(tensor.shape)} here")
+            plan.misshaped.append(f"{first} is {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model")
         elif isinstance(source, SourceLayout) and not castable(source.dtype, tensor.dtype):
-            plan.uncast.append(f"{first} is {_word(source.dtype)} there and {_word(tensor.dtype)} here")
+            plan.uncast.append(
+                f"{first} is {_word(source.dtype)} in the checkpoint and {_word(tensor.dtype)} in the model"
+            )
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
             same = [twin for other in others if isinstance(twin := found[other], SourceLayout)]

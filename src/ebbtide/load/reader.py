@@ -4,11 +4,11 @@
 A box of a tensor lies in its file as runs of bytes. A box is halved until a piece spans at most a staging buffer and
 holds few bytes that are not wanted; then its span is read at once. A span that is byte for byte what the shard holds is
 read straight into it: one copy, from the page cache. Any other goes through the staging buffer, which stays in the
-processor's cache, and is copied from there with the dtype converted: no tensor is ever there twice, in no dtype.
+processor's cache, and is copied from there with the dtype converted: no tensor is ever in memory twice, in any dtype.
 
 [Note: through the page cache]
 Files are read through the page cache while the checkpoint fits into half of the free memory: the kernel reads ahead
-while threads copy, several ranks of a machine ask the disk once, and the next load finds the files in memory. These
+while threads copy, several ranks of a machine read the disk once, and the next load finds the files in memory. These
 pages belong to no process, and the kernel drops them when memory is needed. Larger checkpoints are read with direct I/O
 where the page cache holds less than half of a file and no other rank wants the same bytes. Files are not mapped: a
 mapped file that shrinks kills the process instead of raising, and its pages count as the process's memory.
@@ -165,11 +165,11 @@ class SliceReader:
         self.close()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read pieces and return when all are there.
+        """Read pieces and return when all are read.
 
         Args:
             pieces: What to read, and into which views.
-            done: Told the bytes of every read that has ended.
+            done: Called with the bytes of every finished read.
 
         Raises:
             DataError: A file cannot be read, or changed since its header was read.

@@ -46,7 +46,7 @@ class Saving:
     """One save.
 
     Args:
-        model: Sharded or plain, with its parameters there.
+        model: Sharded or plain, with its parameters in memory.
         folder: Where files go.
         meet: How ranks meet; ``None``: this process is alone.
         max_file_bytes: Most bytes of tensors in a file.
@@ -205,7 +205,7 @@ class Saving:
     def _finish(self, files: Files) -> dict[str, Any]:
         """Rename the drafts, write the index, and remove files of an earlier save of this name.
 
-        An index of files that are replaced is removed first: whoever is killed in between leaves no mixture that loads.
+        An index of files that are replaced is removed first: a killed save leaves no mixture that loads.
         """
         index = f"{self._name}.safetensors{INDEX_SUFFIX}"
         try:

@@ -37,7 +37,7 @@ class Target:
         boxes: The boxes of the whole, each with the view of ``local`` that takes it.
         shape: Of the whole.
         shared: Other ranks hold the same bytes.
-        writes: This is the first rank of those that hold them, as far as the wrapper tells.
+        writes: This is the first rank of those that hold them, as far as the wrapper shows.
     """
 
     name: str
@@ -72,7 +72,9 @@ def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
     found = (module._buffers if is_buffer else module._parameters)[name]
     if found is None:
         raise ConfigError(
-            f"{name!r} is gone from the model", expected="it as it was", hint="the shard function must not remove it"
+            f"{name!r} is no longer in the model",
+            expected="all parameters and buffers that it had",
+            hint="the shard function must not remove any",
         )
     return found
 
@@ -152,8 +154,8 @@ def default_device(kind: str | None = None) -> torch.device:
 def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[tuple[Box, tuple[int, ...]]]:
     """Return the boxes of this rank, each with where it begins in the local tensor.
 
-    Each dimension's indices are dealt out by the placements' own function, so that uneven and strided shards are what
-    they are at run time.
+    Each dimension's indices are divided by the placements' own function, so that uneven and strided shards are those of
+    run time.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -255,11 +257,11 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
 
 
 def fsdp2_params(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's own account of each parameter that it shards."""
+    """Yield FSDP2's own record of each parameter that it shards."""
     for unit in _units(model, "FSDPModule"):
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # one group a unit, before torch 2.10
+        if groups is None:  # one group per unit, before torch 2.10
             groups = [g for g in [state._fsdp_param_group] if g is not None]
         for group in groups:
             yield from group.fsdp_params

@@ -64,7 +64,11 @@ class Machine:
                     hint="`ebbtide doctor --out machine.json` writes the machine that it runs on",
                 )
         if not isinstance(self.can_cancel, bool):
-            raise ConfigError(f"can_cancel of machine {self.name!r} is {self.can_cancel!r}", expected="true or false")
+            raise ConfigError(
+                f"can_cancel of machine {self.name!r} is {self.can_cancel!r}",
+                expected="true or false",
+                hint="false for copies on the streams of an accelerator, true for a disk",
+            )
 
     def rates(self, ranks: int = 1) -> Rates:
         """Return the copy rates of each of ``ranks`` devices that copy at once: its link, or its share of the host."""

@@ -125,7 +125,7 @@ class _Step:
             self.stalls[self._place] += time - self.now
             self.now = time
 
-    # What the schedule asks
+    # Called by the schedule
 
     @property
     def can_cancel(self) -> bool:
@@ -239,7 +239,7 @@ class _Step:
         if not block.units:
             self.now += block.backward_seconds
         self.see(level, base, "backward", block.name)
-        # Its graph is gone, and so are the bytes kept for it.
+        # Its graph is freed, and so are the bytes kept for it.
         self.held -= _more_inputs(block, actions)
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             if action is Action.KEEP:

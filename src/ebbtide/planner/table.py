@@ -24,7 +24,7 @@ SCHEMA = 2
 """Schema of the plan file."""
 
 MILLISECONDS_PER_MB = 1e3 * 1e6
-"""In one second per byte."""
+"""Milliseconds per MB in one second per byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class TablePlan:
             raise ConfigError(
                 f"the plan has rows for {few(foreign)}, and the model's blocks are {few(present)}",
                 expected="a plan that was made for this model",
-                hint="make it again; a path is that in the model before it was wrapped",
+                hint="make the plan again; paths are those in the model before it was wrapped",
             )
         if foreign:
             logger.warning("the plan has rows for %s, which are no blocks of this model", few(foreign))

@@ -183,7 +183,7 @@ def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
 
 
 def alike(one: TimedStep, other: TimedStep) -> bool:
-    """Whether two steps ran the same blocks. What these saved may differ: lengths of sequences do, and routes."""
+    """Whether two steps ran the same blocks. Their saved bytes may differ, with sequence lengths and routing."""
     return [(block.name, block.kind) for block in one.blocks] == [(block.name, block.kind) for block in other.blocks]
 
 

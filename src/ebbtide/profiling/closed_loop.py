@@ -47,7 +47,7 @@ BELOW = 0.01
 """Slowdown that plans leave of the promised one, at most half of it, because predictions err by that and more."""
 
 MARGIN = 0.01
-"""Share of a budget by which a plan that follows an excess takes less than that demands."""
+"""Share of a budget by which the plan after an excess is smaller than the excess requires."""
 
 FRAGMENTS = 0.2
 """Assumed fragmentation of torch's allocator, as a share of the allocated bytes: a sixth of the device's."""
@@ -211,7 +211,7 @@ class ClosedLoop:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "no plan fits, the one that takes least memory is carried out: %s is %s; expected %s\nhint: %s",
+                    "no plan fits, so the plan with the least memory is executed: %s is %s; expected %s\nhint: %s",
                     self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip

@@ -66,7 +66,7 @@ def without_bytes() -> FakeTensorMode:
 
 
 class FakeMachine(TorchDispatchMode):
-    """Advances a clock and counts living storages, for every operator that is called. See [Note: a simulated step].
+    """Advances a clock and counts live storages, for every operator that is called. See [Note: a simulated step].
 
     It is the meter of its step (``ebbtide.store.meter.Meter``).
 

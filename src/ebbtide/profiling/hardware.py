@@ -235,7 +235,7 @@ def _rate(
     raise TargetError(
         f"{device} cannot be measured ({str(refused)[:200]})",
         expected="a device that multiplies matrices and has some memory left",
-        hint="end what else runs on it, and see that a small torch program runs there",
+        hint="stop other programs on it, and check that a small torch program runs there",
     ) from refused
 
 

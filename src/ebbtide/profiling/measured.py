@@ -52,7 +52,7 @@ from ebbtide.store.protocol import Tier, park_one
 logger = logging.getLogger("ebbtide")
 
 MEASURED_STEPS = 2
-"""Of these the shortest time of each part counts: disturbances only make a machine slower."""
+"""Measured steps; of each part the shortest time counts, because disturbances only make a machine slower."""
 
 COMPARED = 2
 """Blocks of a kind that run without hooks while a plan is judged."""
@@ -76,7 +76,7 @@ LONGER = 3
 """Measured steps that are longer than the first until a plan is made without a baseline."""
 
 SHORTER = 4
-"""Steps that may pass until one as long as that because of which steps are measured."""
+"""Shorter steps that may pass until one as long as the step that triggered a measurement."""
 
 
 class MeasuredPlan:
@@ -123,7 +123,7 @@ class MeasuredPlan:
         meter, budget = meter_for(self._tier), self._policy.memory_budget
         if budget is not None and meter.take_peak_bytes() is None:
             raise ConfigError(
-                f"memory_budget is {budget!r}, and this machine does not tell how much memory was used",
+                f"memory_budget is {budget!r}, and this machine does not report the peak of used memory",
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
                 hint="set max_slowdown instead",
             )
@@ -344,7 +344,7 @@ class MeasuredPlan:
         kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
         enough = Counter(kind for name, kind in kinds.items() if name in kept)
         treated = Counter(kind for name, kind in kinds.items() if name not in kept)
-        # Beside copies a kept block is no ordinary one: the first ones are. One of a kind must execute the plan.
+        # A kept block is as in ordinary training only where no copies run: the first. One of a kind must run the plan.
         copies = solution.predicted.offloaded_bytes > 0
         few = [
             block

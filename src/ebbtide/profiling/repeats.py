@@ -127,7 +127,7 @@ class Repeats:
             return output
         known = self._calls.get(self._first[place])
         if known is None or _described((args, kwargs)) != known.arguments:
-            raise NotAlike(f"{self._names[place]} is called in another manner than the first of its kind")
+            raise NotAlike(f"{self._names[place]} is called otherwise than the first of its kind")
         return known.passed_on((args, kwargs))
 
     def complete(self, step: TimedStep, marks: Marks) -> TimedStep:
@@ -180,7 +180,7 @@ class Repeats:
         # The next block, which precedes it in backward, has unsharded gradients until this one's arrive.
         gradients = self._gradients(first, 1) + self._gradients(first + 1, self._shards) - self._gradients(first + 1, 1)
         if figures.forward_adds(first) + figures.backward_adds(first) != gradients:
-            raise NotAlike(f"{one.name} leaves behind something else than its gradients")
+            raise NotAlike(f"{one.name} leaves behind more than its gradients")
 
     def _gradients(self, place: int, shards: int) -> int:
         trained = [p for p in self._modules[place].parameters() if p.requires_grad]
@@ -284,7 +284,7 @@ def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     if not isinstance(leaf, _PLAIN):
-        raise NotAlike(f"a block is given a {type(leaf).__name__}")
+        raise NotAlike(f"a block receives a {type(leaf).__name__}")
     return leaf
 
 

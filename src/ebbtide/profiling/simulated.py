@@ -175,8 +175,8 @@ class _Task:
                 timer.finish()
         except NEEDS_VALUES as error:
             raise ConfigError(
-                f"the model's code asks for a tensor's values ({type(error).__name__}: {error.func})",
-                expected="a forward that decides nothing by what weights and activations hold",
+                f"the model's code reads a tensor's values ({type(error).__name__}: {error.func})",
+                expected="a forward whose control flow does not depend on values of weights and activations",
                 hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
             ) from error
         except NotAlike:
@@ -189,8 +189,8 @@ class _Task:
         if not found:
             raise ConfigError(
                 f"no block saved anything of {format_size(self.options.min_bytes)} or more that the backward read",
-                expected="a batch of the size that is trained, and a loss that needs gradients of what the blocks made",
-                hint="give the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
+                expected="a batch of the trained size, and a loss that depends on the outputs of the blocks",
+                hint="pass the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
             )
         step = found[0] if repeats is None or not repeats.some else repeats.complete(found[0], timer)
         profile = self._profile_of(step, twin, simulated.seconds(0.0, timer.began or 0.0))
@@ -250,7 +250,7 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
         raise ConfigError(
             f"forward returned {type(output).__name__}, and there is nothing to begin a backward with",
             expected="a `loss`, or a tensor that requires gradients",
-            hint="is every weight frozen? otherwise give loss=, a function of what forward returns",
+            hint="is every weight frozen? otherwise pass loss=, a function of what forward returns",
         )
     return value if value.ndim == 0 else value.float().square().mean()
 
@@ -288,7 +288,7 @@ def _without_bytes(model: nn.Module) -> nn.Module:
         if kind not in (nn.Parameter, torch.Tensor, nn.Buffer):
             raise ConfigError(
                 f"{name} is a {kind.__name__}",
-                expected="plain weights: sharding is given as a number, and quantised weights are not foreseen",
+                expected="plain weights: sharding is passed as a number, and quantised weights are not supported",
                 hint="make the plan of the model before it is wrapped or quantised",
             )
         twin = _fake(weight)

@@ -64,9 +64,9 @@ def copies(run: Run) -> list[StepCopies]:
 
 
 def _totals(run: Run) -> list[list[tuple[Event, Event]]]:
-    """Return for each step, and in it for each model, the totals before it and after it. Before its first they are 0.
+    """Return for each step, and in it for each model, the totals before it and after it.
 
-    A step has an event of each model, in one order.
+    Before a model's first event they are 0. A step has an event of each model, in one order.
     """
     found: list[list[tuple[Event, Event]]] = []
     latest: list[Event] = []

@@ -63,7 +63,7 @@ class PeakParts:
 
     @property
     def advice(self) -> str | None:
-        """How to lower the largest part for which a way is known; ``None`` if there is none, or it is small."""
+        """How to lower the largest part for which that is known; ``None`` if there is none, or it is small."""
         known = [name for name in self.parts if name in LOWERED]
         largest = max(known, key=lambda name: self.parts[name], default=None)
         if largest is None or self.parts[largest] < _SMALL * self.peak.bytes_:

@@ -13,13 +13,13 @@ copied), one of them on the way in. A device without room for a prefetch makes t
 
 [Note: start of backward]
 What is saved last is read first. Copies that have not begun when backward begins are cancelled, and the bytes are
-served from the source. Where the store cannot cancel (what was asked of a stream is done), the last bytes of a pass,
+served from the source. Where the store cannot cancel (a copy queued on a stream runs), the last bytes of a pass,
 as many as the window in holds, are *held back*: the pass before shows how many bytes a pass offers. A pass that turns
 out longer begins the oldest of them when more would be held; a shorter one holds less. Bytes held back count as bytes
 in the window, so memory is the same whether the forecast was right or not.
 
 [Note: groups of copies]
-What is asked of a stream costs the host microseconds, and a block saves dozens of tensors. So where copies are asked of
+Queuing on a stream costs the host microseconds, and a block saves dozens of tensors. So where copies are queued on
 streams, sources are *gathered*, and their copies begin together: when they are a quarter of the window, when the
 window is full, or when their block's forward ends, whichever comes first. On the way in the window is filled again
 when a quarter of it is free, by a quarter at a time: a reader waits for its group. What is gathered counts as in

@@ -35,7 +35,7 @@ class _Group(NamedTuple, Generic[SavedT]):
 
 
 class CopyOut(Generic[SavedT]):
-    """Copies from the device to the store: under way, or held back; oldest first.
+    """Copies from the device to the store: in flight or held back; oldest first.
 
     Args:
         mover: Carries them out.
@@ -52,7 +52,7 @@ class CopyOut(Generic[SavedT]):
         self._gathered: list[_Waiting[SavedT]] = []
         self._gathered_bytes = 0
         self._postponed: list[_Waiting[SavedT]] = []
-        self._expected_bytes = sys.maxsize  # what a forward offers; unknown before the first has ended
+        self._expected_bytes = sys.maxsize  # that a forward offers; unknown before the first has ended
 
     @property
     def held_bytes(self) -> int:
@@ -160,7 +160,7 @@ class CopyOut(Generic[SavedT]):
             self.begin(new)
             self._release_copied(self.window.out_bytes)
         if not self._queue and not self._gathered:
-            self.in_flight_bytes = 0  # whatever an interrupt left of a count
+            self.in_flight_bytes = 0  # an interrupt may have left a wrong count
 
     def _release_copied(self, limit_bytes: int | None = None) -> None:
         """Release sources of finished copies, oldest first; compute waits for one while more bytes are in flight."""
@@ -172,7 +172,7 @@ class CopyOut(Generic[SavedT]):
                         break
                     self._mover.release_sources(group, wait=True)
             except BaseException:
-                # They keep their sources. Said once: the block that this error leaves asks again when it ends.
+                # They keep their sources. Raised once: the block that this error leaves tries again when it ends.
                 self.in_flight_bytes -= self._queue.popleft().nbytes
                 raise
             del group

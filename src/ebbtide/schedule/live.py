@@ -9,7 +9,7 @@ from ebbtide.schedule.mover import Saved
 
 
 class LiveBytes:
-    """The bytes of those of many objects that are alive, without a look at each: it is asked at every saved tensor."""
+    """The bytes of the live ones of many objects, without visiting each: the sum is read at every saved tensor."""
 
     def __init__(self) -> None:
         self._bytes: dict[weakref.ref[Saved], int] = {}
@@ -33,7 +33,7 @@ class LiveBytes:
         if self._dead:
             self._forget_dead()
         if not self._bytes:
-            self._total = 0  # whatever an interrupt left of a sum
+            self._total = 0  # an interrupt may have left a wrong sum
         return self._total
 
     def _forget_dead(self) -> None:

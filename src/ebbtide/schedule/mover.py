@@ -1,4 +1,4 @@
-"""What the schedule asks of those who carry it out."""
+"""What the schedule requires of its executor."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Forward(Protocol):
     """One forward of the model, as far as it offers bytes."""
 
     offered_bytes: int
-    """Given to the store, or held back from it, so far."""
+    """Bytes copied out, or held back, so far."""
 
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
-        """Count storages, by site and bytes, as kept that were counted as offloaded."""
+        """Count storages, by site and bytes, as kept instead of offloaded."""
 
 
 class Outcome(enum.Enum):
-    """What became of a copy-out that was asked for."""
+    """The outcome of a requested copy-out."""
 
     BEGUN = enum.auto()
     REFUSED = enum.auto()

@@ -10,24 +10,24 @@ from ebbtide.base.units import format_size
 logger = logging.getLogger("ebbtide.schedule")
 
 MOST_GATHERED_BYTES = 64 * 1024**2
-"""Gathered before their copies begin: a link moves them in about a millisecond."""
+"""Bytes gathered before their copies begin: a link moves them in about a millisecond."""
 
 LEAST_WINDOW = 16 * 1024**2
 """Smallest window that follows the model: below this, copies are too short to hide anything."""
 
 
 BACKWARDS_WITH_ROOM = 50
-"""After so many the window that a full device has made smaller grows again."""
+"""Backwards after which a window that a full device has made smaller grows again."""
 
 _LEAST_ROOM = 1024**2
-"""What it grows to at least: a device that had no room at all would else need a thousand backwards."""
+"""The least size that it grows to: after no room at all, doubling would need a thousand backwards."""
 
 
 class Window:
     """Bytes allowed in flight each way. See [Note: window].
 
     Args:
-        fixed_bytes: What the user asked for; None: follow the model.
+        fixed_bytes: The user's window; None: follow the model.
 
     Attributes:
         out_bytes: Window of the copy-out; without a limit until the first block was seen whole.
@@ -64,10 +64,10 @@ class Window:
         self._follow()
 
     def shrink(self, ahead_bytes: int) -> None:
-        """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on.
+        """Prefetch half as much from now on: beyond ``ahead_bytes`` of prefetched bytes the device has no room.
 
         Args:
-            ahead_bytes: What was brought in; 0: nothing was, for there was too little room before.
+            ahead_bytes: Bytes that were prefetched; 0: none, because there was too little room already.
         """
         smaller = (ahead_bytes or self.in_bytes) // 2
         first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, smaller)
@@ -81,7 +81,7 @@ class Window:
             )
 
     def recover(self) -> None:
-        """A backward begins: after many that had room, bring in twice as much."""
+        """A backward begins: after many that had room, prefetch twice as much."""
         self._backwards += 1
         if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
             self._room_bytes, self._backwards = min(max(2 * self._room_bytes, _LEAST_ROOM), sys.maxsize - 1), 0

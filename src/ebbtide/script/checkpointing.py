@@ -65,7 +65,7 @@ def checkpoints_itself(model: nn.Module) -> bool:
     for module in model.modules():
         name = next(
             (name for name in _IS_ON if hasattr(type(module), name)), None
-        )  # asked of the class: no property runs
+        )  # read from the class: no property runs
         if name is not None and getattr(module, name) is True:
             return True
     return False

@@ -95,10 +95,10 @@ def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
         hint = "if the script trains without a torch.optim.Optimizer, " + by_hand
         return "the command imported torch and made no optimizer: it trained nothing", hint
     if "step" not in kinds:
-        hint = "if it trains later, let it come that far"
+        hint = "if it trains later, let it run until then"
         return "the command made an optimizer, and ended before it trained a model", hint
     if "traced" in kinds:
         hint = "compile the model's blocks (`block.compile()`), not the function around the model"
-        return "an optimizer took a step, and the model is called only inside of a compiled function", hint
+        return "an optimizer took a step, and the model is called only inside a compiled function", hint
     hint = f"its parameters are copies, or its layers are called one by one: {by_hand}"
     return "an optimizer took a step, but no model that was called has its parameters", hint

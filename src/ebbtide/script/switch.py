@@ -200,7 +200,7 @@ class ScriptSwitch:
         @functools.wraps(plain)
         def leave(status: int) -> NoReturn:
             try:
-                if threading.current_thread() is threading.main_thread():  # a watchdog's ends a process that hangs
+                if threading.current_thread() is threading.main_thread():  # a watchdog thread ends a process that hangs
                     self._process_ends()
             finally:
                 plain(status)

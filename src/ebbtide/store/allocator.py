@@ -2,7 +2,7 @@
 
 On a CPU-only machine the memory to be saved is the process's. glibc keeps what is freed into its heap for the next
 step: that is fast, and resident size stays at the largest step so far. With a memory budget the heap is trimmed after
-each backward. glibc allocates larger blocks apart, and raises the size that is large, up to 32 MiB, whenever one is
+each backward. glibc maps larger blocks separately, and raises that threshold, up to 32 MiB, whenever one is
 freed. A fixed size returns each freed tensor at once, but the kernel must clear fresh pages for every new one: several
 times the page faults of a step. See docs/decisions/0016-the-allocator-is-the-users.md.
 """
@@ -15,7 +15,7 @@ import sys
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 1 << 20
-"""The smallest block that is mapped apart; also the most free memory at the heap's top."""
+"""The smallest block that is mapped separately; also the most free memory at the heap's top."""
 
 
 def trim_heap() -> bool:

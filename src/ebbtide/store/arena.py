@@ -331,6 +331,7 @@ class Arena:
         raise CapError(
             f"cannot allocate another {format_size(nbytes)} of host memory ({format_size(self._used_bytes)} in "
             f"use): {cause}",
+            expected="host memory that can be allocated",
             hint="set host_budget below the free memory: what exceeds it goes to disk; or offload less",
         ) from cause
 

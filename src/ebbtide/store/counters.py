@@ -13,12 +13,12 @@ _MOST_UNREAD = 4096
 class Stalls:
     """Stalls: how long compute waited, and for which reader.
 
-    A device tells the length of a wait when it is over, which may be much later than it was asked for; so each wait
-    carries the name of who was served. ``reader`` is set by whoever asks the tier for something.
+    A device reports the length of a wait once it is over, which may be much later than its request; so each wait
+    carries its reader. Callers set ``reader`` before they call the tier.
 
     Attributes:
-        reader: On whose behalf is asked now; any value.
-        timed: Whether a device times the copies and waits that are asked of it from now on. Each takes two events that
+        reader: For whom the tier is called now; any value.
+        timed: Whether a device times the copies and waits that are requested from now on. Each takes two events that
             keep time, in the middle of a stream; the host's own clock costs nothing and is always read.
         total_seconds: All that is known so far.
     """
@@ -34,7 +34,7 @@ class Stalls:
 
         Args:
             seconds: Its length.
-            reader: Who ``reader`` was when it was asked for.
+            reader: The value of ``reader`` when it was requested.
         """
         self.total_seconds += seconds
         self._unread.append((reader, seconds))

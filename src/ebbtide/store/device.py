@@ -73,7 +73,7 @@ class Device(Protocol):
         ...
 
     def default_stream(self, where: torch.device) -> StreamHandle | None:
-        """Return the stream that computes unless another is entered; ``None``: this kind of device does not tell."""
+        """Return the stream that computes unless another is entered; ``None``: unknown for this kind of device."""
         ...
 
     def side_stream(self, where: torch.device, purpose: str) -> StreamHandle:
@@ -145,7 +145,7 @@ class Device(Protocol):
 
 
 def capture_query() -> Callable[[], bool]:
-    """Return a function that tells whether the current stream is captured in a graph (``torch.cuda.graph``)."""
+    """Return a function that returns whether the current stream is captured in a graph (``torch.cuda.graph``)."""
     if not torch.accelerator.is_available():
         return lambda: False
     return getattr(torch.get_device_module(), "is_current_stream_capturing", _is_capturing)

@@ -16,7 +16,7 @@ _FIGURES = (
     ("allocated_bytes", "all", "current"), ("allocated_bytes", "all", "peak"), ("active_bytes", "all", "current"),
     ("reserved_bytes", "all", "current"), ("num_alloc_retries",),
 )  # fmt: skip
-"""Places of ``AllocatorFigures`` among the allocator's."""
+"""Where the allocator's statistics have the fields of ``AllocatorFigures``."""
 
 _highest: dict[int, int] = {}
 """By device, the most bytes before torch's peak was reset here."""
@@ -29,7 +29,7 @@ def device_memory() -> Any:
 
 
 class AllocatorFigures(NamedTuple):
-    """What torch's allocator has on a device.
+    """Figures of torch's allocator for one device.
 
     Attributes:
         allocated_bytes: Of tensors.

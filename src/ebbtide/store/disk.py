@@ -130,7 +130,7 @@ class DiskTier(Streamless):
     ) -> None:
         for name, value in (("budget_bytes", budget_bytes), ("in_flight_bytes", in_flight_bytes)):
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}", expected="a number of bytes above zero")
+                raise ConfigError(f"{name} is {value}", expected="a number of bytes above zero", hint="leave it out")
         file = BackingFile(default_directory() if path is None else check_directory(path))
         self.counters = TierCounters()
         self.direct = file.direct
@@ -206,7 +206,7 @@ class DiskTier(Streamless):
         return all(slot.parked for slot in slots)
 
     def trim(self) -> None:
-        """Free spare read buffers, and what ``return_freed_memory`` asked for."""
+        """Free spare read buffers, and the memory of ``return_freed_memory``."""
         if self._work.usable:
             self._work.measure()
             self._work.pool.trim()

@@ -217,7 +217,7 @@ class DiskWork:
         while not happened():
             self.check_usable()
             if not wait_held(self._done, _WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
-                raise DiskError("a thread of the disk tier is gone", hint="close this handle and open a new one")
+                raise DiskError("a thread of the disk tier has died", hint="close this handle and open a new one")
             self._settle()
         self._counters.stalls.add_since(started)
 

@@ -65,7 +65,7 @@ class Headroom:
         return len(sizes)
 
     def _take(self, nbytes: int, where: torch.device) -> bool:
-        """Count the bytes of one; return False on a device that does not tell what is free."""
+        """Count the bytes of one; return False on a device that does not report free memory."""
         left = self._left_bytes.get(where, 0)
         if left < nbytes:
             room = self._device.free_memory(where)
@@ -76,7 +76,7 @@ class Headroom:
             if flushed or room.free_bytes < nbytes:
                 self._left_bytes.pop(where, None)
                 raise torch.OutOfMemoryError(
-                    f"{format_size(nbytes)} are to be copied in ahead, {format_size(room.free_bytes)} of device "
+                    f"{format_size(nbytes)} are to be prefetched, {format_size(room.free_bytes)} of device "
                     f"memory are free{' after the allocator gave back what it kept' if flushed else ''}"
                 )
             left = max(min(room.free_bytes // 2, _MOST_BYTES), nbytes)

@@ -35,7 +35,9 @@ class HostTier:
 
     def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
-            raise ConfigError(f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero")
+            raise ConfigError(
+                f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero", hint="leave it out"
+            )
         self.device = device
         self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
@@ -295,7 +297,9 @@ class HostTier:
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
-            raise TargetError("the host tier is closed", hint="keep it open until the last backward is done")
+            raise TargetError(
+                "the host tier is closed", expected="an open one", hint="keep it open until the last backward is done"
+            )
         if slot is not None and slot.freed:
             raise freed_error()
 

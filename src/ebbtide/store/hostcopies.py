@@ -166,7 +166,7 @@ class HostCopies:
         self.waited = event, stream
 
     def is_done(self, event: EventHandle) -> bool:
-        """Whether ``event`` has completed; the device is asked once for the copies of a group."""
+        """Whether ``event`` has completed; the device is queried once for the copies of a group."""
         if self._completed is event:
             return True
         done = self.device.query(event)

@@ -49,7 +49,7 @@ class HostSlot:
 
     def __init__(self, tier: _Tier, place: Place, where: torch.device) -> None:
         self.where, self.nbytes = where, place.nbytes
-        self._tier: _Tier | None = tier  # None once freed: the tier queues freed slots, and would be in a circle
+        self._tier: _Tier | None = tier  # None once freed: the tier queues freed slots: this would be a cycle
         self.place: Place | None = place
         self.compute: StreamHandle = None
         self.done: EventHandle | None = None

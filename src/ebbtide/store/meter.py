@@ -91,7 +91,7 @@ class HostMeter:
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return the time between two moments."""
+        """Return the time between two timestamps."""
         return end - begin
 
     def reached(self, timestamp: float) -> bool:
@@ -122,7 +122,7 @@ class DeviceMeter:
     """Events of the compute stream, and memory allocated by torch.
 
     If events have no time, a timestamp waits for the device and reads the host's clock: slower, and as accurate.
-    Between events of two devices there is no time: of a pass that goes on to another device, the host's clock tells.
+    Events of two devices have no common time: for a pass that spans devices, the host's clock is used.
 
     Args:
         device: Provides streams and events.
@@ -135,7 +135,7 @@ class DeviceMeter:
         """Return an event of the compute stream of that device."""
         device = torch.accelerator.current_accelerator() if where is None else where
         if device is None:
-            raise RuntimeError("a moment of no device")
+            raise RuntimeError("a timestamp needs a device")
         stream = self._device.compute_stream(device)
         event = self._device.record(stream, timed=True)
         if self._device.capabilities.timed_events:
@@ -221,7 +221,7 @@ def store_bytes(tier: Tier) -> int | None:
 
 
 def resident_bytes() -> int | None:
-    """Return the resident size of the process; None if the system does not tell."""
+    """Return the resident size of the process; None if the system does not report it."""
     try:
         return int(_STATM.read_bytes().split()[1]) * mmap.PAGESIZE
     except (OSError, IndexError):

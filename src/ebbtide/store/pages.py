@@ -86,14 +86,14 @@ def use_huge_pages(address: int, nbytes: int) -> bool:
     """Let the system back memory that was not used yet with huge pages, where whole ones fit in.
 
     One fault then clears 2 MiB instead of 4 KiB: a fifth to a half of the time, except where the host has to back them
-    first. Nothing beside the memory is backed.
+    first. No other memory is backed.
 
     Args:
         address: Address of memory that is mapped.
         nbytes: Its size.
 
     Returns:
-        Whether the system was asked; it may still use small pages, and does if huge ones are off (``"never"``).
+        Whether the system accepted that; it may still use small pages, and does if huge ones are off (``"never"``).
     """
     if sys.platform != "linux":  # the advice's number may differ there
         return False

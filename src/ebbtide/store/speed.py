@@ -1,9 +1,9 @@
 """The copy rates of a tier.
 
-[Note: bytes that tell] The bytes are noise: a disk that skips zeros or compresses would appear faster. All pieces are
-copied out before the first is copied in, so that none is read from a cache. The tier's counters measure the time, as in
-training; each piece gives a rate, and the median counts. If the device's events have no time, the host's clock is used,
-from before a copy is queued until the device is idle.
+[Note: incompressible bytes] The bytes are noise: a disk that skips zeros or compresses would appear faster. All pieces
+are copied out before the first is copied in, so that none is read from a cache. The tier's counters measure the time,
+as in training; each piece gives a rate, and the median counts. If the device's events have no time, the host's clock is
+used, from before a copy is queued until the device is idle.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def noise(nbytes: int, where: torch.device) -> torch.Tensor:
 
 
 def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int) -> Speed:
-    """Copy some pieces out and in. See [Note: bytes that tell].
+    """Copy some pieces out and in. See [Note: incompressible bytes].
 
     Args:
         tier: The tier; left empty.
@@ -141,5 +141,5 @@ class _Trial:
 
     @staticmethod
     def _rate(before: tuple[float, ...], after: tuple[float, ...], which: int) -> float:
-        """Return bytes a second between two readings: ``which`` is 0 out, 2 in."""
+        """Return bytes per second between two readings: ``which`` is 0 out, 2 in."""
         return (after[which] - before[which]) / max(after[which + 1] - before[which + 1], 1e-9)

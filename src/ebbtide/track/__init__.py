@@ -1,4 +1,4 @@
-"""Listen to events, sample memory, write one run file; see [Note: record, then report]."""
+"""Listen to events, sample memory, and write one run file; see [Note: record, then report]."""
 
 from ebbtide.track.memory import track_memory as track_memory
 from ebbtide.track.runfile import RunFile as RunFile

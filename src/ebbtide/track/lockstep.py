@@ -12,7 +12,7 @@ from ebbtide.base.runs import LOCKSTEP_VARIABLE
 class Lockstep:
     """The end of a pipe from which a run reads one byte for each step that it may take.
 
-    When the writing process has closed its end, or is gone, the run goes on alone.
+    When the writing process has closed its end, or has died, the run continues alone.
 
     Args:
         pipe: A named pipe.
@@ -20,7 +20,7 @@ class Lockstep:
 
     def __init__(self, pipe: Path) -> None:
         self.waited_seconds = 0.0
-        # Opened without blocking: if the writing process is gone, nobody would ever complete the opening.
+        # Opened without blocking: if the writing process has died, nobody would ever complete the opening.
         self._pipe: int | None = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(self._pipe, True)
 

@@ -25,9 +25,9 @@ def track_memory(
     """Record memory, steps and every event of ebbtide into a run folder, around any training loop.
 
     A thread samples host and device memory. Steps are numbered and timed by a hook on every optimizer of torch, phases
-    by the passes of ebbtide's engine; a loop may mark both by hand (``run.phase``, ``run.step``), and then does alone.
-    Use it with or without offloading, in one process of several. A record within another one goes on counting its
-    steps.
+    by the passes of ebbtide's engine; if a loop marks both by hand (``run.phase``, ``run.step``), only that counts.
+    Use it with or without offloading, in one process of several. A record inside another one continues its
+    numbers of steps.
 
     Example::
 

@@ -44,7 +44,7 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
         for span in timed:
             seconds[span.step] = seconds.get(span.step, 0.0) + span.end - span.begin
         for span in counted:
-            # The sample of an edge is taken just after it, so the last one belongs to the phase.
+            # The sample of an edge is taken just after the edge, so the last one belongs to the phase.
             within = [size for _, size in curve[bisect_left(times, span.begin) : bisect_right(times, span.end) + 1]]
             if within:
                 peaks.append(max(within))

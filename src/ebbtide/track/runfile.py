@@ -39,9 +39,9 @@ logger = logging.getLogger("ebbtide.track")
 
 _EDGES = ("phase", "pass_end", "load")
 _DETAILS = frozenset(("memory", "phase", "pass_begin", "pass_end", "block", "block_backward", "stall"))
-"""Events that come many times a step."""
+"""Events that are emitted many times per step."""
 _DETAIL_BYTES = 64 * 2**20
-"""Size of a file from which on details are left out: a summary reads the file into memory, some 7 times its size."""
+"""From this size of the file on, details are left out: a summary reads the file into memory, some 7 times its size."""
 _HIGHER = 1.01
 """A sample is a new peak from this multiple of the latest one on."""
 
@@ -273,8 +273,8 @@ class RunFile:
 
     def _end_details(self) -> None:
         text = (
-            f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps and totals, and no further memory "
-            "samples but new peaks, no phases, blocks or stalls"
+            f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps, totals and new peaks of memory, "
+            "but no other samples, and no phases, blocks or stalls"
         )
         logger.warning("%s: %s", self.folder, text)
         self._write("message", {"level": "warning", "code": DETAILS_END, "text": text})

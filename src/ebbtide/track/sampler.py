@@ -56,7 +56,7 @@ class MemoryReader:
         self._family_read_at = float("-inf")
 
     def rss_bytes(self) -> int | None:
-        """Return the resident bytes, or ``None`` when the process is gone."""
+        """Return the resident bytes, or ``None`` when the process has ended."""
         own = self._own_bytes()
         if own is None or not self._children:
             return own

@@ -98,7 +98,7 @@ class StepMarker:
 
     @contextmanager
     def share(self) -> Generator[None, None, None]:
-        """Mark for one more record; how its loop marks by hand says nothing of the loop around it."""
+        """Mark for one more record; marks by hand in its loop do not concern the loop around it."""
         hands, self._parts_emitted = (self._hand_phases, self._hand_steps), False
         try:
             yield
@@ -251,7 +251,7 @@ class StepMarker:
                 self._look()
 
     def _is_stepping(self) -> bool:
-        """Whether an optimizer steps now. Of one whose step raised, torch does not say that it is over."""
+        """Whether an optimizer steps now. If a step raised, torch does not report its end."""
         if self._stepping is None or self._caller is None:
             return False
         thread, caller = self._caller

@@ -62,6 +62,9 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine, plan: st
     The directory of the disk tier may differ.
 
     Args:
+        model: The model.
+        blocks: Its blocks.
+        engine: Has the options and the target.
         plan: How the plan described itself before it measured anything.
     """
     options = engine.options
@@ -83,6 +86,7 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
     """Compare settings with the ranks of each group.
 
     Args:
+        groups: The groups.
         terms: The settings, which must be equal within a group.
 
     Raises:
@@ -147,12 +151,13 @@ class Votes:
         return (self._decided[kind, groups] or wish) == AGAIN
 
     def stop(self, kind: str, block: nn.Module, seen: Sequence[tuple[int, ...]], why: str) -> None:
-        """End the checkpointing of a kind that was decided together, since this rank can go on with it no longer.
+        """End the checkpointing of a kind that ranks decided together, because this rank can no longer checkpoint it.
 
         Args:
+            kind: The kind.
             block: One of its blocks.
             seen: As in ``decide``.
-            why: Why it can not.
+            why: Why it cannot.
 
         Raises:
             ConfigError: Another rank goes on: it would wait for this one in backward.
@@ -161,7 +166,7 @@ class Votes:
         if self._decided.get((kind, groups)) != AGAIN:
             return
         try:
-            self._decided[kind, groups] = self._ask(f"stop running {kind} blocks again", groups, NEVER)
+            self._decided[kind, groups] = self._ask(f"stop checkpointing {kind} blocks", groups, NEVER)
         except ConfigError as error:
             note_place(error, f"rank {dist.get_rank()} stops, since its {kind} blocks {why}")
             raise

@@ -53,7 +53,7 @@ class HeldArray:
         return self._value[:] if isinstance(self._value, array.array) else self._value.copy()
 
     def restore(self, then: Any) -> None:
-        """Write earlier values into it, unless it still has them."""
+        """Write earlier values into the array, unless it still has them."""
         if _bytes_in(self._value) != _bytes_in(then):
             self._value[... if hasattr(self._value, "flags") else slice(None)] = then
 

@@ -299,7 +299,7 @@ class Attachment:
         before, self._before = self._before, scope.block
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
-            self._leave_to_checkpoint(kept, before, [])  # its inputs are gone
+            self._leave_to_checkpoint(kept, before, [])  # its inputs are no longer known
 
     def _compiled_away(self) -> None:
         """Warn that the model, or a module around its blocks, is compiled, so that our hooks do not run."""
@@ -331,9 +331,9 @@ class Attachment:
         return graphed
 
     def _check_room(self) -> None:
-        """After the first block, tell the store what all need if they are alike; warn if it cannot hold that.
+        """After the first block, announce to the store what all blocks need if they are alike; warn if it has no room.
 
-        The store itself raises where it is full: blocks of a pyramid get smaller.
+        The store itself raises when it is full: the blocks of a pyramid may get smaller.
         """
         if self._room_checked or not self._seen:
             return

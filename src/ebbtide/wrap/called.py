@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 
 class Called:
-    """One call of a block. Its arguments are flattened once: half a dozen questions are about all of them.
+    """One call of a block. Its arguments are flattened once, for several readers.
 
     Args:
         forward: The block's forward.
@@ -26,7 +26,7 @@ class Called:
         self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
     def flatten(self) -> tuple[list[Any], TreeSpec]:
-        """Return what the arguments hold now, and how: the forward may have changed it."""
+        """Flatten the arguments again: the forward may have changed them."""
         return tree_flatten((self.args, self.kwargs))
 
     def run(self) -> Any:

@@ -28,7 +28,7 @@ class Collectives:
     """The groups with which blocks were seen to call collectives. See [Note: collectives seen]."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}  # what tells blocks apart: hashed once for each block
+        self._numbers: dict[Hashable, int] = {}  # what distinguishes blocks: hashed once for each block
         self._structures: dict[tuple[str, bool], tuple[int, int]] = {}  # block, mode → classes of modules, structure
         self._watched: set[int] = set()  # structures of which a block has run
         self._seen: dict[int, set[Ranks]] = {}  # classes → groups

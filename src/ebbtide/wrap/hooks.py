@@ -15,7 +15,7 @@ from ebbtide.wrap.checkpoints import innermost_hooks
 from ebbtide.wrap.secondrun import SecondRun
 
 _NO_HOOKS = "support saved tensor hooks"
-"""In torch's error for ``torch.func.grad`` and its kin while hooks are open."""
+"""A part of torch's error for ``torch.func.grad`` and similar transforms while hooks are open."""
 
 
 class offloading:
@@ -26,7 +26,7 @@ class offloading:
     Args:
         engine: Executes the plan.
         block: The block, as the engine knows it.
-        inputs: Tensors that come into it.
+        inputs: Its input tensors.
         checkpointed: Whether the block is checkpointed.
     """
 

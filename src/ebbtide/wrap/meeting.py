@@ -22,9 +22,9 @@ from ebbtide.base.errors import ConfigError, spelled
 logger = logging.getLogger("ebbtide.wrap")
 
 PATIENCE_SECONDS = 30.0
-"""After this time a rank logs for whom it waits."""
+"""After so many seconds a rank logs for whom it waits."""
 LONGEST_PAUSE_SECONDS = 0.2
-"""Between two looks at whether another rank has arrived."""
+"""Seconds between two checks whether another rank has arrived."""
 
 
 class Meeting:

@@ -1,4 +1,4 @@
-"""What a block's functions name: globals, variables of the functions around them, and what they are bound to."""
+"""Objects that a block's functions name: globals, variables of enclosing functions, and those they are bound to."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def classes_of(modules: Iterable[nn.Module]) -> list[type]:
 
 
 def values_named_in(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the globals and the variables of enclosing functions that a function names, or one inside of it.
+    """Yield the globals and the variables of enclosing functions that a function names, or a function inside it.
 
-    And its default values: ``def forward(self, x, seen=[])`` has one list for all calls.
+    Also its default values: ``def forward(self, x, seen=[])`` has one list for all calls.
     """
     yield from _defaults_of(function)
     yield from _variables_of(function)

@@ -3,9 +3,9 @@
 [Note: outside]
 A second forward restores what the modules can reach, and no more: a list of losses at the top of a file, or the owner
 of a forward hook, would be written twice, and nothing that is compared would show it. So what the functions of a block
-name, with their default values and attributes, and its hooks' owners are looked at around its first forwards. A kind of
-block that has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled a cache.
-One that changes something twice is never checkpointed.
+name, with their default values and attributes, and its hooks' owners are compared before and after its first forwards.
+A kind of block that has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled
+a cache. One that changes something twice is never checkpointed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ebbtide.wrap.names import classes_of, functions_of, names_in, values_named_
 from ebbtide.wrap.roles import VALUES, Role, role
 
 LOOKS = 4
-"""Forwards of a kind of block around which is looked."""
+"""First forwards of a kind of block around which changes are searched."""
 
 _KINDS = (Role.TENSOR, Role.DICT, Role.CONTAINER, Role.OBJECT)
 
@@ -89,7 +89,7 @@ class _Globals:
 
 
 def _inside(value: Any) -> list[Any]:
-    """Return what is inside of a value, one level deep."""
+    """Return what is inside a value, one level deep."""
     if isinstance(value, _Globals):
         return value.values()
     if isinstance(value, CellType):  # of an enclosing function: a number is another object when it is counted up

@@ -59,8 +59,8 @@ _TOO_MUCH = "can reach more containers, elements or bytes of writeable arrays th
 
 _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
 _MUST_KEEP_BYTES = 2**62
-"""Of blocks of which nothing can be recomputed: a plan that checkpoints none of these sizes checkpoints none. Every
-rank tries the same sizes, whatever its batch: those that vote must be those that may checkpoint."""
+"""Sizes of blocks without any recipe: a plan that checkpoints no such block checkpoints none. Every rank tries the same
+sizes, whatever its batch, because the ranks that vote must be those that may checkpoint."""
 
 
 class Reruns:
@@ -116,7 +116,7 @@ class Reruns:
         return tried and self.able(block, module, called)
 
     def _stop(self, kind: str, module: nn.Module, groups: Sequence[tuple[int, ...]]) -> None:
-        """Let the ranks that decided to checkpoint a kind know that this one can not, and why."""
+        """Notify the ranks that decided to checkpoint a kind that this one cannot, and why."""
         self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors"))
 
     def able(self, block: Block, module: nn.Module, called: Called) -> bool:
@@ -131,7 +131,7 @@ class Reruns:
         return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
     def varies(self, block: Block, module: nn.Module) -> Callable[[str], None] | None:
-        """Return what ends the checkpointing of a kind whose second forward differs, for a reason that it takes.
+        """Return a function of a reason that ends the checkpointing of a kind whose second forward differs.
 
         Args:
             block: The engine's description of it.
@@ -172,7 +172,7 @@ class Reruns:
     def watched(self, run: BlockRun, module: nn.Module, state: State | None, called: Called) -> Generator[None]:
         """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
-        A forward that raises shows nothing: the next one is watched as if it were the first.
+        A forward that raises does not count: the next one is watched as if it were the first.
 
         Args:
             run: Its run.
@@ -211,7 +211,7 @@ class Reruns:
             self._refuse(kind, "change their inputs, which a second forward would read changed")
 
     def forget(self) -> None:
-        """Let go of the blocks' states: what they hold leads back to here."""
+        """Drop the blocks' states, which hold references that lead back to this object."""
         self._states = States()
 
     def _inspect(self, kind: str, module: nn.Module) -> None:

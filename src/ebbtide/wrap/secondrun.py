@@ -5,7 +5,7 @@
 would compare it when it is read, long after it was computed and left the caches. So a checkpointed block has one layer
 of hooks: its first forward drops what it saves and records the order, its second forward runs when backward reads the
 first of these tensors, and ends with an exception at the last one. As in torch, each backward runs it once
-(``GraphExecGroup`` makes one of several), and a tensor is let go when it has been read.
+(``GraphExecGroup`` makes one of several), and a tensor is released when it has been read.
 
 [Note: checked checkpoints]
 The first forward records each tensor's version and a fingerprint. The version is compared when the tensor is read: an
@@ -69,7 +69,7 @@ _group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda
 
 
 class _Input(NamedTuple):
-    """A tensor that the block was given."""
+    """A tensor argument of the block."""
 
     ticket: Any
     requires_grad: bool
@@ -304,7 +304,7 @@ class SecondRun:
         return near and not equal
 
     def _argument(self, leaf: _Input) -> torch.Tensor:
-        """Return an argument as the block was given it, outside of the graph that it came from."""
+        """Return an argument as the block received it, detached from its graph."""
         with torch.no_grad():
             tensor = self.run.engine.unpack(leaf.ticket)
         if not leaf.requires_grad:
@@ -316,7 +316,7 @@ class SecondRun:
     def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
         position, known = self._position, len(self._dropped)
-        if position >= known and self._early_stop:  # somebody caught the exception
+        if position >= known and self._early_stop:  # the block caught the exception
             raise _LastSaved
         value = tensor.detach() if tensor.requires_grad else tensor
         reference = self._dropped[position] if position < known else None
@@ -343,7 +343,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _outside_vmap() -> Generator[None]:
-    """Leave the ``vmap`` of a batched backward, in which nothing can be drawn: what is run again is of the forward."""
+    """Leave the ``vmap`` of a batched backward, which allows no random numbers: the first forward ran outside it."""
     depth = torch._C._vmapmode_increment_nesting()
     for _ in range(depth):
         torch._C._vmapmode_decrement_nesting()

@@ -52,8 +52,8 @@ class State:
     """The current contents of the containers that some modules can reach. See [Note: state].
 
     Attributes:
-        tensors: All that were found.
-        generators: Likewise; and files that are attributes of the modules, which have a position.
+        tensors: All tensors that were found.
+        generators: All generators, and files that are attributes of the modules, which have a position.
         large_arrays: Arrays that are too large to be recorded.
         too_much: The modules can reach more than is recorded: what they change may not be found.
         complete: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
@@ -235,7 +235,7 @@ class States:
 
 
 class _Known:
-    """What containers hold, by identity, in as few calls as can be: it is asked some hundred times a step.
+    """What containers hold, by identity, in as few calls as can be: it is called some hundred times per step.
 
     Args:
         held: Containers and their contents, which keep what they hold alive: an id says nothing of a dead object.

@@ -187,7 +187,7 @@ class GrpoConfig(LanguageConfig):
         """
         count = self.per_device_train_batch_size * processes * self.micro_batches
         if count % self.num_generations:
-            sizes = f"{self.per_device_train_batch_size} a device x {processes} processes x {self.micro_batches}"
+            sizes = f"{self.per_device_train_batch_size} per device x {processes} processes x {self.micro_batches}"
             raise ConfigError(
                 f"a rollout has {count} completions ({sizes} micro-batches)",
                 expected=f"a multiple of num_generations, {self.num_generations}",
@@ -237,7 +237,7 @@ def _check_numbers(config: GrpoConfig) -> None:
     at_least("num_generations", config.num_generations, 2, "completions of a prompt are compared with one another")
     for name in ("num_generations_eval", "max_prompt_length", "max_completion_length", "num_iterations"):
         at_least(name, getattr(config, name), 1, f"leave {name} out for its default")
-    at_least("vllm_tensor_parallel_size", config.vllm_tensor_parallel_size, 1, "1 is one device a process")
+    at_least("vllm_tensor_parallel_size", config.vllm_tensor_parallel_size, 1, "1 is one device per process")
     at_least("steps_per_generation", config.steps_per_generation, 1, "leave it out for gradient_accumulation_steps")
     at_least("top_k", config.top_k, 0, "0 samples among all tokens")
     for name, low, high in (
@@ -265,7 +265,7 @@ def _check_numbers(config: GrpoConfig) -> None:
     if len(config.reward_weights) not in (1, len(config.reward_funcs)):
         raise ConfigError(
             f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward_funcs)} reward functions",
-            expected="one number a function, or one for all",
+            expected="one number per function, or one for all",
             hint=f"--reward_weights {' '.join('1.0' for _ in config.reward_funcs)}",
         )
 

@@ -30,7 +30,7 @@ READER = Reader(
 
 
 def check(names: Iterable[str]) -> None:
-    """Refuse data sets that are not there, and files whose first rows cannot be read or hold no prompts.
+    """Refuse data sets that do not exist, and files whose first rows cannot be read or hold no prompts.
 
     Args:
         names: As ``load`` takes them.
@@ -66,7 +66,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
             raise DataError(
                 f"no row of {name} has an answer that a reward function judges by",
                 expected="a right answer in some rows; a number for closeness",
-                hint=f"fill the column ({', '.join(ANSWERS)}), or give another of --reward_funcs",
+                hint=f"fill the column ({', '.join(ANSWERS)}), or choose another of --reward_funcs",
             )
         if made and made[0].keys() != part[0].keys():
             raise ConfigError(

@@ -25,7 +25,7 @@ class Grpo(Recipe[GrpoConfig]):
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
     def check_data(self, config: GrpoConfig) -> None:
-        """Refuse data sets that are not there, and files whose first rows hold no prompts.
+        """Refuse data sets that do not exist, and files whose first rows hold no prompts.
 
         Raises:
             EbbtideError: A data set cannot be used.

@@ -22,7 +22,7 @@ from ebbtide_recipes.grpo.answers import has_tags, number_in, same_answer
 from ebbtide_recipes.skeleton.functions import load_function
 
 ANSWERS = ("answer", "solution", "ground_truth")
-"""Columns that the right answer may stand in, the first that is there."""
+"""Columns that may hold the right answer; the first that exists counts."""
 
 HANDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What the trainer hands to every reward function besides the columns of the rows."""
@@ -111,7 +111,7 @@ class Reward:
             raise DataError(
                 f"the reward {self.name!r} needs the right answer, and the rows have the columns {listed}",
                 expected=f"one of {', '.join(ANSWERS)}",
-                hint="rename the column, or give another of --reward_funcs",
+                hint="rename the column, or choose another of --reward_funcs",
             )
         if _one_by_one(self.function):
             return
@@ -271,7 +271,7 @@ def _right(answer: Any) -> list[str]:
 
 
 def _one_by_one(function: Callable[..., Any]) -> bool:
-    """Whether a function judges one completion a call, as verl's do."""
+    """Whether a function judges one completion per call, as verl's do."""
     return "solution_str" in inspect.signature(function).parameters
 
 

@@ -25,7 +25,7 @@ class Progress:
     Attributes:
         micro_batches: Done so far, over the whole run.
         sizes: What a rollout's batches and its place in the data depend on, by name.
-        batches: The rollout's data, one entry a micro-batch; ``None``: the next micro-batch begins a rollout.
+        batches: The rollout's data, one entry per micro-batch; ``None``: the next micro-batch begins a rollout.
         reward: The rollout's mean reward.
         metrics: TRL's figures since the last log line.
     """

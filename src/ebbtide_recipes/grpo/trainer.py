@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("ebbtide.grpo")
 
 REPEAT = 20
-"""A warning about rollouts comes with the first of its kind, and then with every so many."""
+"""A warning about rollouts comes with the first of its kind, and then at each multiple of this number."""
 
 
 class GrpoTrainer(RecordedTrainer, TrlTrainer):

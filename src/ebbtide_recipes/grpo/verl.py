@@ -113,7 +113,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "trainer.balance_batch": "leave it out",
     "ray_kwargs.": "leave it out: torchrun starts the processes, not Ray",
 }
-"""verl's keys with no twin, and what to do instead; a name that ends in a dot means all keys of a section."""
+"""verl's keys without a counterpart, and what to do instead; a name that ends in a dot means all keys of a section."""
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("grpo",),
@@ -142,4 +142,4 @@ GRANTED: Mapping[str, tuple[str, ...]] = {
     "trainer.critic_warmup": ("0",),
     "trainer.resume_mode": ("disable",),
 }
-"""Values of these that ask for what is done here in any case; those of the others are refused unless they are off."""
+"""Values of these that request what is always done here; values of the others are refused unless they are off."""

@@ -21,7 +21,7 @@ KINDS = (
 
 FILE = "adapter_config.json"
 _OF_A_RUN = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping")
-"""What PEFT writes into the file beside an adapter's settings."""
+"""What PEFT writes into the file in addition to an adapter's settings."""
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _EXAMPLE = '{"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]}'

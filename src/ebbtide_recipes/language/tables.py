@@ -33,7 +33,7 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
         raise DataError(
             f"the rows of {', '.join(names)} do not make one table: {error}",
             expected="rows with the same type of value in each column",
-            hint="find a value that is text in one row and another type elsewhere, or text cut inside of a character",
+            hint="find a value that is text in one row and another type elsewhere, or text cut inside a character",
         ) from error
 
 
@@ -129,7 +129,7 @@ def split(dataset: Dataset, ratio: float, *, seed: int, in_order: bool = False) 
         raise ConfigError(
             f"split_dataset_ratio {ratio} of {len(dataset)} rows leaves none to train on",
             expected="a share that leaves some",
-            hint="give a smaller share, or --eval_dataset",
+            hint="use a smaller share, or --eval_dataset",
         )
     if in_order:
         numbered = dataset.from_dict({"number": list(range(len(dataset)))})

@@ -10,7 +10,7 @@ from ebbtide.cli.translation import Translation
 from ebbtide_recipes.skeleton import launch
 
 TRANSLATED: Mapping[str, str] = {
-    "trainer.logger": "`--report_to`, without `console`: lines on the screen come always",
+    "trainer.logger": "`--report_to`, without `console`: log lines are always printed",
     "trainer.project_name": "`--project_name`; with the name of the experiment also "
     "`--output_dir checkpoints/PROJECT/EXPERIMENT`, unless that is set",
     "trainer.experiment_name": "`--run_name`",

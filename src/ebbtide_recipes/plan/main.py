@@ -195,7 +195,7 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
         )
     if is_cpu(machine) and config.host_memory is not None:
         raise ConfigError(
-            "host_memory is given on a machine without an accelerator",
+            "host_memory is set on a machine without an accelerator",
             expected="an accelerator",
             hint="leave --host_memory out (offloaded bytes go to disk here), or name the device with --gpu",
         )

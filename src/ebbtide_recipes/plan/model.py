@@ -75,7 +75,7 @@ class Subject:
 
         Raises:
             DataError: The config describes no model.
-            ConfigError: The attention implementation is not there; adapters that do not fit.
+            ConfigError: The attention implementation is not available; adapters that do not fit.
         """
         config, found = self._config, self._found
         with _explained(config.model):

@@ -19,13 +19,13 @@ from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.store.share import share_of
 
 ROOM = 0.9
-"""Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
+"""Share of a device's memory that a plan may fill and still fit. The rest is for what is not predicted."""
 
 CHECKPOINTED = "ebbtide-minimal, checkpointed"
-"""Name of ebbtide-minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
+"""Name of ebbtide-minimal where the recompute rules cover a block badly; shown as if every block were checkpointed."""
 
 ALIKE = 0.005
-"""Ways whose steps differ by less than this part of plain's are equally fast."""
+"""Options whose steps differ by less than this part of plain's are equally fast."""
 
 Fits = Literal["yes", "barely", "no"]
 

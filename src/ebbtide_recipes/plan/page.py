@@ -20,7 +20,7 @@ from ebbtide_recipes.plan.result import Result
 GIB = 1024**3
 
 SCHEMA = 3
-"""Of what ``--json`` prints. 2 had no ``job`` and no ``pareto``; all else is as it was."""
+"""Schema of the values that ``--json`` prints. Schema 2 had no ``job`` and no ``pareto``, and the same others."""
 
 _ALWAYS = ("model", "max_length", "torch_dtype")
 """Flags that a command names whatever their value."""
@@ -32,7 +32,7 @@ LEFT_OUT = (
     "kernels below their best rates",
     "waiting for data",
 )
-"""What a prediction knows nothing of."""
+"""What a prediction leaves out."""
 
 _FLAGS = {
     "sft": (
@@ -174,7 +174,7 @@ def _model(result: Result) -> str:
     experts = f", {outline.experts} experts" if outline.experts else ""
     return (
         f"{config.name}: {_count(outline.weights)} weights ({outline.dtype}; {trained}), {outline.blocks}{experts}; "
-        f"{outline.amount} a device"
+        f"{outline.amount} per device"
     )
 
 
@@ -183,17 +183,17 @@ def _machine(result: Result) -> str:
     if room.host_bytes is None:
         which = result.config.gpu or "this one"
         return f"{which}, without an accelerator: {format_size(machine.memory_bytes)}; offloaded bytes go to disk"
-    lines = f"{machine.name}: {format_size(machine.memory_bytes)} a device"
-    lines += f", {format_size(room.host_bytes)} of host memory a node for offloaded bytes"
+    lines = f"{machine.name}: {format_size(machine.memory_bytes)} per device"
+    lines += f", {format_size(room.host_bytes)} of host memory per node for offloaded bytes"
     gpus = result.config.gpus
-    return lines + (f"; FSDP over {gpus} devices, {room.ranks} a node" if gpus > 1 else "; 1 device")
+    return lines + (f"; FSDP over {gpus} devices, {room.ranks} per node" if gpus > 1 else "; 1 device")
 
 
 def _table(result: Result) -> Table:
     room = result.room
     place = "disk" if room.host_bytes is None else "host"
-    columns = ["option", "peak", f"fits {format_size(room.aim_bytes)}", "step / plain", f"{place}, a rank"]
-    columns += ["a node", "fits"] if room.host_bytes is not None else []
+    columns = ["option", "peak", f"fits {format_size(room.aim_bytes)}", "step / plain", f"{place} per rank"]
+    columns += ["per node", "fits"] if room.host_bytes is not None else []
     rows: list[tuple[str, ...]] = []
     for option in result.options:
         if option.peak_bytes is None or option.step_ratio is None:

@@ -15,7 +15,7 @@ from ebbtide.report.frame import LEFT, PLOT, RIGHT, TOP, WIDTH
 from ebbtide_recipes.plan.options import Option
 
 BUDGETS = 6
-"""Budgets for which ``Auto`` is asked, evenly from the smallest peak to plain training's."""
+"""Number of budgets for which ``Auto`` plans, evenly from the smallest peak to plain training's."""
 
 SAMPLES = 24
 """Points of the bound's line."""

@@ -5,7 +5,7 @@ The processor gets the prompt with its files; the tokens of the completion are a
 tokenised text of both goes on where it differs from the tokenised prompt: some tokenizers, as Llama's, put a space
 before any text, and a token may hold the end of the prompt and the beginning of the completion. So the tokens are those
 of the same text as a row of messages. Such a row is a prompt without completion, all of which is learned but the
-placeholders of its files: no model says them. It is so beside prompts and completions, too, such as in evaluation.
+placeholders of its files: no model generates them. Rows of both kinds may be mixed, as in evaluation.
 
 [Note: lengths without pixels]
 How many tokens an image becomes is known only to the processor, and most processors compute it from the image's size,
@@ -45,7 +45,7 @@ LOGGER = logging.getLogger("ebbtide.sft")
 _SEEN = "cross_attention_mask"
 """Of each token in Llama 3.2's processor: which images it sees. A completion's see those that the last token sees."""
 _BY_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", _SEEN)
-"""What the processor says of each token in addition to its number; 0 for padding, and a type of 0 is text."""
+"""What the processor returns for each token in addition to its number; 0 for padding, and a type of 0 is text."""
 
 _MISJUDGED = 3
 """Rows that fit against the processor's count, after which the count is not used any more."""
@@ -67,7 +67,7 @@ def made(config: SftConfig, source: ModelSource, dataset: Dataset) -> MediaColla
     if config.packing:
         raise ConfigError(
             "packing is true, and the rows have images, videos or sounds",
-            expected="one row a sequence",
+            expected="one row per sequence",
             hint="leave --packing out",
         )
     processor: Any = source.processor

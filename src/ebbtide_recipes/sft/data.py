@@ -69,7 +69,7 @@ class Reading:
 
 
 def check(names: Iterable[str], pair: tuple[str, str] | None) -> None:
-    """Refuse data sets that are not there, and files whose first rows cannot be read or have unknown columns.
+    """Refuse data sets that do not exist, and files whose first rows cannot be read or have unknown columns.
 
     Args:
         names: As ``load`` takes them.

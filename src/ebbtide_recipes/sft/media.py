@@ -156,7 +156,7 @@ def _path(file: Any, kind: str, folder: Path, where: str) -> str:
     path = folder / Path(name.removeprefix("file://")).expanduser()
     if not path.is_file():
         raise DataError(
-            f"{where} names the {kind} {name!r}, which is not there",
+            f"{where} names the {kind} {name!r}, which does not exist",
             expected="a file",
             hint=f"looked for {path}; relative paths start at the folder of the data set's file",
         )

@@ -45,7 +45,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
         raise DataError(
             f"no Python sources in {library}",
             expected="the standard library as .py files",
-            hint="use a Python that was installed with its sources, or give a data set file",
+            hint="use a Python that was installed with its sources, or pass a data set file",
         )
     pairs = [{"question": question, "answer": answers[question]} for question in sorted(answers)]
     random.Random(seed).shuffle(pairs)

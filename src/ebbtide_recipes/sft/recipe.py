@@ -26,7 +26,7 @@ class Sft(Recipe[SftConfig]):
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
     def check_data(self, config: SftConfig) -> None:
-        """Refuse data sets that are not there, and files whose first rows cannot be read or have unknown columns.
+        """Refuse data sets that do not exist, and files whose first rows cannot be read or have unknown columns.
 
         Raises:
             EbbtideError: A data set cannot be used.

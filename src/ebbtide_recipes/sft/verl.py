@@ -63,14 +63,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "trainer.resume_path": "--resume_from_checkpoint FOLDER",
     "trainer.resume_mode": "--resume_from_checkpoint latest",
 }
-"""verl's keys with no twin, and what to do instead; a name that ends in a dot means all keys of a section."""
+"""verl's keys without a counterpart, and what to do instead; a name that ends in a dot means all keys of a section."""
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "data.multiturn.messages_key": ("messages",),
     "ulysses_sequence_parallel_size": ("1",),
     "trainer.resume_mode": ("disable",),
 }
-"""Values of these that ask for what is done here in any case; those of the others are refused unless they are off."""
+"""Values of these that request what is always done here; values of the others are refused unless they are off."""
 
 _TRAIN, _MICRO = "data.train_batch_size", "data.micro_batch_size"
 

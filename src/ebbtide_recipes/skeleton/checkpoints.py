@@ -32,7 +32,7 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 
 SEAL = "ebbtide.json"
 LATEST = ("latest", "last", "true", "yes", "on")
-"""What ``--resume_from_checkpoint`` may say in place of a folder."""
+"""Values of ``--resume_from_checkpoint`` that are no folder."""
 
 _ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches")
 """Flags that the order of rows depends on, and the micro-batches of a rollout."""
@@ -136,7 +136,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
-            return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"misses {name}"
+            return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"lacks {name}"
     return sealed, ""
 
 
@@ -251,7 +251,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> DiskFullError | Non
 
 
 def says_full(error: Exception) -> bool:
-    """Whether an error means a full disk; libraries say it in words."""
+    """Whether an error means a full disk; libraries report it in words."""
     return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
 
 

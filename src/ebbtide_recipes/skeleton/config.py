@@ -17,7 +17,7 @@ Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "nativ
 
 UNSUPPORTED: Mapping[str, str] = {
     "activation_offloading": "the flag is --activation_cpu_offload here",
-    "device_map": "leave it out: a recipe trains one whole model, or one FSDP shard, a device",
+    "device_map": "leave it out: a recipe trains one whole model, or one FSDP shard, per device",
     "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",

@@ -57,7 +57,7 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
     wanted = config.nproc_per_node or _number("NPROC_PER_NODE", environment) or devices or 1
     if devices is not None and wanted > devices:
         raise ConfigError(
-            f"{wanted} processes are wanted on this node",
+            f"{wanted} processes are requested on this node",
             expected=f"at most {devices}, one per visible device",
             hint=f"--nproc_per_node {devices}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
         )
@@ -183,12 +183,12 @@ def start(verb: str, argv: Sequence[str], count: int) -> int:
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int | None:
-    """Return a number of the environment; ``None`` if it is not there."""
+    """Return a number of the environment; ``None`` if it is not set."""
     text = environment.get(name, "").strip()
     if not text:
         return None
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ConfigError(
-            f"{name} is {text!r} in the environment", expected="1 or more", hint=f"unset {name}, or give a number"
+            f"{name} is {text!r} in the environment", expected="1 or more", hint=f"unset {name}, or set a number"
         )
     return int(text)

@@ -34,7 +34,7 @@ class Recipe(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def check_data(self, config: ConfigT) -> None:
-        """Reject data sets that are not there or whose first rows cannot be used, without importing torch if possible.
+        """Reject data sets that do not exist or whose first rows cannot be used, without importing torch if possible.
 
         Raises:
             EbbtideError: A data set cannot be used.

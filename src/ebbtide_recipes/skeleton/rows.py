@@ -256,7 +256,7 @@ def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
     if not path.is_file():
         folder = path if path.is_dir() else path.parent
         others = {o.stem: o.name for o in sorted(folder.glob("*")) if o.suffix in SUFFIXES}
-        what = "is a folder" if path.is_dir() else "is not there"
+        what = "is a folder" if path.is_dir() else "does not exist"
         near = nearest_names(path.stem, others, count=1)  # nearly all have one of two suffixes
         hint = (
             f"did you mean {others[near[0]]!r}?" if near else f"{folder.resolve()} has {few(others.values()) or 'none'}"
@@ -272,7 +272,7 @@ def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
         raise DataError(
             f"data set file {str(path)!r} ends in {path.suffix!r}",
             expected="one of " + ", ".join(SUFFIXES),
-            hint="one JSON object a line is .jsonl",
+            hint="one JSON object per line is .jsonl",
         )
     if path.stat().st_size == 0:
         raise DataError(
@@ -305,7 +305,7 @@ def reading(path: Path) -> Generator[None]:
         raise DataError(
             f"{path} cannot be read ({error.strerror or error})",
             expected="a file you may read",
-            hint="check its rights",
+            hint="check its permissions",
         ) from error
 
 
@@ -336,7 +336,7 @@ def _json_lines(path: Path, example: str) -> Iterable[Any]:
 
 
 def _json_document(path: Path, example: str) -> Iterable[Any]:
-    """Return the objects of a file that is one JSON list; one object a line is read too."""
+    """Return the objects of a file that is one JSON list; one object per line is read too."""
     text = path.read_text(encoding="utf-8-sig")
     try:
         content = json.loads(text)
@@ -348,7 +348,7 @@ def _json_document(path: Path, example: str) -> Iterable[Any]:
         raise DataError(
             f"{path} holds a JSON {type(content).__name__}",
             expected="a list of objects",
-            hint="one object a line is .jsonl",
+            hint="one object per line is .jsonl",
         )
     return content
 

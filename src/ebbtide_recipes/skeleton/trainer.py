@@ -302,7 +302,7 @@ def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict
 
 
 def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
-    """Make a trainer's arguments, for one device a process.
+    """Make a trainer's arguments, for one device per process.
 
     Args:
         kind: The class of arguments that the recipe's trainer takes.

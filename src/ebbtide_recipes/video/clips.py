@@ -44,7 +44,7 @@ def read(path: Path, *, frames: int, rate: float | None) -> torch.Tensor:
         film.append(image)
         if len(film) == frames:
             return torch.stack(film)
-    at = "" if rate is None else f" at {rate:g} frames a second"
+    at = "" if rate is None else f" at {rate:g} frames per second"
     raise DataError(
         f"{path} has {len(film)} frames{at}",
         expected=f"{frames} or more",

@@ -201,10 +201,12 @@ def _check(config: VideoConfig) -> None:
             f"ema_decay is {config.ema_decay!r}", expected="a share from 0 to below 1", hint="0.999 is usual"
         )
     if config.split_dataset_ratio:
-        raise ConfigError("split_dataset_ratio is given", expected="no evaluation", hint=_FIXED["eval_dataset"])
+        raise ConfigError("split_dataset_ratio is set", expected="no evaluation", hint=_FIXED["eval_dataset"])
     for name, hint in _FIXED.items():
         if getattr(config, name):
-            raise ConfigError(f"{name} is {getattr(config, name)!r}", expected="it left out in this recipe", hint=hint)
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}", expected="no such setting in this recipe", hint=hint
+            )
     if config.ema_decay is not None and config.fsdp_strategy != "none" and config.fsdp_version == 1:
         raise ConfigError(
             "ema_decay is set with fsdp_version 1",

@@ -34,7 +34,7 @@ class Clip:
 
     @property
     def identity(self) -> str:
-        """Tells it from any other clip, and from itself after a change."""
+        """Distinguishes it from any other clip, and from itself after a change."""
         if not isinstance(self.origin, Path):
             return repr(self.origin)
         files = sorted(self.origin.iterdir()) if self.origin.is_dir() else [self.origin]

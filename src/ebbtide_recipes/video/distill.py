@@ -58,7 +58,7 @@ class Distillation(Denoiser):
         self.critic = critic
         self.student_steps = tuple(student_steps)
         self.student_learns = True
-        """Whether the coming forward returns the student's loss; the trainer says so before each step."""
+        """Whether the coming forward returns the student's loss; the trainer sets it before each step."""
 
     def train(self, mode: bool = True) -> Distillation:
         """Keep the teacher in evaluation mode."""

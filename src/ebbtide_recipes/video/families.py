@@ -48,7 +48,7 @@ class Family:
     text: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     """Names of the tensors that the pipeline's ``encode_prompt`` returns, in its order."""
     text_places: ClassVar[tuple[int, ...]] = (0,)
-    """Where they stand in what it returns."""
+    """Their positions in what it returns."""
     text_length: ClassVar[int] = 512
     frame_rate: ClassVar[float] = 16.0
     """Frames per second that clips are taken to have, unless the user says how many."""
@@ -342,7 +342,7 @@ def check_size(frames: int, height: int, width: int, *, ratios: tuple[int, int],
             near = max(multiple, round(value / multiple) * multiple)
             raise ConfigError(
                 f"{name} is {value}",
-                expected=f"a multiple of {multiple} ({ratios[1]} pixels a latent, {patch[1]} latents a token)",
+                expected=f"a multiple of {multiple} ({ratios[1]} pixels per latent, {patch[1]} latents per token)",
                 hint=f"--{name} {near} is the nearest",
             )
     in_time = ratios[0]
@@ -350,7 +350,7 @@ def check_size(frames: int, height: int, width: int, *, ratios: tuple[int, int],
         near = nearest_frames(frames, ratios=ratios, patch=patch)
         raise ConfigError(
             f"num_frames is {frames}",
-            expected=f"1 and a multiple of {in_time}" + (f", {patch[0]} latents a token" if patch[0] > 1 else ""),
+            expected=f"1 and a multiple of {in_time}" + (f", {patch[0]} latents per token" if patch[0] > 1 else ""),
             hint=f"--num_frames {near} is the nearest",
         )
 

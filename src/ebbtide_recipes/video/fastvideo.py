@@ -78,4 +78,4 @@ GRANTED: Mapping[str, tuple[str, ...]] = {
     "tp_size": ("1",),
     "train_sp_batch_size": ("1",),
 }
-"""Values of these that ask for what is done here in any case."""
+"""Values of these that request what is always done here."""

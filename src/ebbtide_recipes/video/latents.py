@@ -292,13 +292,13 @@ def _manifest(folder: Path) -> dict[str, Any]:
             return manifest
         found = "names no clip"
     except FileNotFoundError:
-        found = "is not there"
+        found = "does not exist"
     except (OSError, ValueError, KeyError, TypeError):
         found = "cannot be read"
     raise DataError(
         f"{path} {found}",
         expected=f"{MANIFEST}, which is written last",
-        hint="make them with --preprocess_only true, --data and this --latents_dir",
+        hint="make them with --preprocess_only true, --dataset and this --latents_dir",
     )
 
 

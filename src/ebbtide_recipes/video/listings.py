@@ -24,7 +24,7 @@ _NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json", "videos2caption.jso
 
 
 def check(names: Iterable[str]) -> None:
-    """Refuse data sets that are not there, and listings whose first rows cannot be used.
+    """Refuse data sets that do not exist, and listings whose first rows cannot be used.
 
     Args:
         names: Built-in names, folders or listings, each with an optional ``#N``.
@@ -61,10 +61,10 @@ def checked(name: str) -> Path:
     if not path.exists():
         others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = nearest(path.name, others, count=1) or f"looked in {path.parent.resolve()}"
-        raise DataError(f"data set {place!r} is not there", expected=PLACES, hint=hint)
+        raise DataError(f"data set {place!r} does not exist", expected=PLACES, hint=hint)
     if path.is_file() and path.suffix.lower() not in LISTINGS:
         one = path.suffix.lower() in (*VIDEOS, *IMAGES)
-        hint = "pass its folder, with its caption in a .txt of the same name" if one else f"give {PLACES}"
+        hint = "pass its folder, with its caption in a .txt of the same name" if one else f"pass {PLACES}"
         raise DataError(f"data set {place!r} ends in {path.suffix!r}", expected=PLACES, hint=hint)
     return path
 
@@ -91,7 +91,7 @@ def read(path: Path, limit: int | None = None) -> list[tuple[Path, str]]:
         limit: Number of first rows; ``None``: all of them.
 
     Raises:
-        DataError: It cannot be read, or a row names no clip that is there, or no caption.
+        DataError: It cannot be read, or a row names no clip that exists, or no caption.
     """
     try:
         with reading(path):
@@ -136,7 +136,7 @@ def _clip(row: Any, where: str, folder: Path) -> tuple[Path, str]:
     path = folder / Path(name).expanduser()
     if not path.exists():
         raise DataError(
-            f"{where} names {name!r}, which is not there",
+            f"{where} names {name!r}, which does not exist",
             expected="a video, an image or a folder of frames",
             hint=f"looked for {path}; relative paths start at the folder of the listing",
         )

@@ -33,7 +33,7 @@ class Video(Recipe[VideoConfig]):
     extra = "video"
 
     def check_data(self, config: VideoConfig) -> None:
-        """Reject data sets that are not there, and listings whose first rows name no clip or no caption.
+        """Reject data sets that do not exist, and listings whose first rows name no clip or no caption.
 
         Raises:
             EbbtideError: A data set is unusable.
@@ -105,7 +105,7 @@ def _check_flags(config: VideoConfig, source: Source) -> None:
     """Refuse flags that the pipeline's family has no use for.
 
     Raises:
-        ConfigError: One of them is given.
+        ConfigError: One of them is set.
     """
     family, unused = source.family, []
     if not family.velocity:

@@ -100,7 +100,7 @@ def sample_student(
     """Return latents ``[1, C, F, H, W]`` that a distilled student makes from noise, in as many calls as it has steps.
 
     Each call estimates the clean latents, which get new noise of the next step's level. An ODE sampler of many steps
-    would ask the student at levels that it never saw.
+    would call the student at noise levels that it never saw.
 
     Args:
         predict: Returns the student's prediction of latents, timesteps and text.

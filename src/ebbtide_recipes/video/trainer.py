@@ -273,7 +273,7 @@ def build(
         DataError: There is no clip.
     """
     if not len(dataset):
-        raise DataError(f"{dataset.folder} has no latents", expected="one clip or more", hint="give --dataset")
+        raise DataError(f"{dataset.folder} has no latents", expected="one clip or more", hint="pass --dataset")
     average = None
     if config.ema_decay is not None:
         average = Average(

@@ -283,7 +283,7 @@ def test_a_refused_flag_that_asks_for_nothing_passes() -> None:
         ("- a\n- b\n", ConfigError, "holds a list; expected `key: value` lines"),
         ("model: [unclosed\n", DataError, "cannot be read: line 2: .*; expected a YAML file.*\nhint: "),
         ("model: m\n\tverify: true\n", DataError, r"cannot be read: line 2: found character '\\t'.*\nhint: .*tabs"),
-        ("model: m\nmodel: n\n", DataError, "line 2: the key 'model' is there a second time"),
+        ("model: m\nmodel: n\n", DataError, "line 2: the key 'model' is set a second time"),
         ("model: m\nmax-steps: 1\nmax_steps: 2\n", ConfigError, "max_steps in .*run.yaml.*twice"),
         ("model:\n", ConfigError, "model in .*run.yaml has no value"),
         ("model: ''\n", ConfigError, "model in .*run.yaml is ''; expected a value"),

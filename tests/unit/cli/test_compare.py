@@ -160,7 +160,9 @@ def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
     screen = console()
     arguments = ["--max_steps", "8", "--plan_after", str(after)]
     compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
-    words = "A plan was corrected after step 5, which left 2 steps of each run to time: more --max_steps time more."
+    words = (
+        "A plan was corrected after step 5, which left 2 steps of each run to time: a larger --max_steps times more."
+    )
     assert (words in screen.file.getvalue()) is left
 
 
@@ -351,7 +353,7 @@ def test_the_default_length_is_for_runs_without_one(monkeypatch, argv, recipe, b
         (["sft", "--modes", "plain,foo"], "unknown mode 'foo'; expected some of .*\nhint: such as --modes plain,"),
         (["stf"], "no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
         (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 10`"),
-        (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),
+        (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: name a YAML file, or pass only flags"),
         (["no.yaml"], "there is no file 'no.yaml'"),
         (
             ["sft", "--modle", "x"],
@@ -361,7 +363,7 @@ def test_the_default_length_is_for_runs_without_one(monkeypatch, argv, recipe, b
         (["--max_steps", "4", "--round", "2"], "unknown flag 'round'; .*\nhint: did you mean 'rounds'"),
         (["sft", "--max_steps", "0"], "max_steps is 0; expected 1 or more, or -1"),
         (["sft", "--model", "./nothing"], "there is no model folder './nothing'"),
-        (["sft", "--dataset", "nothing.jsonl"], "data set file 'nothing.jsonl' is not there"),
+        (["sft", "--dataset", "nothing.jsonl"], "data set file 'nothing.jsonl' does not exist"),
         (["sft", "--disk_path", "nothing"], "disk path 'nothing' does not exist"),
         (["sft", "--modes", "plain", "--policy", "nonsense"], "--policy is 'nonsense'; expected one of auto"),
         (["--modes", "plain,ebbtide-minimal", "--policy", "offload"], "policy is 'offload' .*gradient_check"),

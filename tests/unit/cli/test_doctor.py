@@ -55,7 +55,7 @@ def test_findings_come_after_the_table_and_a_problem_is_code_1(
         "\n\nEBB010 problem: /var/tmp is on tmpfs, which is RAM: offloading there frees nothing\n"
         "hint: choose a directory on a local disk with --disk_path\n"
         "\nEBB007 note: 1.9 threads ran or waited on 2 CPUs of the machine in the last minute: "
-        "what was measured is less than there is\n"
+        "the measured rates are too low\n"
         "hint: repeat on an idle machine, above all for a machine file\n"
     )
     assert asked == [("disk", "/x")]

@@ -32,7 +32,7 @@ CASES: dict[str, Case] = {
         "39.0 GiB of the device's 139.0 GiB",
     ),
     "EBB005": (SERVER, {"target": "disk"}, {"target": "host"}, "tensors in RAM only"),
-    "EBB006": (SERVER, {"ranks": 9}, {"ranks": 8}, "9 ranks and 8 devices"),
+    "EBB006": (SERVER, {"ranks": 9}, {"ranks": 8}, "is 9, but 8 devices"),
     "EBB007": (SMALL, {"host__load": 1.9}, {"host__load": 0.9}, "1.9 threads ran or waited on 2 CPUs"),
     "EBB010": (SMALL, {"disk__filesystem": "tmpfs"}, {"disk__filesystem": "xfs"}, "/var/tmp is on tmpfs, which is"),
     "EBB011": (

@@ -37,7 +37,7 @@ def test_a_small_machine() -> None:
         ["swap", "none", "a process that does not fit is killed"],
         ["locked memory", "8.0 MiB", "not needed on a CPU"],
         ["memory nodes", "1", "all memory is equally near"],
-        ["huge pages", "madvise", "torch asks for them with THP_MEM_ALLOC_ENABLE=1"],
+        ["huge pages", "madvise", "torch requests them with THP_MEM_ALLOC_ENABLE=1"],
         ["freed memory", "serves the next step", "leaves the process after each backward where a memory budget is set"],
     ]
 
@@ -64,7 +64,7 @@ def test_what_is_not_known_is_a_dash() -> None:
 @pytest.mark.parametrize(
     ("changes", "row", "value"),
     [
-        ({"bus__width": 8}, "PCIe link", ("x8, 32 GT/s", "the device can more")),
+        ({"bus__width": 8}, "PCIe link", ("x8, 32 GT/s", "the device supports more")),
         ({"host__limit_bytes": 8 * GIB}, "control group", ("8.0 GiB", "a process above it is killed")),
         ({"host__swap_bytes": GIB}, "swap", ("1.0 GiB", "0 B in use")),
         ({"host__locked_bytes": None}, "locked memory", ("no limit", "CUDA's pinned memory is not counted")),

@@ -190,8 +190,8 @@ def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) 
     text = str(caught.value)
     assert "1 missing: embed.weight" in text
     assert "1 unexpected: spare" in text
-    assert "1 of another shape: head.weight is (10, 5) there and (10, 4) here" in text
-    assert "1 of a dtype that cannot be converted: norm.bias is int8 there and float32 here" in text
+    assert "1 of another shape: head.weight is (10, 5) in the checkpoint and (10, 4) in the model" in text
+    assert "1 of a dtype that cannot be converted: norm.bias is int8 in the checkpoint and float32 in the model" in text
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -217,7 +217,7 @@ def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Te
 
 def test_numbers_in_eight_bits_are_not_taken_for_values(values: dict[str, torch.Tensor]) -> None:
     values["head.weight"] = values["head.weight"].to(torch.float8_e4m3fn)
-    with pytest.raises(DataError, match="head.weight is float8_e4m3fn there"):
+    with pytest.raises(DataError, match="head.weight is float8_e4m3fn in the checkpoint"):
         ebbtide.load_sharded(meta(), values)
 
 

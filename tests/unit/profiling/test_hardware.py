@@ -95,7 +95,7 @@ def test_a_device_that_computes_nothing_is_an_error(monkeypatch: pytest.MonkeyPa
     def prepare(size: int, kind: torch.dtype) -> here.Work:
         raise RuntimeError("nothing works")
 
-    with pytest.raises(TargetError, match=r"(?s)cpu cannot be measured \(nothing works\); expected .*hint: end what"):
+    with pytest.raises(TargetError, match=r"(?s)cpu cannot be measured \(nothing works\); expected .*hint: stop other"):
         rate(Clock(monkeypatch, lambda side: 1.0), [10], prepare)
 
 

@@ -152,7 +152,7 @@ def test_a_block_that_leaves_something_behind_is_not_left_out() -> None:
             self.left = made.detach() + 1
             return made
 
-    with pytest.raises(NotAlike, match="leaves behind something else than its gradients"):
+    with pytest.raises(NotAlike, match="leaves behind more than its gradients"):
         task(Net([Leaves(i) for i in range(12)]), Job()).profile(every_block=False)
 
 

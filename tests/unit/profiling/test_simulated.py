@@ -91,7 +91,7 @@ library for the work space of recurrent layers."""
 def test_every_family_saves_on_paper_what_it_saves_in_measured_steps(name: str) -> None:
     tiny = build(name, **PRECISIONS["bf16"])
     if name in ASK_FOR_VALUES:
-        with pytest.raises(ConfigError, match="asks for a tensor's values"):
+        with pytest.raises(ConfigError, match="reads a tensor's values"):
             on_paper(tiny)
     elif name in OTHERWISE_ON_PAPER:
         found, expected = ([unit[:4] for unit in saved(profile)] for profile in (on_paper(tiny), measured(tiny)))
@@ -353,7 +353,7 @@ class Breaks(Net):
 
 def test_a_model_that_asks_for_values_is_refused_and_its_own_errors_are_its_own() -> None:
     x = torch.zeros(4, 64)
-    with pytest.raises(ConfigError, match=r"asks for a tensor's values .*; expected .*\n*hint: train a few steps"):
+    with pytest.raises(ConfigError, match=r"reads a tensor's values .*; expected .*\n*hint: train a few steps"):
         plan_of(Asks(), x, machine="h200")
     with pytest.raises(KeyError, match="missing") as caught:
         plan_of(Breaks(), x, machine="h200")

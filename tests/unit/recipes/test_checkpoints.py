@@ -55,7 +55,7 @@ def test_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptur
         (lambda folder: (folder / checkpoints.SEAL).write_text("{"), "has an ebbtide.json that cannot be read"),
         (lambda folder: (folder / checkpoints.SEAL).write_text("[]"), "has an ebbtide.json that cannot be read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"w"), "holds 1 bytes of model.safetensors, not 7"),
-        (lambda folder: (folder / "part" / ".metadata").unlink(), "misses part/.metadata"),
+        (lambda folder: (folder / "part" / ".metadata").unlink(), "lacks part/.metadata"),
     ],
 )
 def test_a_half_written_one_is_refused_and_the_last_whole_one_named(

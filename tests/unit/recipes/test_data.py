@@ -337,7 +337,7 @@ def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:
 
 def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "\\ud83d"}\n')
-    with pytest.raises(DataError, match="surrogates not allowed.*\nhint: .*cut inside of a character"):
+    with pytest.raises(DataError, match="surrogates not allowed.*\nhint: .*cut inside a character"):
         load(str(tmp_path / "rows.jsonl"))
 
 
@@ -359,7 +359,11 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", "\n\n", "is empty"),
         ("a.json", "[]", "is empty"),
-        ("a.json", '{"text": "t"}', "holds a JSON dict; expected a list of objects\nhint: one object a line is .jsonl"),
+        (
+            "a.json",
+            '{"text": "t"}',
+            "holds a JSON dict; expected a list of objects\nhint: one object per line is .jsonl",
+        ),
         ("a.jsonl", '{"text": "t"}\n{"text": \n', "line 2 of .*a.jsonl is not JSON"),
         ("a.jsonl", "[1]\n", r"row 1 of .*a.jsonl is \[1\]; expected an object"),
         ("a.jsonl", '{"q": "x", "a": "y"}\n', "has the columns a, q; expected `messages`.*`text`"),
@@ -446,7 +450,7 @@ def test_a_column_that_a_flag_names_is_looked_for_in_the_first_row(tmp_path: Pat
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": "t"}])
-    with pytest.raises(DataError, match=r"is not there; expected a .* file\nhint: did you mean 'train.jsonl'"):
+    with pytest.raises(DataError, match=r"does not exist; expected a .* file\nhint: did you mean 'train.jsonl'"):
         load(str(tmp_path / "trian.jsonl"))
     (tmp_path / "machine.json").write_text("{}")
     with pytest.raises(DataError, match=r"is not there; .*\nhint: /.* has machine.json, train.jsonl"):
@@ -456,9 +460,9 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
 def test_a_suffix_spelt_wrong_is_a_file_and_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "d.jsonl", [{"text": "t"}])
-    with pytest.raises(DataError, match="'d.jsnl' is not there; expected a .jsonl.*\nhint: did you mean 'd.jsonl'"):
+    with pytest.raises(DataError, match="'d.jsnl' does not exist; expected a .jsonl.*\nhint: did you mean 'd.jsonl'"):
         data.READER.check(["d.jsnl"])
-    with pytest.raises(DataError, match="'d.csv' is not there; .*\nhint: did you mean 'd.jsonl'"):
+    with pytest.raises(DataError, match="'d.csv' does not exist; .*\nhint: did you mean 'd.jsonl'"):
         data.READER.check(["d.csv"])
     for name in ("owner/name", "owner/name-1.5", "name.en", "owner/name#5", "d.jsonl"):
         data.READER.check([name])

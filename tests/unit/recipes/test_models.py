@@ -206,7 +206,7 @@ def test_weights_that_are_damaged_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"half")
     source = models.ModelSource(place=str(tmp_path), config=LlamaConfig(num_hidden_layers=1, **sizes), processor=None)
     with pytest.raises(
-        DataError, match="(?s)cannot be loaded: Error while deserializing header.*\nhint: give a folder"
+        DataError, match="(?s)cannot be loaded: Error while deserializing header.*\nhint: pass a folder"
     ):
         models.load(SftConfig(model=str(tmp_path)), source)
 

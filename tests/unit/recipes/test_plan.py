@@ -250,8 +250,8 @@ def test_a_way_that_barely_fits_is_the_last_resort() -> None:
 def test_the_page_says_that_nothing_was_measured(result: Result) -> None:
     text = page.text(result)
     assert text.startswith("model        ")
-    assert "(bfloat16; all trained), 4 x Qwen3DecoderLayer; 1 x 1024 tokens a device" in text
-    assert "\nmachine      h200: 139.0 GiB a device" in text
+    assert "(bfloat16; all trained), 4 x Qwen3DecoderLayer; 1 x 1024 tokens per device" in text
+    assert "\nmachine      h200: 139.0 GiB per device" in text
     assert "predicted, not measured: the step was simulated. Left out: fragmentation" in text
 
 

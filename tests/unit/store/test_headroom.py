@@ -55,7 +55,7 @@ def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room(
     assert room is not None and room.free_bytes == 10_000
     for slot in slots[:2]:
         tier.prefetch([slot])
-    with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be copied in ahead, 2.0 KiB of device memory"):
+    with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be prefetched, 2.0 KiB of device memory"):
         tier.prefetch([slots[2]])
     assert calls == [4000, 4000]  # the allocator was not asked
     taken = slots[0].take()

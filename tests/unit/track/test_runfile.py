@@ -240,7 +240,7 @@ def test_a_long_record_leaves_out_details_and_no_step(tmp_path, monkeypatch, cap
     at = written.index("message")
     assert set(written[at:]) == {"message", "stats", "step", "run_end"} and written.count("stats") == 100
     assert (tmp_path / "run.jsonl").stat().st_size < 60_000
-    assert last(tmp_path, "message")["text"] in caplog.text and caplog.text.count("no further memory") == 1
+    assert last(tmp_path, "message")["text"] in caplog.text and caplog.text.count("but no other samples") == 1
 
 
 def test_of_two_runs_that_overwrite_at_once_none_raises(tmp_path, monkeypatch):

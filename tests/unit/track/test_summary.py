@@ -315,7 +315,7 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path):
 @pytest.mark.parametrize("line", ["not json", "[]", '{"event": "x"}', '{"t": 1}'])
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path, line):
     (tmp_path / "run.jsonl").write_text(f'{json.dumps(begin())}\n{line}\n{{"t": 2, "event": "step"}}\n')
-    with pytest.raises(DataError, match="line 2 of .*; expected one JSON object a line"):
+    with pytest.raises(DataError, match="line 2 of .*; expected one JSON object per line"):
         summarise(tmp_path)
 
 

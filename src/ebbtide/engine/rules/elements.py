@@ -27,7 +27,7 @@ def _masked_fill(n: NodeView) -> Expr | None:
 
 
 def _clone(n: NodeView) -> Expr | None:
-    """The node does not tell the memory format: an entry's layout mends it, and nothing mends that of another value."""
+    """The node has no memory format: the layout of an entry restores it, but other values have no layout."""
     operand = n.input(0)
     contiguous = isinstance(operand, Ticket) and operand.layout.contiguous
     contiguous = contiguous or (isinstance(operand, KeptTicket) and operand.tensor.is_contiguous())
@@ -63,13 +63,13 @@ def _three(fn: object, *names: str) -> Rule:
 
 
 def _cumsum(n: NodeView) -> Expr | None:
-    """No rule on an accelerator: there a sum of floats along a dimension may add up in another order each time."""
+    """No rule on an accelerator: there a cumulative sum of floats may be added in another order each time."""
     on_host = n.device.type == "cpu" or not n.dtype.is_floating_point
     return typed(torch.cumsum, "dim")(n) if on_host else None
 
 
 def _dropout(n: NodeView) -> Expr | None:
-    """Nothing is drawn anew: the mask was saved."""
+    """No random numbers are drawn: the mask was saved."""
     p = n.constant("p")
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     if n.output_nr:

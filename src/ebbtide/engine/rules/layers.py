@@ -19,7 +19,7 @@ _Convolution = torch.nn.modules.conv._ConvNd
 
 
 def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rule:
-    """Rule for a norm whose node does not tell its eps: the record of its leaf module does."""
+    """Rule for a norm whose node lacks its eps: the record of its leaf module has it."""
 
     def rule(n: NodeView) -> Expr | None:
         record = n.record
@@ -65,7 +65,7 @@ Affine = Operand | _Absent | None
 
 
 def _affine(n: NodeView, kind: type[torch.nn.Module]) -> tuple[Affine, Affine]:
-    """Return weight and bias of a norm that saves its weight alone; None for one that cannot be had, or told.
+    """Return weight and bias of a norm that saves its weight alone; None for one that is unavailable or unknown.
 
     Args:
         n: Its node.
@@ -75,7 +75,7 @@ def _affine(n: NodeView, kind: type[torch.nn.Module]) -> tuple[Affine, Affine]:
     if not n.needs_no_gradient(2):
         return weight, n.input(2)
     record = n.record
-    if record is None or not issubclass(record.kind, kind):  # frozen, or not there: nothing tells
+    if record is None or not issubclass(record.kind, kind):  # frozen or absent: unknown which
         return weight, None
     return weight, _ABSENT if record.bias is None else _bias(n, 2, kind)
 
@@ -159,7 +159,7 @@ def _grouped_product(n: NodeView) -> Expr | None:
 
 
 def _convolution(n: NodeView) -> Expr | None:
-    """No rule where cuDNN tries its algorithms: each thread does so for itself, and backward has one of its own."""
+    """No rule where cuDNN benchmarks algorithms: each thread does so itself, and backward runs in another thread."""
     if n.device.type != "cpu" and torch.backends.cudnn.benchmark:
         return None
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")

@@ -15,7 +15,7 @@ Fn = Callable[..., torch.Tensor]
 def expression(
     n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops: float = 0.0, loose: bool = False
 ) -> Expr | None:
-    """Return ``fn`` of the operands, or None when one of them cannot be had.
+    """Return ``fn`` of the operands, or None if one of them is unavailable.
 
     Args:
         n: The node; its name is part of what trust is bound to.

@@ -79,7 +79,7 @@ def test_a_caption_in_quotes_may_have_several_lines(folder: Path) -> None:
         ({"video": "a.mp4"}, "row 1 of .* has no caption"),
         ({"video": "a.mp4", "caption": " "}, "row 1 of .* has no caption"),
         ({"caption": "x"}, "row 1 of .* names no video"),
-        ({"video": "c.mp4", "caption": "x"}, r"names 'c\.mp4', which is not there"),
+        ({"video": "c.mp4", "caption": "x"}, r"names 'c\.mp4', which does not exist"),
         (["a.mp4"], "row 1 of .* is"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_broken_listing_is_refused(folder: Path, content: str) -> None:
     [
         ("rows.jsonl", '{"video": "a.mp4", "caption": "x"}\n{"video": \n', "cannot be read"),
         ("rows.jsonl", '{"video": "a.mp4"}\n', "row 1 of .* has no caption"),
-        ("rows.jsonl", '{"video": "c.mp4", "caption": "x"}\n', "row 1 of .* names 'c.mp4', which is not there"),
+        ("rows.jsonl", '{"video": "c.mp4", "caption": "x"}\n', "row 1 of .* names 'c.mp4', which does not exist"),
         ("rows.json", '{"video": "a.mp4", "caption": "x"}', "holds a dict"),
         ("rows.csv", "file,text\na.mp4,x\n", "row 1 of .* names no video"),
         ("rows.csv", "", "has no clip"),
@@ -143,7 +143,7 @@ def test_a_clip_without_a_caption_is_refused(folder: Path) -> None:
 
 def test_places_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
     for name, found in (
-        (str(tmp_path / "nowhere"), "is not there"),
+        (str(tmp_path / "nowhere"), "does not exist"),
         (str(folder / "a.mp4"), "ends in '.mp4'"),
         ("builtin:moving-shape", "there is no data set"),
     ):
