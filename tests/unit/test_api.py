@@ -356,6 +356,50 @@ def test_a_plan_of_ones_own_is_carried_out() -> None:
         assert handle.stats().kept_bytes > 0 and handle.stats().offloaded_bytes > 0
 
 
+class OwnPlan:
+    """A plan of a user: returns what it is made with."""
+
+    name = "own"
+
+    def __init__(self, choice: Any = Action.OFFLOAD, block: Any = Action.KEEP, *, recomputes: bool = True) -> None:
+        self.choice, self.block, self.recomputes = choice, block, recomputes
+
+    def choose(self, candidate: Candidate) -> Any:
+        return self.choice
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Any:
+        return self.block
+
+    def explain(self) -> str:
+        return "own"
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (OwnPlan("keep"), r"OwnPlan\.choose returned 'keep'; expected .*KEEP.*hint: .*Action\.KEEP"),
+        (OwnPlan(None), r"OwnPlan\.choose returned None; expected .*hint: "),
+        (OwnPlan(Action.CHECKPOINT), r"choose returned <Action\.CHECKPOINT.*hint: block_action"),
+        (OwnPlan(Action.RECOMPUTE, recomputes=False), r"choose returned <Action\.RECOMPUTE.*hint: .*recomputes = True"),
+        (OwnPlan(block=None), r"OwnPlan\.block_action returned None; expected .*CHECKPOINT.*hint: "),
+        (OwnPlan(block=Action.OFFLOAD), r"OwnPlan\.block_action returned <Action\.OFFLOAD"),
+    ],
+)
+def test_a_plan_of_ones_own_returns_actions(plan: OwnPlan, text: str) -> None:
+    tiny = build("block")
+    with enable(tiny.model, policy=plan, min_bytes=0), pytest.raises(ConfigError, match=f"(?s){text}"):
+        tiny.step()
+
+
+def test_a_plan_of_ones_own_is_checked_in_later_steps() -> None:
+    tiny, plan = build("block"), OwnPlan()
+    with enable(tiny.model, policy=plan, min_bytes=0):
+        tiny.step()
+        plan.choice = "keep"
+        with pytest.raises(ConfigError, match="returned 'keep'"):
+            tiny.step()
+
+
 @pytest.mark.parametrize("policy", ["minimal", "keep"])
 def test_a_plan_that_follows_from_its_policy_is_not_saved(policy: str, tmp_path: Path) -> None:
     with enable(policy=policy) as handle, pytest.raises(ConfigError, match=rf"{policy}.*expected .*(?s:.)*hint: "):

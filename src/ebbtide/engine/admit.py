@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate, Site, StandingPlan
+from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.inputs import Inputs
@@ -52,6 +52,7 @@ class Admission(RunRecord):
         self.place: Place = OUTSIDE, block.name  # as errors name it
         self.weights = Weights(engine.weights, block.weights)
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
+        self._allowed = STORAGE_ACTIONS if self.recipes else STORAGE_ACTIONS[:-1]
         self._reads_kept: bool = getattr(engine.plan, "reads_kept_bytes", True)
         self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
         current: Any = getattr(engine.plan, "current", engine.plan)
@@ -157,7 +158,7 @@ class Admission(RunRecord):
         entry = Entry(empty, site=site, region=moved, base_layout=base_layout, at=at, live=live)
         if outer is None:
             self._remember(tensor, described if follows else None)
-        action = engine.plan.choose(candidate)
+        action = self._choose(candidate)
         if weight is not None and action is not KEEP:
             action = RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
@@ -174,6 +175,10 @@ class Admission(RunRecord):
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
         return entry
+
+    def _choose(self, candidate: Candidate) -> Action:
+        plan = self.engine.plan
+        return checked_action(plan.choose(candidate), self._allowed, plan, "choose")
 
     def _inform_timer(
         self,
