@@ -31,7 +31,7 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
     if isinstance(policy, PathLike) or (isinstance(policy, str) and policy.endswith(".json")):
         return load_plan(fspath(policy))
     if isinstance(policy, str):
-        return policy_named(policy)
+        return policy_named(policy, or_file=True)
     if isinstance(policy, MeasuredPlan):
         return policy.made()
     if isinstance(policy, Policy) or _is_plan(policy):

@@ -48,6 +48,7 @@ def enable(model: Any = None, *args: Any, **options: Any) -> ebbtide.Handle:
         pytest.param({"target": "disc"}, ConfigError, r"'disc'.*expected.*hint: did you mean 'disk'", id="target"),
         pytest.param({"policy": ebbtide.Minimal}, ConfigError, r"hint: call the class: Minimal\(\)", id="policy class"),
         pytest.param({"policy": "minimum"}, ConfigError, r"'minimum'.*hint: did you mean 'minimal'", id="policy name"),
+        pytest.param({"policy": "q2.txt"}, ConfigError, r"'q2.txt'.*a plan file whose.* \.json", id="ending"),
         pytest.param({"policy": 3}, ConfigError, r"policy is 3", id="policy type"),
         pytest.param(
             {"enable_ckpt": True, "policy": "offload"}, ConfigError, r"enable_ckpt=True and policy", id="both"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
 from ebbtide.base.errors import ConfigError, DataError, few
-from ebbtide.base.files import write_text
+from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.planner.rules import plan_for
@@ -166,8 +166,9 @@ class TablePlan:
         """Write the plan into a file that ``load_plan`` reads.
 
         Raises:
-            DataError: It cannot be written.
+            DataError: The name does not end in .json, or the file cannot be written.
         """
+        check_json_name(Path(path), repr(str(path)), hint="policy= reads such names, as plan.json, as plan files")
         rows = [[name, *site, action.value] for (name, site), action in self.actions.items()]
         document = {
             "schema": SCHEMA,

@@ -168,6 +168,7 @@ def test_a_folder_without_anything_is_an_error(tmp_path):
         (["RUN", "--output", "."], "is a folder; expected a file in an existing folder\nhint: name one with --output"),
         (["RUN", "--output", "no/such/file"], "cannot be written: there is no folder 'no/such'"),
         (["RUN", "--output", "file"], "file already exists; expected a new file\nhint: pass --force"),
+        (["RUN", "--output", "/dev/full", "--force"], "'/dev/full' cannot be written .*; expected .*\nhint: "),
     ],
 )
 def test_bad_arguments_are_errors_of_this_command_line(tmp_path, monkeypatch, argv, words):
