@@ -47,6 +47,7 @@ def enable(model: Any = None, *args: Any, **options: Any) -> ebbtide.Handle:
     [
         pytest.param({"target": "disc"}, ConfigError, r"'disc'.*expected.*hint: did you mean 'disk'", id="target"),
         pytest.param({"policy": ebbtide.Minimal}, ConfigError, r"hint: call the class: Minimal\(\)", id="policy class"),
+        pytest.param({"policy": ebbtide.Auto}, ConfigError, r"hint: .*Auto\(\), not Auto", id="Auto class"),
         pytest.param({"policy": "minimum"}, ConfigError, r"'minimum'.*hint: did you mean 'minimal'", id="policy name"),
         pytest.param({"policy": "q2.txt"}, ConfigError, r"'q2.txt'.*a plan file whose.* \.json", id="ending"),
         pytest.param({"policy": 3}, ConfigError, r"policy is 3", id="policy type"),
@@ -335,28 +336,6 @@ def test_stats_print_ten_lines() -> None:
     assert "2.0 KiB; 18 tensors" in str(dataclasses.replace(some, small_storages=0))
 
 
-def test_a_plan_of_ones_own_is_carried_out() -> None:
-    class First:
-        """Offloads the inputs of blocks and the tensors of the first block."""
-
-        name, recomputes = "first", False
-
-        def choose(self, candidate: Candidate) -> Action:
-            return Action.OFFLOAD if candidate.block == 0 or candidate.block_input else Action.KEEP
-
-        def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-            return Action.KEEP
-
-        def explain(self) -> str:
-            return "the first block is offloaded"
-
-    tiny, plan = build("block"), First()
-    with enable(tiny.model, policy=plan, min_bytes=0) as handle:
-        assert differences(build("block").step(), tiny.step()) == []
-        assert handle.plan is plan
-        assert handle.stats().kept_bytes > 0 and handle.stats().offloaded_bytes > 0
-
-
 class OwnPlan:
     """A plan of a user: returns what it is made with."""
 
@@ -390,6 +369,38 @@ def test_a_plan_of_ones_own_returns_actions(plan: OwnPlan, text: str) -> None:
     tiny = build("block")
     with enable(tiny.model, policy=plan, min_bytes=0), pytest.raises(ConfigError, match=f"(?s){text}"):
         tiny.step()
+
+
+def test_a_plan_of_ones_own_has_the_members_of_plan() -> None:
+    class ChoosesOnly:
+        def choose(self, candidate: Candidate) -> Action:
+            return Action.KEEP
+
+    class ByKeyword(OwnPlan):
+        def block_action(self, *, kind: str, index: int, input_bytes: int, must_keep_bytes: int) -> Action:  # type: ignore[override]
+            return Action.KEEP
+
+    for policy, text in (
+        (ChoosesOnly(), r"ChoosesOnly lacks name, recomputes, block_action, explain; expected .*hint: docs/concepts/"),
+        (ByKeyword(), r"ByKeyword\.block_action does not take .*; expected .*\(kind, index, \*, input_b.*hint: docs/"),
+        (OwnPlan, r"hint: call the class: OwnPlan\(\), not OwnPlan"),
+    ):
+        with pytest.raises(ConfigError, match=f"(?s){text}"):
+            enable(policy=policy)
+
+
+def test_the_plan_in_the_docs_is_carried_out() -> None:
+    page = (Path(__file__).parents[2] / "docs/concepts/planning.md").read_text()
+    code = next(part for part in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class " in part)
+    tiny, values = build("block"), dict[str, Any](ebbtide=ebbtide)
+    values["model"] = tiny.model
+    exec(code, values)
+    values["handle"].close()
+    plan = values["FirstBlocks"]()
+    with enable(tiny.model, policy=plan, min_bytes=0) as handle:
+        assert differences(build("block").step(), tiny.step()) == []
+        assert handle.plan is plan and plan.explain() in handle.explain()
+        assert handle.stats().kept_bytes > 0 and handle.stats().offloaded_bytes > 0
 
 
 def test_a_plan_of_ones_own_is_checked_in_later_steps() -> None:
