@@ -28,7 +28,7 @@ from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
-from ebbtide.profiling.loaded import unhook
+from ebbtide.profiling.loaded import unhook, warn_of_unplanned
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
@@ -201,7 +201,8 @@ def enable_activation_offloading(
     if isinstance(chosen, TablePlan):
         unhook(engine, chosen)
     try:
-        attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
+        watch = Watch(model, engine, chosen=blocks is not None, after_first=warn_of_unplanned)
+        attachment = Attachment(model, pairs, engine, watch)
     except BaseException:
         engine.tier.close()
         raise

@@ -340,6 +340,26 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"intermediate_size": 512}, "the plan is for"),
+        ({"dtype": torch.bfloat16}, "have no row in the plan"),
+        ({}, ""),
+    ],
+)
+def test_a_plan_for_another_model_is_named(
+    changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, tiny = build("llama"), build("llama", **changes)
+    plan = ebbtide.make_plan(made.model, made.inputs, machine="h200", min_bytes=0)
+    with ebbtide.enable_activation_offloading(tiny.model, policy=plan, min_bytes=0):
+        for _ in range(2):
+            tiny.step()
+    found = [r.getMessage() for r in caplog.records if "hint: make it again" in r.getMessage()]
+    assert len(found) == bool(words) and all(words in line for line in found)
+
+
 def keeping(factor: float = 1.0) -> TablePlan:
     """Return a plan that keeps all that ``build("llama")`` saves, as one made for a batch ``factor`` times as long."""
     tiny = build("llama")

@@ -53,6 +53,11 @@ class Prediction:
     moved_bytes: int
     recomputed_bytes: int
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that blocks save."""
+        return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -151,7 +156,7 @@ class TablePlan:
     def explain(self) -> str:
         """Describe the actions, the predicted cost and the reasons, a line per site kind."""
         p = self.predicted
-        saved = p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes
+        saved = p.saved_bytes
         base = "" if p.peak_everything_kept_bytes > saved else " of activations"  # only a budget measures the rest
         head = (
             f"of {format_size(saved)} that blocks save, "
