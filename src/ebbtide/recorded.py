@@ -66,8 +66,7 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         calls: The forwards that the handle saw.
     """
     stats = engine.stats()
-    # Of all passes, less what Auto copied to measure rates; other figures are of the latest pass.
-    moved = stats.total_copy_out_bytes > getattr(engine.plan, "probed_bytes", 0) or stats.total_recomputes
+    moved = stats.total_copy_out_bytes or stats.total_recomputes  # of all passes; other figures are of the latest one
     if not (stats.packs or moved or stats.coverage_percent):
         if calls.in_backward:
             logger.warning(

@@ -296,6 +296,19 @@ def test_a_budget_below_what_the_process_needs_is_warned_of_once_and_training_go
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
+def test_copies_that_only_measure_the_rates_are_no_part_of_the_figures() -> None:
+    tiny, stalls = build("block"), list[dict[str, Any]]()
+    remove = ebbtide.base.events.BUS.subscribe(lambda kind, fields: stalls.append(fields) if kind == "stall" else None)
+    with enabled(tiny.model, ebbtide.Auto(), tensor_filter=lambda t: False) as handle:
+        for _ in range(5):
+            tiny.step()
+        stats, counters = handle.stats(), handle._engine.tier.counters
+    remove()
+    assert counters.out_bytes > 0, "the rates were measured"
+    assert (stats.total_copy_out_bytes, stats.total_copy_in_bytes, stats.total_stall_seconds) == (0, 0, 0.0)
+    assert stalls == []
+
+
 def test_a_budget_that_holds_everything_keeps_everything() -> None:
     tiny = build("llama")
     plain = tiny.step()

@@ -322,6 +322,7 @@ class Engine:
         """Return what was saved, moved and recomputed. See ``Stats``."""
         tally, counters = self.last_tally, self.tier.counters
         saved = tally.unique - tally.kept
+        probed_bytes, probed_seconds = getattr(self.plan, "probed", (0, 0.0))  # copied only to measure rates
         with self.lock:
             self._stalls.flush()
         return Stats(
@@ -333,10 +334,10 @@ class Engine:
             small_bytes=tally.small_bytes,
             coverage_percent=None if self.coverage is None else self.coverage.percent,
             checkpointed_blocks=self.last_pass.checkpointed,
-            total_stall_seconds=counters.stalls.total_seconds,
+            total_stall_seconds=max(0.0, counters.stalls.total_seconds - probed_seconds),
             stalls=dict(self._stalls.by_block),
-            total_copy_out_bytes=counters.out_bytes,
-            total_copy_in_bytes=counters.in_bytes,
+            total_copy_out_bytes=counters.out_bytes - probed_bytes,
+            total_copy_in_bytes=counters.in_bytes - probed_bytes,
             copy_out_bytes_per_second=counters.out_bytes_per_second,
             copy_in_bytes_per_second=counters.in_bytes_per_second,
             total_recomputes=self.restorer.recomputes,
