@@ -66,6 +66,7 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         calls: The forwards that the handle saw.
     """
     stats = engine.stats()
+    filters = [name for name in ("tensor_filter", "keep_filter") if getattr(engine, name) is not None]
     moved = stats.total_copy_out_bytes or stats.total_recomputes  # of all passes; other figures are of the latest one
     if not (stats.packs or moved or stats.coverage_percent):
         if calls.in_backward:
@@ -96,6 +97,11 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         logger.warning(
             "nothing was offloaded: policy 'inputs' offloads the inputs of blocks, and these save none of min_bytes or "
             "more (nn.TransformerEncoderLayer saves a copy); hint: policy='auto', 'minimal' or 'offload'"
+        )
+    elif stats.unique_bytes and not moved and engine.plan.name != "keep" and filters:
+        logger.warning(
+            "nothing was offloaded: %s returned False for every tensor; hint: return True for those to offload",
+            " or ".join(filters),
         )
     elif stats.memory_saved_percent is not None:
         saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3

@@ -445,6 +445,19 @@ def test_filters_keep_tensors() -> None:
         assert handle.stats().kept_bytes == handle.stats().unique_bytes > 0
 
 
+@pytest.mark.parametrize("name", ["tensor_filter", "keep_filter"])
+def test_a_filter_that_offloads_nothing_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("block")
+    refused = pytest.raises(ConfigError, match=f"(?s){name} returned None; expected true or false.*hint: ")
+    with enable(tiny.model, policy="offload", min_bytes=0, **{name: lambda t: None}), refused:
+        tiny.step()
+    for policy, expected in (("offload", 1), ("keep", 0)):
+        caplog.clear()
+        with enable(tiny.model, policy=policy, min_bytes=0, **{name: lambda t: False}):
+            tiny.step()
+        assert caplog.text.count(f"nothing was offloaded: {name} returned False for every tensor; hint: ") == expected
+
+
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
 def test_verify_compares_and_finds_nothing(policy: str) -> None:
     tiny = build("block")

@@ -133,7 +133,7 @@ class Admission(RunRecord):
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
         made = "input" if is_input else outer.node if outer is not None else made_by
         site = self._sites.next(self.running[-1].name if self.running else "", made)
-        may_recompute = covered and (engine.keep_filter is None or engine.keep_filter(tensor))
+        may_recompute = covered and engine.may_recompute(tensor)
         weight = None
         if may_recompute and (node is None or (made_by == CAST and shown is not None)):
             weight = self.weights.copied(base, self._innermost)

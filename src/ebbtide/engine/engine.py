@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ebbtide.base.actions import Action, Plan
-from ebbtide.base.errors import note_place
+from ebbtide.base.errors import ConfigError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
@@ -196,8 +196,11 @@ class Engine:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
-        moved = self.tensor_filter is None or self.tensor_filter(tensor)
-        return moved and (self.keep_filter is None or self.keep_filter(tensor))
+        return _lets("tensor_filter", self.tensor_filter, tensor) and self.may_recompute(tensor)
+
+    def may_recompute(self, tensor: torch.Tensor) -> bool:
+        """Whether the user's filters let a tensor be recomputed."""
+        return _lets("keep_filter", self.keep_filter, tensor)
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of no bytes, of the same kind and on the same device."""
@@ -349,3 +352,11 @@ class Engine:
             total_refused_bytes=self._copy_out.refused_bytes,
             **tally.fields(),
         )
+
+
+def _lets(name: str, filter_: TensorFilter | None, tensor: torch.Tensor) -> bool:
+    """Whether a filter returns true for a tensor."""
+    answer: Any = filter_ is None or filter_(tensor)
+    if answer is None:
+        raise ConfigError(f"{name} returned None", expected="true or false", hint=f"return the result of {name}")
+    return bool(answer)
