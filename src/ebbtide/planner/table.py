@@ -163,7 +163,7 @@ class TablePlan:
             f"{format_size(p.kept_bytes)} stay, {format_size(p.offloaded_bytes)} are offloaded, "
             f"{format_size(p.recomputed_bytes)} are recomputed; predicted: peak {format_size(p.peak_bytes)}{base} "
             f"(everything kept: {format_size(p.peak_everything_kept_bytes)}), step {p.step_seconds:.4g} s, "
-            f"{p.overhead_percent:+.1f} % (no schedule beats {p.bound_percent:+.1f} %)"
+            f"{p.overhead_percent:+z.1f} % (no schedule beats {p.bound_percent:+z.1f} %)"
         )
         return "\n".join([head, *self.reasons])
 

@@ -389,14 +389,12 @@ class MeasuredPlan:
         )
 
     def _probe(self) -> None:
-        stalls = self._tier.stalls
-        stalls.timed, stalls.reader = True, None  # until the next pass begins
+        self._tier.stalls.timed, self._tier.stalls.reader = True, None  # until the next pass begins
         before = self._tier.counters.stalls.total_seconds
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(self._tier) or "cpu")
-        slot = park_one(self._tier, source)
-        slot.take()
+        (slot := park_one(self._tier, source)).take()
         slot.free()
         if source.device.type != "cpu":
             torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
-        nbytes, seconds = self.probed
-        self.probed = nbytes + PROBE_BYTES, seconds + self._tier.counters.stalls.total_seconds - before
+        (nbytes, seconds), after = self.probed, self._tier.counters.stalls.total_seconds
+        self.probed = nbytes + PROBE_BYTES, seconds + after - before
