@@ -236,6 +236,15 @@ def test_explain_names_the_plan_and_every_kind_of_site() -> None:
     assert any(line.startswith("store: ") and line.endswith(" read") for line in lines)
 
 
+def test_a_handle_and_a_plan_are_printed_in_one_line() -> None:
+    tiny = build("block")
+    plan = ebbtide.make_plan(tiny.model, tiny.inputs, machine="h200", min_bytes=0)
+    with enable(tiny.model, policy=plan) as handle:
+        assert repr(handle).startswith("<Handle: auto, enabled; ")
+        assert len(repr(handle.plan)) < 400 and "peak_bytes=" in repr(handle.plan)
+    assert ", disabled; " in repr(handle)
+
+
 def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFixture) -> None:
     tiny = build("block")
     with enable(tiny.model):

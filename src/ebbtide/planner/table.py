@@ -74,9 +74,9 @@ class TablePlan:
 
     recomputes = True
     name: str
-    actions: Mapping[tuple[str, Site], Action]
+    actions: Mapping[tuple[str, Site], Action] = field(repr=False)
     predicted: Prediction
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = field(default=(), repr=False)
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
     _inputs: Mapping[str, Action] = field(init=False, repr=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""

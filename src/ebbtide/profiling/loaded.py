@@ -49,13 +49,15 @@ def warn_of_unplanned(engine: Engine) -> None:
         )  # fmt: skip
 
 
-def unhook(engine: Engine, plan: TablePlan) -> None:
-    """Let the blocks of which a plan keeps everything run without hooks once a pass has shown what they save.
+def unhook(engine: Engine) -> None:
+    """Let the blocks of which a loaded plan keeps everything run without hooks once a pass has shown what they save.
 
     Args:
         engine: Carries the plan out.
-        plan: The loaded plan.
     """
+    plan = engine.plan
+    if not isinstance(plan, TablePlan):
+        return
     treated = {name for (name, _), action in plan.actions.items() if action is not Action.KEEP}
     kept, found, planned = {name for name, _ in plan.actions} - treated, weakref.ref(engine), plan.predicted
     most = GROWTH * planned.saved_bytes

@@ -59,14 +59,14 @@ class Watch:
     Args:
         engine: Receives the coverage.
         chosen: The user named the blocks: none are added.
-        after_first: Called after the first pass that saved something.
+        then: Called after the first pass that saved something.
     """
 
     def __init__(
-        self, model: nn.Module, engine: Engine, *, chosen: bool, after_first: Callable[[Engine], None] | None = None
+        self, model: nn.Module, engine: Engine, *, chosen: bool, then: Callable[[Engine], None] | None = None
     ) -> None:
         self._model, self._engine = model, engine
-        self._may_choose, self._done, self._after_first = not chosen, False, after_first
+        self._may_choose, self._done, self._then = not chosen, False, then
         self._outside: Counter[str] | None = None
         self._added = ""
 
@@ -92,8 +92,8 @@ class Watch:
         """
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass
-        if tally.packs and self._after_first is not None:
-            self._after_first = self._after_first(self._engine)
+        if tally.packs and self._then is not None:
+            self._then = self._then(self._engine)
         if outside is None or not (tally.packs or sum(outside.values())):
             return None
         self._done = True
