@@ -117,8 +117,9 @@ class Watch:
 
     def explain(self) -> list[str]:
         """Return lines on the coverage, and on blocks that were chosen by it; none before the first pass."""
-        coverage = self._engine.coverage
-        return ([self._added] if self._added else []) + ([] if coverage is None else [str(coverage)])
+        coverage = "" if self._engine.coverage is None else str(self._engine.coverage)
+        measured = coverage if coverage not in self._added else ""  # until the second pass it is that of the first
+        return [line for line in (self._added, measured) if line]
 
     def _report(self, coverage: Coverage) -> None:
         if coverage.checkpointed:
