@@ -28,7 +28,7 @@ from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
-from ebbtide.profiling.loaded import unhook
+from ebbtide.profiling.loaded import unhook, warn_of_unplanned
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
@@ -95,8 +95,7 @@ class Handle:
             ConfigError: The handle was closed.
         """
         if self._attachment is None:
-            again = "call enable_activation_offloading again"
-            raise ConfigError("this handle is closed", expected="an open handle", hint=again)
+            raise ConfigError("this handle is closed", expected="an open one", hint="call enable_activation_offloading")
         self._attachment.enabled = True
 
     def close(self) -> None:
@@ -111,6 +110,10 @@ class Handle:
             self._unlist()
             log_saved(self._engine, attachment.calls)
         self._engine.close()
+
+    def __repr__(self) -> str:
+        state = "enabled" if self.enabled else "disabled"
+        return f"<Handle: {self.plan.name}, {state}; stats() and explain() show more>"
 
     def __enter__(self) -> Handle:
         return self
@@ -183,12 +186,8 @@ def enable_activation_offloading(
     """
     check_version("torch")
     if not isinstance(model, nn.Module):
-        kind = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ConfigError(
-            f"model is the class {kind}" if isinstance(model, type) else f"model is a {kind}",
-            expected="a torch.nn.Module",
-            hint="pass the model itself",
-        )
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"model is {kind}", expected="a torch.nn.Module", hint="pass the model itself")
     chosen = chosen_policy(enable_ckpt, policy)
     check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
     options = options_of(target, min_bytes, window, disk_path, verify, host_budget, synchronous)
@@ -198,10 +197,10 @@ def enable_activation_offloading(
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
     engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
-    if isinstance(chosen, TablePlan):
-        unhook(engine, chosen)
+    unhook(engine)
     try:
-        attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
+        watch = Watch(model, engine, chosen=blocks is not None, then=warn_of_unplanned)
+        attachment = Attachment(model, pairs, engine, watch)
     except BaseException:
         engine.tier.close()
         raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,15 +32,19 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
     if isinstance(policy, PathLike) or (isinstance(policy, str) and policy.endswith(".json")):
         return load_plan(fspath(policy))
     if isinstance(policy, str):
-        return policy_named(policy)
+        return policy_named(policy, or_file=True)
     if isinstance(policy, MeasuredPlan):
         return policy.made()
-    if isinstance(policy, Policy) or _is_plan(policy):
+    if isinstance(policy, Policy):
         return policy
+    if hasattr(policy, "choose") and not isinstance(policy, type):
+        _check_plan(policy)
+        return policy
+    name = policy.__name__ if isinstance(policy, type) else ""
     raise ConfigError(
         f"policy is {policy!r:.80}",
         expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, a plan, or a plan file",
-        hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
+        hint=f"call the class: {name}(), not {name}" if name else "such as policy='minimal'",
     )
 
 
@@ -48,11 +54,26 @@ def accelerator_of(model: nn.Module) -> torch.device | None:
     return next((p.device for p in model.parameters() if found is not None and p.device.type == found.type), None)
 
 
-def _is_plan(value: object) -> bool:
-    """Whether a value has the members of ``Plan``."""
-    methods = ("choose", "block_action", "explain")
-    named = isinstance(getattr(value, "name", None), str) and hasattr(value, "recomputes")
-    return not isinstance(value, type) and named and all(callable(getattr(value, name, None)) for name in methods)
+def _check_plan(plan: Plan) -> None:
+    """Raise unless a user's plan has the members of ``Plan``, and its methods take the arguments of these."""
+    calls: dict[str, tuple[Any, ...]] = {"choose": (None,), "block_action": ("", 0), "explain": ()}
+    kind, hint = type(plan).__name__, "docs/concepts/planning.md shows a plan of your own"
+    lacks = [name for name in ("name", "recomputes", *calls) if not hasattr(plan, name)]
+    if lacks:
+        raise ConfigError(f"{kind} lacks {', '.join(lacks)}", expected="the members of ebbtide.Plan", hint=hint)
+    check_value(f"{kind}.name", plan.name, str)
+    for name, arguments in calls.items():
+        named = {"input_bytes": 0, "must_keep_bytes": 0} if name == "block_action" else {}
+        try:
+            inspect.signature(getattr(plan, name)).bind(*arguments, **named)
+        except TypeError as error:
+            parameters = list(inspect.signature(getattr(Plan, name)).parameters.values())[1:]
+            taken = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+            raise ConfigError(
+                f"{kind}.{name} does not take the arguments of ebbtide.Plan ({error})",
+                expected=f"{name}{taken}",
+                hint=hint,
+            ) from error
 
 
 def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:

@@ -99,17 +99,22 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str, *, or_file: bool = False) -> Policy:
     """Return the policy of a name such as ``"minimal"``.
+
+    Args:
+        name: The name.
+        or_file: The file of a plan may be named in its place.
 
     Raises:
         ConfigError: There is no such policy.
     """
     kind = POLICIES.get(name.lower())
     if kind is None:
+        files = ", or a plan file whose name ends in .json" if or_file else ""
         raise ConfigError(
             f"policy is {name!r}",
-            expected="one of " + ", ".join(POLICIES),
+            expected="one of " + ", ".join(POLICIES) + files,
             hint=nearest(name, POLICIES) or "'auto' is the default",
         )
     return kind()

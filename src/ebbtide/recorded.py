@@ -66,8 +66,8 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
         calls: The forwards that the handle saw.
     """
     stats = engine.stats()
-    # Totals of all passes, less what Auto copied to measure rates; the other figures are of the latest pass.
-    moved = stats.total_copy_out_bytes > getattr(engine.plan, "probed_bytes", 0) or stats.total_recomputes
+    filters = [name for name in ("tensor_filter", "keep_filter") if getattr(engine, name) is not None]
+    moved = stats.total_copy_out_bytes or stats.total_recomputes  # of all passes; other figures are of the latest one
     if not (stats.packs or moved or stats.coverage_percent):
         if calls.in_backward:
             logger.warning(
@@ -98,6 +98,11 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
             "nothing was offloaded: policy 'inputs' offloads the inputs of blocks, and these blocks save no input of "
             "min_bytes or more (nn.TransformerEncoderLayer saves a copy); hint: use policy 'auto', 'minimal' or "
             "'offload'"
+        )
+    elif stats.unique_bytes and not moved and engine.plan.name != "keep" and filters:
+        logger.warning(
+            "nothing was offloaded: %s returned False for every tensor; hint: return True for those to offload",
+            " or ".join(filters),
         )
     elif stats.memory_saved_percent is not None:
         saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3

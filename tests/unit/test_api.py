@@ -47,7 +47,9 @@ def enable(model: Any = None, *args: Any, **options: Any) -> ebbtide.Handle:
     [
         pytest.param({"target": "disc"}, ConfigError, r"'disc'.*expected.*hint: did you mean 'disk'", id="target"),
         pytest.param({"policy": ebbtide.Minimal}, ConfigError, r"hint: call the class: Minimal\(\)", id="policy class"),
+        pytest.param({"policy": ebbtide.Auto}, ConfigError, r"hint: .*Auto\(\), not Auto", id="Auto class"),
         pytest.param({"policy": "minimum"}, ConfigError, r"'minimum'.*hint: did you mean 'minimal'", id="policy name"),
+        pytest.param({"policy": "q2.txt"}, ConfigError, r"'q2.txt'.*a plan file whose.* \.json", id="ending"),
         pytest.param({"policy": 3}, ConfigError, r"policy is 3", id="policy type"),
         pytest.param(
             {"enable_ckpt": True, "policy": "offload"}, ConfigError, r"enable_ckpt=True and policy", id="both"
@@ -229,10 +231,19 @@ def test_explain_names_the_plan_and_every_kind_of_site() -> None:
         assert handle.explain() == handle.plan.explain()
         tiny.step()
         first, *lines = handle.explain().splitlines()
-    assert first == handle.plan.explain()
+    assert first == handle.plan.explain() and lines[0] == "in the latest pass:"
     assert any(" recompute " in line and " Block/" in line for line in lines)
     assert any(" offload " in line and " Block/" in line for line in lines)
     assert any(line.startswith("store: ") and line.endswith(" read") for line in lines)
+
+
+def test_a_handle_and_a_plan_are_printed_in_one_line() -> None:
+    tiny = build("block")
+    plan = ebbtide.make_plan(tiny.model, tiny.inputs, machine="h200", min_bytes=0)
+    with enable(tiny.model, policy=plan) as handle:
+        assert repr(handle).startswith("<Handle: auto, enabled; ")
+        assert len(repr(handle.plan)) < 400 and "peak_bytes=" in repr(handle.plan)
+    assert ", disabled; " in repr(handle)
 
 
 def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,26 +346,80 @@ def test_stats_print_ten_lines() -> None:
     assert "2.0 KiB; 18 tensors" in str(dataclasses.replace(some, small_storages=0))
 
 
-def test_a_plan_of_ones_own_is_carried_out() -> None:
-    class First:
-        """Offloads the inputs of blocks and the tensors of the first block."""
+class OwnPlan:
+    """A plan of a user: returns what it is made with."""
 
-        name, recomputes = "first", False
+    name = "own"
 
+    def __init__(self, choice: Any = Action.OFFLOAD, block: Any = Action.KEEP, *, recomputes: bool = True) -> None:
+        self.choice, self.block, self.recomputes = choice, block, recomputes
+
+    def choose(self, candidate: Candidate) -> Any:
+        return self.choice
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Any:
+        return self.block
+
+    def explain(self) -> str:
+        return "own"
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (OwnPlan("keep"), r"OwnPlan\.choose returned 'keep'; expected .*KEEP.*hint: .*Action\.KEEP"),
+        (OwnPlan(None), r"OwnPlan\.choose returned None; expected .*hint: "),
+        (OwnPlan(Action.CHECKPOINT), r"choose returned <Action\.CHECKPOINT.*hint: block_action"),
+        (OwnPlan(Action.RECOMPUTE, recomputes=False), r"choose returned <Action\.RECOMPUTE.*hint: .*recomputes = True"),
+        (OwnPlan(block=None), r"OwnPlan\.block_action returned None; expected .*CHECKPOINT.*hint: "),
+        (OwnPlan(block=Action.OFFLOAD), r"OwnPlan\.block_action returned <Action\.OFFLOAD"),
+    ],
+)
+def test_a_plan_of_ones_own_returns_actions(plan: OwnPlan, text: str) -> None:
+    tiny = build("block")
+    with enable(tiny.model, policy=plan, min_bytes=0), pytest.raises(ConfigError, match=f"(?s){text}"):
+        tiny.step()
+
+
+def test_a_plan_of_ones_own_has_the_members_of_plan() -> None:
+    class ChoosesOnly:
         def choose(self, candidate: Candidate) -> Action:
-            return Action.OFFLOAD if candidate.block == 0 or candidate.block_input else Action.KEEP
-
-        def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
             return Action.KEEP
 
-        def explain(self) -> str:
-            return "the first block is offloaded"
+    class ByKeyword(OwnPlan):
+        def block_action(self, *, kind: str, index: int, input_bytes: int, must_keep_bytes: int) -> Action:  # type: ignore[override]
+            return Action.KEEP
 
-    tiny, plan = build("block"), First()
+    for policy, text in (
+        (ChoosesOnly(), r"ChoosesOnly lacks name, recomputes, block_action, explain; expected .*hint: docs/concepts/"),
+        (ByKeyword(), r"ByKeyword\.block_action does not take .*; expected .*\(kind, index, \*, input_b.*hint: docs/"),
+        (OwnPlan, r"hint: call the class: OwnPlan\(\), not OwnPlan"),
+    ):
+        with pytest.raises(ConfigError, match=f"(?s){text}"):
+            enable(policy=policy)
+
+
+def test_the_plan_in_the_docs_is_carried_out() -> None:
+    page = (Path(__file__).parents[2] / "docs/concepts/planning.md").read_text()
+    code = next(part for part in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class " in part)
+    tiny, values = build("block"), dict[str, Any](ebbtide=ebbtide)
+    values["model"] = tiny.model
+    exec(code, values)
+    values["handle"].close()
+    plan = values["FirstBlocks"]()
     with enable(tiny.model, policy=plan, min_bytes=0) as handle:
         assert differences(build("block").step(), tiny.step()) == []
-        assert handle.plan is plan
+        assert handle.plan is plan and plan.explain() in handle.explain()
         assert handle.stats().kept_bytes > 0 and handle.stats().offloaded_bytes > 0
+
+
+def test_a_plan_of_ones_own_is_checked_in_later_steps() -> None:
+    tiny, plan = build("block"), OwnPlan()
+    with enable(tiny.model, policy=plan, min_bytes=0):
+        tiny.step()
+        plan.choice = "keep"
+        with pytest.raises(ConfigError, match="returned 'keep'"):
+            tiny.step()
 
 
 @pytest.mark.parametrize("policy", ["minimal", "keep"])
@@ -392,6 +457,19 @@ def test_filters_keep_tensors() -> None:
     with enable(tiny.model, policy="auto", min_bytes=0, keep_filter=lambda t: False) as handle:
         assert differences(tiny.step(), expected) == []
         assert handle.stats().kept_bytes == handle.stats().unique_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["tensor_filter", "keep_filter"])
+def test_a_filter_that_offloads_nothing_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("block")
+    refused = pytest.raises(ConfigError, match=f"(?s){name} returned None; expected true or false.*hint: ")
+    with enable(tiny.model, policy="offload", min_bytes=0, **{name: lambda t: None}), refused:
+        tiny.step()
+    for policy, expected in (("offload", 1), ("keep", 0)):
+        caplog.clear()
+        with enable(tiny.model, policy=policy, min_bytes=0, **{name: lambda t: False}):
+            tiny.step()
+        assert caplog.text.count(f"nothing was offloaded: {name} returned False for every tensor; hint: ") == expected
 
 
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])

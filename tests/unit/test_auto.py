@@ -296,6 +296,19 @@ def test_a_budget_below_what_the_process_needs_is_warned_of_once_and_training_go
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
+def test_copies_that_only_measure_the_rates_are_no_part_of_the_figures() -> None:
+    tiny, stalls = build("block"), list[dict[str, Any]]()
+    remove = ebbtide.base.events.BUS.subscribe(lambda kind, fields: stalls.append(fields) if kind == "stall" else None)
+    with enabled(tiny.model, ebbtide.Auto(), tensor_filter=lambda t: False) as handle:
+        for _ in range(5):
+            tiny.step()
+        stats, counters = handle.stats(), handle._engine.tier.counters
+    remove()
+    assert counters.out_bytes > 0, "the rates were measured"
+    assert (stats.total_copy_out_bytes, stats.total_copy_in_bytes, stats.total_stall_seconds) == (0, 0, 0.0)
+    assert stalls == []
+
+
 def test_a_budget_that_holds_everything_keeps_everything() -> None:
     tiny = build("llama")
     plain = tiny.step()
@@ -338,6 +351,26 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not differences(plain, tiny.step())
         again = handle.stats()
     assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"intermediate_size": 512}, "the plan is for"),
+        ({"dtype": torch.bfloat16}, "have no row in the plan"),
+        ({}, ""),
+    ],
+)
+def test_a_plan_for_another_model_is_named(
+    changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, tiny = build("llama"), build("llama", **changes)
+    plan = ebbtide.make_plan(made.model, made.inputs, machine="h200", min_bytes=0)
+    with ebbtide.enable_activation_offloading(tiny.model, policy=plan, min_bytes=0):
+        for _ in range(2):
+            tiny.step()
+    found = [r.getMessage() for r in caplog.records if "hint: make it again" in r.getMessage()]
+    assert len(found) == bool(words) and all(words in line for line in found)
 
 
 def keeping(factor: float = 1.0) -> TablePlan:

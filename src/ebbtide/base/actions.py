@@ -14,6 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from ebbtide.base.errors import ConfigError
+
 
 class Action(Enum):
     """The action for a storage (KEEP, OFFLOAD, RECOMPUTE) or for a whole block (CHECKPOINT)."""
@@ -147,6 +149,33 @@ class Plan(Protocol):
     def explain(self) -> str:
         """Describe the plan and its reasons in one or two lines."""
         ...
+
+
+STORAGE_ACTIONS = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
+"""The actions for a storage; for one whose plan never recomputes, all but the last."""
+
+BLOCK_ACTIONS = Action.KEEP, Action.CHECKPOINT
+"""The actions for a block."""
+
+
+def checked_action(action: Action, allowed: tuple[Action, ...], plan: Plan, method: str) -> Action:
+    """Return what a plan's method returned, which may be a user's.
+
+    Raises:
+        ConfigError: It is not one of the allowed actions.
+    """
+    if action in allowed:
+        return action
+    hint = f"return ebbtide.{allowed[0]}, not its name or nothing"
+    if action is Action.CHECKPOINT:
+        hint = "block_action returns CHECKPOINT, for the whole block"
+    elif action is Action.RECOMPUTE and allowed is not BLOCK_ACTIONS:
+        hint = "set recomputes = True, so that recipes are built"
+    raise ConfigError(
+        f"{type(plan).__name__}.{method} returned {action!r:.80}",
+        expected="one of " + ", ".join(map(str, allowed)),
+        hint=hint,
+    )
 
 
 ALWAYS = sys.maxsize

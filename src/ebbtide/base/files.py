@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
         DataError: It cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # a recorded command may hold any bytes
     except OSError as error:
         found = f"{str(path)!r} cannot be written ({error.strerror})"
         hint = "name a file in a folder that you may write to"
@@ -75,3 +76,33 @@ def _can_create(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_json_name(path: Path, what: str, *, hint: str) -> None:
+    """Raise unless a name ends in .json, as the name of a plan or machine file must; arguments as for ``json_object``.
+
+    Raises:
+        DataError: It does not.
+    """
+    if path.suffix != ".json":
+        raise DataError(f"{what} has another ending", expected="a name that ends in .json", hint=hint)
+
+
+def check_replaceable(path: Path, what: str, keys: AbstractSet[str], *, hint: str) -> None:
+    """Raise if a JSON file cannot be written, or would replace anything but an earlier result.
+
+    Args:
+        path: The file.
+        what: Name of the file in errors.
+        keys: Keys of every result.
+        hint: Hint of errors.
+
+    Raises:
+        DataError: It cannot, or would.
+    """
+    check_writable(path, what, hint=hint)
+    check_json_name(path, what, hint=hint)
+    if path.exists() and path.stat().st_size:
+        expected = "a new file, or an earlier result"
+        if not keys <= json_object(path, what, expected=expected, hint=hint).keys():
+            raise DataError(f"{what} holds something else", expected=expected, hint=hint)

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import DataError
-from ebbtide.base.files import check_writable
+from ebbtide.base.files import check_replaceable
 from ebbtide.cli import versions
 from ebbtide.cli.parsing import Parser, choice
 
@@ -31,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: An argument that cannot be read.
-        DataError: The file cannot be written.
+        DataError: The file cannot be written, or holds something else.
     """
     parser = Parser(
         prog="ebbtide doctor",
@@ -54,7 +53,8 @@ def run(argv: Sequence[str]) -> int:
         print("\n".join(versions.lines()))
         return 0
     if own.out is not None:
-        _check_out(own.out)
+        hint = "such as --out machine.json, in a folder that you may write to"
+        check_replaceable(own.out, f"--out {str(own.out)!r}", {"memory_bytes", "flop_per_second"}, hint=hint)
     from ebbtide.doctor import examine  # torch, and with it the seconds of its import
 
     found = examine(target, own.disk_path)
@@ -109,14 +109,3 @@ def _write(found: Examination, path: Path) -> bool:
         return False
     found.facts.machine.save(path)
     return True
-
-
-def _check_out(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    if path.suffix != ".json":
-        raise DataError(
-            f"--out is {str(path)!r}",
-            expected="a name that ends in .json",
-            hint="such as --out machine.json",
-        )
-    check_writable(path, repr(str(path)), hint="such as --out machine.json, in a folder that you may write to")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.files import check_writable
+from ebbtide.base.files import check_writable, write_text
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
@@ -141,7 +141,7 @@ def _put(words: str, target: Path | None) -> Path | None:
     if target is None:
         print(words, end="")
     else:
-        target.write_text(words, encoding="utf-8", errors="replace")  # a command may hold any bytes
+        write_text(target, words)
     return target
 
 

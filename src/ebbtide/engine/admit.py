@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate, Site, StandingPlan
+from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.inputs import CAST, Inputs
@@ -49,6 +49,7 @@ class Admission(RunRecord):
         self.place: Place = OUTSIDE, block.name  # as errors name it
         self.weights = Weights(engine.weights, block.weights)
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
+        self._allowed = STORAGE_ACTIONS if self.recipes else STORAGE_ACTIONS[:-1]
         self._reads_kept: bool = getattr(engine.plan, "reads_kept_bytes", True)
         self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
         current: Any = getattr(engine.plan, "current", engine.plan)
@@ -129,7 +130,7 @@ class Admission(RunRecord):
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
         made = "input" if is_input else outer.node if outer is not None else made_by
         site = self._sites.next(self.running[-1].name if self.running else "", made)
-        may_recompute = covered and (engine.keep_filter is None or engine.keep_filter(tensor))
+        may_recompute = covered and engine.may_recompute(tensor)
         weight = None
         if may_recompute and (node is None or (made_by == CAST and shown is not None)):
             weight = self.weights.copied(base, self._innermost)
@@ -154,7 +155,7 @@ class Admission(RunRecord):
         entry = Entry(empty, site=site, region=moved, base_layout=base_layout, at=at, live=live)
         if outer is None:
             self._remember(tensor, described if follows else None)
-        action = engine.plan.choose(candidate)
+        action = self._choose(candidate)
         if weight is not None and action is not KEEP:
             action = RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
@@ -171,6 +172,10 @@ class Admission(RunRecord):
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
         return entry
+
+    def _choose(self, candidate: Candidate) -> Action:
+        plan = self.engine.plan
+        return checked_action(plan.choose(candidate), self._allowed, plan, "choose")
 
     def _inform_timer(
         self,

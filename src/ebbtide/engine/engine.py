@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ebbtide.base.actions import Action, Plan
-from ebbtide.base.errors import note_place
+from ebbtide.base.errors import ConfigError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
@@ -196,8 +196,11 @@ class Engine:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
-        moved = self.tensor_filter is None or self.tensor_filter(tensor)
-        return moved and (self.keep_filter is None or self.keep_filter(tensor))
+        return _lets("tensor_filter", self.tensor_filter, tensor) and self.may_recompute(tensor)
+
+    def may_recompute(self, tensor: torch.Tensor) -> bool:
+        """Whether the user's filters let a tensor be recomputed."""
+        return _lets("keep_filter", self.keep_filter, tensor)
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of no bytes, of the same kind and on the same device."""
@@ -322,6 +325,7 @@ class Engine:
         """Return what was saved, moved and recomputed. See ``Stats``."""
         tally, counters = self.last_tally, self.tier.counters
         saved = tally.unique - tally.kept
+        probed_bytes, probed_seconds = getattr(self.plan, "probed", (0, 0.0))  # copied only to measure rates
         with self.lock:
             self._stalls.flush()
         return Stats(
@@ -333,10 +337,10 @@ class Engine:
             small_bytes=tally.small_bytes,
             coverage_percent=None if self.coverage is None else self.coverage.percent,
             checkpointed_blocks=self.last_pass.checkpointed,
-            total_stall_seconds=counters.stalls.total_seconds,
+            total_stall_seconds=max(0.0, counters.stalls.total_seconds - probed_seconds),
             stalls=dict(self._stalls.by_block),
-            total_copy_out_bytes=counters.out_bytes,
-            total_copy_in_bytes=counters.in_bytes,
+            total_copy_out_bytes=counters.out_bytes - probed_bytes,
+            total_copy_in_bytes=counters.in_bytes - probed_bytes,
             copy_out_bytes_per_second=counters.out_bytes_per_second,
             copy_in_bytes_per_second=counters.in_bytes_per_second,
             total_recomputes=self.restorer.recomputes,
@@ -348,3 +352,11 @@ class Engine:
             total_refused_bytes=self._copy_out.refused_bytes,
             **tally.fields(),
         )
+
+
+def _lets(name: str, filter_: TensorFilter | None, tensor: torch.Tensor) -> bool:
+    """Whether a filter returns true for a tensor."""
+    answer: Any = filter_ is None or filter_(tensor)
+    if answer is None:
+        raise ConfigError(f"{name} returned None", expected="true or false", hint=f"return the result of {name}")
+    return bool(answer)

@@ -85,7 +85,7 @@ class Pass:
         return True
 
     def explain(self, min_bytes: int) -> list[str]:
-        """Return a line for each action at each site, the largest site first, and one for all small storages.
+        """Return a heading, a line for each action at each site, the largest first, and one for all small storages.
 
         Args:
             min_bytes: Storages below this size are small.
@@ -102,7 +102,7 @@ class Pass:
         if self.tally.small:
             size = format_size(self.tally.small_bytes)
             lines.append(f"small storages (< {format_size(min_bytes)}) that stay: {self.tally.small}, {size}")
-        return lines
+        return ["in the latest pass:", *lines] if lines else []
 
 
 MOST_ORDERS = 256

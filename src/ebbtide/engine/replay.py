@@ -130,6 +130,6 @@ class Replay(Admission):
             )
         standing, flops = self._standing, None if recipe is None else recipe.flops
         limit_bytes = None if standing is None else standing.stands_until(candidate)
-        decision = Decision(standing or plan, limit_bytes or 0, settled, flops, plan.choose(candidate))
+        decision = Decision(standing or plan, limit_bytes or 0, settled, flops, self._choose(candidate))
         memo.decision = None if limit_bytes is None else decision
         return decision, recipe

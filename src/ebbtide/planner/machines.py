@@ -14,7 +14,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
-from ebbtide.base.files import json_object, write_text
+from ebbtide.base.files import check_json_name, json_object, write_text
 from ebbtide.planner.profile import Rates
 
 
@@ -83,8 +83,9 @@ class Machine:
         """Write the machine into a file that ``machine_named`` reads.
 
         Raises:
-            DataError: It cannot be written.
+            DataError: The name does not end in .json, or the file cannot be written.
         """
+        check_json_name(Path(path), repr(str(path)), hint="machine= reads such names, as machine.json, as files")
         write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
 from ebbtide.base.errors import ConfigError, DataError, few
-from ebbtide.base.files import write_text
+from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.planner.rules import plan_for
@@ -53,6 +53,11 @@ class Prediction:
     moved_bytes: int
     recomputed_bytes: int
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that blocks save."""
+        return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -69,9 +74,9 @@ class TablePlan:
 
     recomputes = True
     name: str
-    actions: Mapping[tuple[str, Site], Action]
+    actions: Mapping[tuple[str, Site], Action] = field(repr=False)
     predicted: Prediction
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = field(default=(), repr=False)
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
     _inputs: Mapping[str, Action] = field(init=False, repr=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
@@ -151,14 +156,14 @@ class TablePlan:
     def explain(self) -> str:
         """Describe the actions, the predicted cost and the reasons, a line per site kind."""
         p = self.predicted
-        saved = p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes
+        saved = p.saved_bytes
         base = "" if p.peak_everything_kept_bytes > saved else " of activations"  # only a budget measures the rest
         head = (
             f"of {format_size(saved)} that blocks save, "
             f"{format_size(p.kept_bytes)} stay, {format_size(p.offloaded_bytes)} are offloaded, "
             f"{format_size(p.recomputed_bytes)} are recomputed; predicted: peak {format_size(p.peak_bytes)}{base} "
             f"(everything kept: {format_size(p.peak_everything_kept_bytes)}), step {p.step_seconds:.4g} s, "
-            f"{p.overhead_percent:+.1f} % (no schedule beats {p.bound_percent:+.1f} %)"
+            f"{p.overhead_percent:+z.1f} % (no schedule beats {p.bound_percent:+z.1f} %)"
         )
         return "\n".join([head, *self.reasons])
 
@@ -166,8 +171,9 @@ class TablePlan:
         """Write the plan into a file that ``load_plan`` reads.
 
         Raises:
-            DataError: It cannot be written.
+            DataError: The name does not end in .json, or the file cannot be written.
         """
+        check_json_name(Path(path), repr(str(path)), hint="policy= reads such names, as plan.json, as plan files")
         rows = [[name, *site, action.value] for (name, site), action in self.actions.items()]
         document = {
             "schema": SCHEMA,

@@ -177,7 +177,7 @@ class ClosedLoop:
             return None
         self._loosened += 1
         self._before = check
-        self._record(f"there is room for a plan that saves {format_size(gained)} more: {check.text()}")
+        self._record(f"replaced by a plan that saves {format_size(gained)} more: {check.text()}")
         return self._check(found, None)
 
     def _corrected(self, check: Check) -> Check | None:

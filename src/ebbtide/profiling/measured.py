@@ -107,7 +107,7 @@ class MeasuredPlan:
         self._outside: list[str] = []  # a warning of what no plan lowers
         self._memory = False  # whether it counts
         self._warned = False  # that nothing is gained
-        self.probed_bytes = 0  # copied out only to measure rates
+        self.probed = 0, 0.0  # bytes copied each way only to measure rates, and the wait for them
         self._optimizers = 0  # that had stepped before the measured passes; the state of others is not in their memory
         self._states = STATES
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -388,11 +388,12 @@ class MeasuredPlan:
         )
 
     def _probe(self) -> None:
-        self._tier.stalls.timed = True  # until the next pass begins
-        self.probed_bytes += PROBE_BYTES
+        self._tier.stalls.timed, self._tier.stalls.reader = True, None  # until the next pass begins
+        before = self._tier.counters.stalls.total_seconds
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(self._tier) or "cpu")
-        slot = park_one(self._tier, source)
-        slot.take()
+        (slot := park_one(self._tier, source)).take()
         slot.free()
         if source.device.type != "cpu":
             torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
+        (nbytes, seconds), after = self.probed, self._tier.counters.stalls.total_seconds
+        self.probed = nbytes + PROBE_BYTES, seconds + after - before

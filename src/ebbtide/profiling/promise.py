@@ -287,7 +287,7 @@ class Check:
         plain = solution.profile.step_seconds or 1.0
 
         def slower(seconds: float) -> str:
-            return f"{seconds:.4g} s ({100 * (seconds / plain - 1):+.1f} %)"
+            return f"{seconds:.4g} s ({100 * (seconds / plain - 1):+z.1f} %)"
 
         parts = [f"plain step {plain:.4g} s"]
         if self.budget_bytes is None:
@@ -312,7 +312,7 @@ class Check:
                 parts.append(
                     f"{measured.system_seconds:.2g} core seconds of a step are the kernel's (files, fresh pages)"
                 )
-        parts.append(f"bound {100 * solution.bound_seconds / plain:+.1f} %")
+        parts.append(f"bound {100 * solution.bound_seconds / plain:+z.1f} %")
         return "; ".join(parts)
 
 

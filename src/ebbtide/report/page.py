@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ebbtide.base.errors import counted
 from ebbtide.base.extras import require
+from ebbtide.base.files import write_text
 from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
@@ -44,10 +45,10 @@ def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: M
         The path written.
 
     Raises:
-        EbbtideError: Jinja2 is not installed.
+        EbbtideError: Jinja2 is not installed, or the file cannot be written.
     """
     path = Path(out_path)
-    path.write_text(page(runs, comparison=comparison), encoding="utf-8", errors="replace")
+    write_text(path, page(runs, comparison=comparison))
     return path
 
 

@@ -11,7 +11,7 @@ from ebbtide.report.blocks import block_bytes
 from ebbtide.report.copies import copies, overlap
 from ebbtide.report.peak import split, splits_table
 from ebbtide.report.run import Run, common_step
-from ebbtide.report.table import Table, bytes_table, headline, phases_table, section
+from ebbtide.report.table import Table, bytes_table, headline, measured, phases_table, section
 from ebbtide.report.verdict import prediction, verdict
 
 
@@ -19,11 +19,14 @@ def text(run: Run) -> str:
     """Write a run's report as plain text."""
     summary = run.summary
     about = [str(summary[key]) for key in ("model", "device") if summary.get(key)]
-    about.append(counted(summary.get("steps") or 0, "step"))
+    steps, timed = summary.get("steps") or 0, summary.get("timed_steps")
+    about.append(counted(steps, "step") + (f", {timed} of them timed" if timed not in (None, steps) else ""))
     held = split(run)
     lines = [verdict(run.name, summary, None, held), f"{run.name}: {', '.join(about)}"]
     lines += [ending for ending in (story.ending(run),) if ending]
     lines += ["", *_across(headline([summary], [run.name]))]
+    if measured(summary).get("activation_bytes") is None and summary.get("device") == "cpu":
+        lines.append("(activation memory is unknown where a forward reuses freed memory of the process)")
     if section(summary, "activation_bytes").get("unique") is not None:
         lines += ["", *_across(bytes_table([summary], [run.name]))]
     if held is not None:

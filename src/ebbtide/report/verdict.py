@@ -94,7 +94,7 @@ def prediction(run: Run) -> Table:
         (words, size(plan.get(f"{words}_bytes")), size(counted.get(words)))
         for words in ("kept", "offloaded", "recomputed")
     ]
-    overhead = number(plan.get("overhead_percent"), "{:+.1f} %")
+    overhead = number(plan.get("overhead_percent"), "{:+z.1f} %")
     head = f"predicted ({overhead} of the step that keeps everything)"
     each = "measured" if passes == 1 else f"measured, of one of {passes} micro-batches"
     return Table(columns=("a step", head, each), rows=tuple(rows))

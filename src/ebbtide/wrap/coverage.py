@@ -59,11 +59,14 @@ class Watch:
     Args:
         engine: Receives the coverage.
         chosen: The user named the blocks: none are added.
+        then: Called after the first pass that saved something.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, *, chosen: bool) -> None:
+    def __init__(
+        self, model: nn.Module, engine: Engine, *, chosen: bool, then: Callable[[Engine], None] | None = None
+    ) -> None:
         self._model, self._engine = model, engine
-        self._may_choose, self._done = not chosen, False
+        self._may_choose, self._done, self._then = not chosen, False, then
         self._outside: Counter[str] | None = None
         self._added = ""
 
@@ -89,6 +92,8 @@ class Watch:
         """
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass
+        if tally.packs and self._then is not None:
+            self._then = self._then(self._engine)
         if outside is None or not (tally.packs or sum(outside.values())):
             return None
         self._done = True
@@ -112,8 +117,9 @@ class Watch:
 
     def explain(self) -> list[str]:
         """Return lines on the coverage, and on blocks that were chosen by it; none before the first pass."""
-        coverage = self._engine.coverage
-        return ([self._added] if self._added else []) + ([] if coverage is None else [str(coverage)])
+        coverage = "" if self._engine.coverage is None else str(self._engine.coverage)
+        measured = coverage if coverage not in self._added else ""  # until the second pass it is that of the first
+        return [line for line in (self._added, measured) if line]
 
     def _report(self, coverage: Coverage) -> None:
         if coverage.checkpointed:

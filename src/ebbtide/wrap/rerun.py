@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ebbtide.base.actions import Action, NamesBlocks, Plan
+from ebbtide.base.actions import BLOCK_ACTIONS, Action, NamesBlocks, Plan, checked_action
 from ebbtide.engine import Block
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
@@ -94,10 +94,7 @@ class Reruns:
             return self._names.checkpoints(block.name) and self.able(block, module, called)
         if not self._collectives.known(block, module):
             return False
-        action = self._plan.block_action(
-            block.kind, block.index, input_bytes=seen.input_bytes, must_keep_bytes=seen.must_keep
-        )
-        again = action is Action.CHECKPOINT
+        again = self._chosen(block, seen.input_bytes, seen.must_keep)
         allowed = again and self._allowed(block.kind, called)
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and self._possible(block):
@@ -234,11 +231,14 @@ class Reruns:
     def _possible(self, block: Block) -> bool:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
-        actions = (
-            self._plan.block_action(block.kind, block.index, input_bytes=size, must_keep_bytes=_MUST_KEEP_BYTES)
-            for size in _INPUT_BYTES
+        return any(self._chosen(block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
+
+    def _chosen(self, block: Block, input_bytes: int, must_keep_bytes: int) -> bool:
+        """Whether the plan checkpoints a block with so many bytes."""
+        action = self._plan.block_action(
+            block.kind, block.index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes
         )
-        return any(action is Action.CHECKPOINT for action in actions)
+        return checked_action(action, BLOCK_ACTIONS, self._plan, "block_action") is Action.CHECKPOINT
 
     def _allowed(self, kind: str, called: Called) -> bool:
         """Whether a block of this kind may be checkpointed in this call."""

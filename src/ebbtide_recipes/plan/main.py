@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError, first_line
 from ebbtide.base.extras import check_installed
-from ebbtide.base.files import check_writable, write_text
+from ebbtide.base.files import check_replaceable, check_writable, write_text
 from ebbtide.base.units import format_size
 from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
@@ -54,9 +54,11 @@ def main(
     from ebbtide_recipes.plan.picture import pareto
     from ebbtide_recipes.plan.result import Result
 
-    for flag, path, example in (("out", config.out, "plan.json"), ("svg", config.svg, "plan.svg")):
-        if path is not None:
-            check_writable(Path(path).expanduser(), f"{flag} {path!r}", hint=f"such as --{flag} {example}")
+    if (path := config.out) is not None:
+        hint = "such as --out plan.json"
+        check_replaceable(Path(path).expanduser(), f"--out {path!r}", {"actions", "predicted"}, hint=hint)
+    if (path := config.svg) is not None:
+        check_writable(Path(path).expanduser(), f"--svg {path!r}", hint="such as --svg plan.svg")
     subject_of: Any = video.VideoSubject if config.recipe == "video" else model.Subject
     subject = subject_of(config.as_recipe())
     machine = machine or _machine(config, begin)

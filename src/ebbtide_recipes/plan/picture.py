@@ -131,7 +131,7 @@ def svg(found: Pareto, title: str) -> str:
 
 
 def _label(point: Point) -> str:
-    return f"{point.name}: {format_size(point.peak_bytes)}, {100 * (point.step_ratio - 1):+.1f} %"
+    return f"{point.name}: {format_size(point.peak_bytes)}, {100 * (point.step_ratio - 1):+z.1f} %"
 
 
 def _dot(x: float, y: float, color: str, title: str, *, radius: float = 4) -> str:

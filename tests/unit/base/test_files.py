@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.files import check_writable, json_object, write_text
+from ebbtide.base.files import check_json_name, check_replaceable, check_writable, json_object, write_text
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,22 @@ def test_a_file_that_may_not_be_written_is_found_before_the_work(
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(DataError, match="x cannot be written; expected a writable file\nhint: do this"):
         check_writable(tmp_path / "a.json", "x", hint="do this")
+
+
+def test_only_an_earlier_result_is_replaced(tmp_path: Path) -> None:
+    def check(name: str, content: str | None) -> None:
+        path = tmp_path / name
+        if content is not None:
+            path.write_text(content)
+        check_replaceable(path, "x", {"rows", "name"}, hint="do this")
+
+    check("new.json", None)
+    check("old.json", '{"rows": 1, "name": 2, "more": 3}')
+    check("empty.json", "")
+    with pytest.raises(DataError, match="x has another ending; expected a name that ends in .json\nhint: do this"):
+        check("old.txt", '{"rows": 1, "name": 2}')
+    for content in ('{"hidden_size": 1, "name": 2}', "import os", "[1]"):
+        with pytest.raises(DataError, match="expected a new file, or an earlier result\nhint: do this"):
+            check("config.json", content)
+    with pytest.raises(DataError, match="ends in .json"):
+        check_json_name(Path("plan"), "x", hint="do this")

@@ -91,6 +91,7 @@ def test_the_machine_is_written_as_plans_read_it(
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--out", str(path)]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{path}\n")
+    assert cli.main(["doctor", "--out", str(path)]) == 0
     assert machine_named(path) == SERVER.machine
 
 
@@ -106,14 +107,22 @@ def test_what_was_not_measured_is_not_written(machine: Any, capsys: pytest.Captu
     ("arguments", "words"),
     [
         (["--target", "gpu"], "--target is 'gpu'; expected one of auto, host, disk\nhint: such as --target auto"),
-        (["--out", "machine"], "--out is 'machine'; expected a name that ends in .json"),
+        (["--out", "machine"], "--out 'machine' has another ending; expected a name that ends in .json"),
         (["--out", "none/machine.json"], "there is no folder 'none'; expected a file in an existing folder"),
+        (["--out", "config.json"], "'config.json' holds something else; expected a new file, or an earlier result"),
         (["--jsno"], "did you mean '--json'"),
     ],
 )
 def test_bad_arguments_are_told_before_anything_is_measured(
-    machine: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    machine: Any,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"hidden_size": 64}')
     asked = machine(SMALL)
     assert cli.main(["doctor", *arguments]) == 2
     shown = capsys.readouterr()

@@ -28,6 +28,8 @@ def test_what_is_printed_for_programs_is_json_alone(
 ) -> None:
     out = str(tmp_path / "plan.json")
     line = ["plan", "--model", model, "--gpu", "h200", "--max-length", "1024", "--json", "true", "--out", out]
+    assert cli.main(line) == 0
+    assert capsys.readouterr().out
     assert cli.main([*line, "--lora_rank", "4"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["recommended"] == "plain"
@@ -47,6 +49,20 @@ def test_what_is_printed_for_people_names_each_option(model: str, capsys: pytest
     ]
     rows = [line.split("  ")[0] for line in shown.out.splitlines()]
     assert {"option", "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload"} <= set(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("config.json", "holds something else; expected a new file, or an earlier result"), ("plan", "ends in .json")],
+)
+def test_a_plan_replaces_no_other_file(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(model)
+    assert cli.main(["plan", "--model", model, "--gpu", "h200", "--out", name]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and "hint: " in shown.err and shown.out == ""
+    assert json.loads(Path("config.json").read_text()) == QWEN
 
 
 def test_progress_is_no_part_of_what_is_printed_and_ends_with_an_error(

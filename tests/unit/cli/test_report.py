@@ -93,6 +93,22 @@ def test_an_output_is_replaced_only_by_force(tmp_path):
     assert target.read_text().startswith("plain: step 3.300 s, peak 1.84 GiB; it holds: activations")
 
 
+def test_the_text_names_how_many_steps_count_and_why_memory_is_unknown(tmp_path):
+    write_run(tmp_path)
+    report(tmp_path, output=tmp_path / "known.txt")
+    known, summary = (tmp_path / "known.txt").read_text(), json.loads((tmp_path / "summary.json").read_text())
+    assert f"{summary['steps']} steps, {summary['timed_steps']} of them timed" in known
+    assert "activation memory is unknown" not in known
+    for view in ("inside", "outside"):
+        if summary.get(view):
+            summary[view]["activation_bytes"] = None
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "device": "cpu", "timed_steps": summary["steps"]}))
+    report(tmp_path, output=tmp_path / "unknown.txt")
+    unknown = (tmp_path / "unknown.txt").read_text()
+    assert "activation memory is unknown where a forward reuses freed memory" in unknown
+    assert f"{summary['steps']} steps\n" in unknown
+
+
 def write_comparison(folder):
     for turn, height in ((1, 100), (2, 200), (10, 300)):
         write_run(folder / f"round-{turn}" / "plain", "plain", height=height * 2**20)
@@ -168,6 +184,7 @@ def test_a_folder_without_anything_is_an_error(tmp_path):
         (["RUN", "--output", "."], "is a folder; expected a file in an existing folder\nhint: name one with --output"),
         (["RUN", "--output", "no/such/file"], "cannot be written: there is no folder 'no/such'"),
         (["RUN", "--output", "file"], "file already exists; expected a new file\nhint: pass --force"),
+        (["RUN", "--output", "/dev/full", "--force"], "'/dev/full' cannot be written .*; expected .*\nhint: "),
     ],
 )
 def test_bad_arguments_are_errors_of_this_command_line(tmp_path, monkeypatch, argv, words):

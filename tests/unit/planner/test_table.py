@@ -138,6 +138,16 @@ def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
         plan().save(tmp_path / "no" / "such" / "folder.json")
 
 
+def test_no_figure_is_minus_zero() -> None:
+    found = replace(plan(), predicted=replace(plan().predicted, overhead_percent=-0.01, bound_percent=-0.04))
+    assert "+0.0 % (no schedule beats +0.0 %)" in found.explain()
+
+
+def test_a_plan_is_saved_under_a_name_that_policy_reads(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)'myplan'.*expected .*\.json.*hint: "):
+        plan().save("myplan")
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"schema": 3}', '{"schema": 1, "name": "x", "predicted": {}, "reasons": [], "actions": []}'],

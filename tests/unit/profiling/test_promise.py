@@ -701,7 +701,7 @@ def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
     plan = judged_plan(slowdown=0.05)
     kept = rounds(plan, 1.001)
     assert kept[1] < kept[0]
-    assert "there is room for a plan that saves" in plan.explain() and "not measured yet" in plan.explain()
+    assert "replaced by a plan that saves" in plan.explain() and "not measured yet" in plan.explain()
 
 
 def test_a_plan_that_takes_what_was_predicted_stays() -> None:
@@ -751,7 +751,7 @@ def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
     """Prices that noise made far too high: what they really are is tried, and everything is kept if it must be."""
     for slower, expected in ((1.001, False), (1.5, True)):
         plan = judged_plan(slowdown=0.03)
-        assert plan._check is not None and "there is room for a plan" in plan.explain()
+        assert plan._check is not None and "replaced by a plan" in plan.explain()
         assert not plan._check.keeps
         rounds(plan, slower)
         assert plan._check.keeps is expected

@@ -156,8 +156,9 @@ def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCap
     model, x = Stem(), torch.randn(200, WIDTH)
     expected = grads(model, x)
     with caplog.at_level(logging.INFO, "ebbtide"), enable(model, policy) as handle:
-        for _ in range(4):
+        for step in range(4):
             assert all(map(same_bits, grads(model, x), expected))
+            assert handle.explain().count("blocks hold ") == (1 if step == 0 else 2), "once for each measured pass"
         assert handle._attachment.block_names == ["layers.0", "layers.1", "stem"]
         assert handle.stats().coverage_percent == 100.0
         added = [line for line in handle.explain().splitlines() if line.startswith("in the first pass")]
