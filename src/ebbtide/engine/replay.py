@@ -76,9 +76,8 @@ class Replay(Admission):
             layout, moved = memo.layout, (0, nbytes)
             if recipe is None and not settled and (layout.first, layout.last) != moved:
                 moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
-            entry = Entry(
-                memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=engine.live_entries
-            )
+            live = engine.live_entries
+            entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
             if recipe is None and engine.tensor_filter is None and not cast:  # what was cast up is stored as it was
                 entry.action = OFFLOAD
                 engine.park(self, entry, tensor)
