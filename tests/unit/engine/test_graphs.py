@@ -159,7 +159,7 @@ def test_a_dropped_graph_leaves_nothing(policy: str, tier: str) -> None:
         for _ in range(3):
             with forward_pass(engine, x, weights=[w]):
                 y = chain(x, w)
-            assert engine.live_tickets
+            assert engine.live_tickets or engine.kept.total
             del y
             assert_nothing_left(engine)
 

@@ -259,7 +259,9 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_a_switch_that_is_neither_is_refused() -> None:
     assert wanted(None) is False
-    with pytest.raises(ConfigError, match="says activation_cpu_offload 'maybe'; expected true or false\nhint: "):
+    with pytest.raises(
+        ConfigError, match="activation_cpu_offload of fsdp_config is 'maybe'; expected true or false\nhint: "
+    ):
         wanted({"activation_cpu_offload": "maybe"})
 
 

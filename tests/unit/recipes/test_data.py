@@ -453,7 +453,7 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist; expected a .* file\nhint: did you mean 'train.jsonl'"):
         load(str(tmp_path / "trian.jsonl"))
     (tmp_path / "machine.json").write_text("{}")
-    with pytest.raises(DataError, match=r"is not there; .*\nhint: /.* has machine.json, train.jsonl"):
+    with pytest.raises(DataError, match=r"does not exist; .*\nhint: /.* has machine.json, train.jsonl"):
         load(str(tmp_path / "nofile.jsonl"))
 
 
