@@ -156,6 +156,7 @@ class Reruns:
         """
         looked = (block.name, module.training) in self._looked
         if not self._possible(block) or (looked and block.kind in self._refused):
+            self._states.last.pop(module, None)  # the plan may have changed
             return None
         state = self._states.before(module)
         if not looked:
@@ -197,7 +198,6 @@ class Reruns:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
-        self._states.after(module, state)
         if [t._version for t in own] != versions or not all(watched.same for watched in before):
             self._refuse(kind, "change their own tensors in place, which a second forward would change again")
         if unseen is not None and (why := unseen.why()) is not None:
@@ -209,6 +209,8 @@ class Reruns:
         leaves, spec = called.flatten()
         if spec != called.spec or not inputs.same(leaves):
             self._refuse(kind, "change their inputs, which a second forward would read changed")
+        if kind not in self._refused:
+            self._states.after(module, state)
 
     def forget(self) -> None:
         """Drop the blocks' states, which hold references that lead back to this object."""
@@ -261,6 +263,7 @@ class Reruns:
         if kind not in self._refused:
             self._refused[kind] = why
             self._in_doubt.discard(kind)
+            self.forget()  # a block of the kind that never runs again, too, would hold what its state refers to
             logger.log(
                 logging.WARNING if self._names is None else logging.DEBUG,
                 "%s blocks are not checkpointed: they %s; each of their tensors is planned separately%s",

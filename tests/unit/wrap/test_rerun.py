@@ -1,0 +1,75 @@
+"""Which blocks are checkpointed: what a refusal, or a plan that changes, lets go of, and what ends checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.base.actions import Action, Candidate
+from tests.helpers.twice import Stack, hard
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(hard(self.up(x)))
+
+
+class Changes:
+    """A plan that checkpoints every block, until it is changed."""
+
+    name, recomputes, checkpoints = "changes", False, True
+
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.OFFLOAD
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT if self.checkpoints else Action.KEEP
+
+    def explain(self) -> str:
+        return ""
+
+
+def _step_with_a_hook(model: Any, act: Callable[[list[Tensor], Tensor], object]) -> list[weakref.ref[Tensor]]:
+    """Train a step in which a function holds the outputs of layers; return references to these."""
+    outputs: list[Tensor] = []
+    hooks = [block.up.register_forward_hook(lambda module, x, y: act(outputs, y)) for block in model.blocks]
+    loss = model(torch.randn(8, 16)).square().mean()
+    if not outputs:
+        outputs.append(loss)
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return [weakref.ref(output) for output in outputs]
+
+
+def _alive(references: list[weakref.ref[Tensor]]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def test_a_refused_kind_holds_nothing_of_its_hooks() -> None:
+    model = Stack(Block(), Block(), Block())
+    with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0):
+        held = _step_with_a_hook(model, list.append)
+        assert len(held) == 3 and _alive(held) == 0
+
+
+def test_blocks_that_a_changed_plan_does_not_checkpoint_hold_nothing_of_their_hooks() -> None:
+    plan, model = Changes(), Stack(Block(), Block(), Block())
+    with ebbtide.enable_activation_offloading(model, policy=plan, target="disk", min_bytes=0):
+        held = _step_with_a_hook(model, lambda outputs, y: None)
+        assert _alive(held) == 1, "the states of the last forward hold the function"
+        plan.checkpoints = False
+        _step_with_a_hook(model, lambda outputs, y: None)
+        assert _alive(held) == 0
