@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -38,6 +38,7 @@ from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
+from ebbtide.wrap.secondrun import Varies
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 
@@ -130,17 +131,14 @@ class Reruns:
         watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
         return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
-    def varies(self, block: Block, module: nn.Module) -> Callable[[str], None] | None:
-        """Return a function of a reason that ends the checkpointing of a kind whose second forward differs.
+    def varies(self, block: Block, module: nn.Module) -> Varies:
+        """Return what is called when a second forward differs, see ``Varies``: to look at a block's modules takes time.
 
         Args:
             block: The engine's description of it.
             module: Its module.
-
-        Returns:
-            None: other ranks are needed, so the third forward that would show it must not run.
         """
-        return partial(self._refuse, block.kind) if self._alone(block, module) else None
+        return cache(lambda: partial(self._refuse, block.kind) if self._alone(block, module) else None)
 
     def _alone(self, block: Block, module: nn.Module) -> bool:
         return not has_collectives(module) and not self._collectives.groups(block, module)

@@ -68,6 +68,11 @@ _lock = RLock()
 _group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
+Varies = Callable[[], Callable[[str], object] | None]
+"""Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
+ranks are needed, so the third forward that would show it must not run."""
+
+
 class _Input(NamedTuple):
     """A tensor argument of the block."""
 
@@ -128,12 +133,10 @@ class SecondRun:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
         context: See ``ForwardContext.back``.
-        varies: Called with the reason when a second forward differs; None: never look for the order of sums.
+        varies: Called when a second forward differs.
     """
 
-    def __init__(
-        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[str], object] | None
-    ) -> None:
+    def __init__(self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Varies) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
             inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
@@ -233,7 +236,7 @@ class SecondRun:
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
             how = f"computed another {list(dropped.size)} tensor than the first"
-            failed = functools.partial(_differs, self.run.block.name, how, self._varies)
+            failed = functools.partial(_differs, self.run.block.name, how, self._varies())
             self.run.engine.trust.require(dropped.same, failed)
         return tensor
 
@@ -242,7 +245,7 @@ class SecondRun:
 
     def _saved_less(self) -> RestoreError:
         how = f"saved {self._position} of {len(self._dropped)} tensors"
-        return _differs(self.run.block.name, how, self._varies)
+        return _differs(self.run.block.name, how, self._varies())
 
     def _run_again(self, task: int) -> None:
         if task != -1 and _group() is None:
@@ -271,15 +274,15 @@ class SecondRun:
 
         Then a third forward differs from the second, and all by rounding. As in plain training, none is the right one.
         """
-        if self._varies is None or not dropped.nearly_same(tensor):
+        if not dropped.nearly_same(tensor) or (varies := self._varies()) is None:
             return False
         if self._rounds is None:
             found = [reference and reference() for reference in self._dropped]
             kept = {n: tensor if d is dropped else d.again for n, d in enumerate(found) if d and d.same is False}
             kept = {n: value for n, value in kept.items() if value is not None}
             self._rounds = any(self._third_differs(kept) for _ in range(TRIES))
-            if self._rounds and self._varies is not None:
-                self._varies("compute sums in another order each time they run")
+            if self._rounds:
+                varies("compute sums in another order each time they run")
         return self._rounds
 
     def _third_differs(self, kept: dict[int, torch.Tensor]) -> bool:

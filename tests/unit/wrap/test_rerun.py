@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
-from tests.helpers.twice import Stack, hard
+from ebbtide.base.errors import ModifiedInPlaceError
+from ebbtide.wrap import rerun
+from ebbtide.wrap.agreement import has_collectives
+from tests.helpers.twice import Stack, hard, sgd, step_of, train
 
 
 class Block(nn.Module):
@@ -23,6 +26,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(hard(self.up(x)))
+
+
+squares = step_of(lambda model: model(torch.randn(8, 16)).square().mean())
 
 
 class Changes:
@@ -73,3 +79,44 @@ def test_blocks_that_a_changed_plan_does_not_checkpoint_hold_nothing_of_their_ho
         plan.checkpoints = False
         _step_with_a_hook(model, lambda outputs, y: None)
         assert _alive(held) == 0
+
+
+class Normalises(Block):
+    """Begins to update running statistics, whose kernel moves no version of them."""
+
+    updates = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.batch_norm(x, self.mean, self.variance, training=self.updates))  # pyright: ignore
+
+
+def test_buffers_that_begin_to_change_without_a_version_fail_one_step_and_end_the_checkpoints() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.updates = number >= 2
+        try:
+            return squares(model, number)
+        except ModifiedInPlaceError as error:
+            assert "hint:" in str(error) and "policy 'offload'" in str(error)
+            failed.append(number)
+            return torch.zeros(())
+
+    failed: list[int] = []
+    _, stats = train(lambda: sgd(Stack(Normalises(), Normalises(), Normalises())), step, 5, policy=Changes())
+    assert failed == [2] and stats.checkpointed_blocks == 0
+
+
+def test_only_a_second_forward_that_differs_looks_for_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(model: Any, number: int) -> Tensor:
+        looked.clear()  # blocks that are measured look for them too, in the first step
+        return squares(model, number)
+
+    looked: list[nn.Module] = []
+    monkeypatch.setattr(rerun, "has_collectives", lambda block: looked.append(block) or has_collectives(block))
+    _, stats = train(lambda: sgd(Stack(Block(), Block(), Block())), step, 3, policy=Changes())
+    assert stats.checkpointed_blocks == 3 and not looked
