@@ -29,7 +29,8 @@ from ebbtide.engine.guard import FULL_BYTES, Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.secondrun import SecondRun, Varies
+from ebbtide.wrap.rerun import Varies
+from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 
 _KERNELS = [

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import cache, partial
@@ -38,7 +38,6 @@ from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
-from ebbtide.wrap.secondrun import Varies
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 
@@ -62,6 +61,10 @@ _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
 _MUST_KEEP_BYTES = 2**62
 """Sizes of blocks without any recipe: a plan that checkpoints no such block checkpoints none. Every rank tries the same
 sizes, whatever its batch, because the ranks that vote must be those that may checkpoint."""
+
+Varies = Callable[[], Callable[[str], object] | None]
+"""Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
+ranks are needed, so the third forward that would show it must not run."""
 
 
 class Reruns:

@@ -31,22 +31,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import (
-    Compared,
-    Fingerprint,
-    has_sample,
-    host_sample,
-    nearly_equal,
-    nearly_has_sample,
-)
+from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample, nearly_equal, nearly_has_sample
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.rerun import Varies
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -66,11 +61,6 @@ _lock = RLock()
 """One second forward at a time: it changes what all threads share, and a thread for each device reads."""
 
 _group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
-
-
-Varies = Callable[[], Callable[[str], object] | None]
-"""Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
-ranks are needed, so the third forward that would show it must not run."""
 
 
 class _Input(NamedTuple):
@@ -143,6 +133,7 @@ class SecondRun:
         self._leaves = [inputs.get(id(x), x) for x in called.leaves]
         self.run, self._forward, self._spec, self._context = run, called.forward, called.spec, context
         self._varies, self._rounds = varies, None
+        self._simulated = FakeTensor in map(type, called.tensors)  # else ``scan`` or the like traces its function
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
         self._lock = RLock()  # autograd reads in a thread for each device
@@ -165,8 +156,10 @@ class SecondRun:
 
     # First forward
 
-    def pack(self, tensor: torch.Tensor) -> _Dropped | LightTicket:
+    def pack(self, tensor: torch.Tensor) -> _Dropped | LightTicket | FakeTensor:
         """Drop a saved tensor of the first forward: the pack hook."""
+        if type(tensor) is FakeTensor and not self._simulated:
+            return tensor
         run = self.run
         if run.weights.include(tensor):
             self._dropped.append(None)
@@ -202,15 +195,15 @@ class SecondRun:
 
     # Backward
 
-    def unpack(self, dropped: _Dropped | LightTicket) -> torch.Tensor:
+    def unpack(self, dropped: _Dropped | LightTicket | FakeTensor) -> torch.Tensor:
         """Return a saved tensor: the unpack hook.
 
         Raises:
             ModifiedInPlaceError: It was changed in place since it was saved.
             RestoreError: The second forward computed another tensor, or did not save it.
         """
-        if isinstance(dropped, LightTicket):
-            return dropped.read()
+        if not isinstance(dropped, _Dropped):
+            return dropped.read() if isinstance(dropped, LightTicket) else dropped
         probe = dropped.probe
         if probe is not None and probe._version != dropped.version:
             raise self._modified(dropped, probe._version, dropped.version)
@@ -295,6 +288,8 @@ class SecondRun:
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal equal, near
+            if type(tensor) is FakeTensor and not self._simulated:
+                return tensor
             second = kept.get(self._position)
             if second is not None and not _equal(second, tensor):
                 equal, near = False, near and nearly_equal(second, tensor.detach())
@@ -318,6 +313,8 @@ class SecondRun:
 
     def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
+        if type(tensor) is FakeTensor and not self._simulated:
+            return tensor
         position, known = self._position, len(self._dropped)
         if position >= known and self._early_stop:  # the block caught the exception
             raise _LastSaved

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.wrap import rerun
 from ebbtide.wrap.agreement import has_collectives
-from tests.helpers.twice import Stack, hard, sgd, step_of, train
+from tests.helpers.twice import Stack, difference, hard, sgd, step_of, train
 
 
 class Block(nn.Module):
@@ -120,3 +121,19 @@ def test_only_a_second_forward_that_differs_looks_for_collectives(monkeypatch: p
     monkeypatch.setattr(rerun, "has_collectives", lambda block: looked.append(block) or has_collectives(block))
     _, stats = train(lambda: sgd(Stack(Block(), Block(), Block())), step, 3, policy=Changes())
     assert stats.checkpointed_blocks == 3 and not looked
+
+
+class Traces(Block):
+    """Computes the gradient of a function of fake tensors first, as ``scan`` traces its function in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FakeTensorMode():
+            fake = torch.ones(16, requires_grad=True)
+            torch.autograd.grad(hard(fake * fake).sum(), fake)
+        return super().forward(x)
+
+
+def test_fake_tensors_that_a_forward_saves_are_neither_dropped_nor_counted() -> None:
+    plain, _ = train(lambda: sgd(Stack(Traces(), Traces(), Traces())), squares, 4)
+    got, stats = train(lambda: sgd(Stack(Traces(), Traces(), Traces())), squares, 4, policy=Changes())
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
