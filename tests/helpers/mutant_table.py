@@ -707,8 +707,8 @@ MUTANTS = (
     Mutant(
         "second run: it draws within the vmap of batched gradients",
         "ebbtide/wrap/secondrun.py",
-        "with _lock, torch.enable_grad(), _outside_vmap():",
-        "with _lock, torch.enable_grad():",
+        "with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():",
+        "with _lock, torch.inference_mode(False), torch.enable_grad():",
         ONE_LAYER,
     ),
     Mutant(

@@ -35,10 +35,10 @@ squares = step_of(lambda model: model(torch.randn(8, 16)).square().mean())
 class Changes:
     """A plan that checkpoints every block, until it is changed."""
 
-    name, recomputes, checkpoints = "changes", False, True
+    name, recomputes, checkpoints, stored = "changes", False, True, Action.OFFLOAD
 
     def choose(self, candidate: Candidate) -> Action:
-        return Action.OFFLOAD
+        return self.stored
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         return Action.CHECKPOINT if self.checkpoints else Action.KEEP
@@ -136,4 +136,18 @@ class Traces(Block):
 def test_fake_tensors_that_a_forward_saves_are_neither_dropped_nor_counted() -> None:
     plain, _ = train(lambda: sgd(Stack(Traces(), Traces(), Traces())), squares, 4)
     got, stats = train(lambda: sgd(Stack(Traces(), Traces(), Traces())), squares, 4, policy=Changes())
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
+
+
+def test_a_backward_in_inference_mode_runs_a_block_again_outside_of_it() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        loss = model(torch.randn(8, 16)).square().mean()
+        with torch.inference_mode():
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+        return torch.cat([grad.flatten() for grad in grads]).clone()
+
+    plan = Changes()
+    plan.stored = Action.KEEP
+    plain, _ = train(lambda: Stack(Block(), Block(), Block()), step, 3)
+    got, stats = train(lambda: Stack(Block(), Block(), Block()), step, 3, policy=plan)
     assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
