@@ -623,7 +623,7 @@ MUTANTS = (
     Mutant(
         "second run: weights are not watched",
         "ebbtide/wrap/checkpointed.py",
-        "            self._run.engine.trust.require(watched.same, failed)\n",
+        "                self._run.engine.trust.require(same, failed)\n",
         "",
         SECOND_RUN,
     ),
@@ -693,8 +693,8 @@ MUTANTS = (
     Mutant(
         "second run: other values are taken for rounding",
         "ebbtide/wrap/secondrun.py",
-        " or not dropped.nearly_same(tensor):\n",
-        ":\n",
+        "not dropped.nearly_same(tensor) or ",
+        "",
         ONE_LAYER,
     ),
     Mutant(
@@ -707,8 +707,8 @@ MUTANTS = (
     Mutant(
         "second run: it draws within the vmap of batched gradients",
         "ebbtide/wrap/secondrun.py",
-        "with _lock, torch.enable_grad(), _outside_vmap():",
-        "with _lock, torch.enable_grad():",
+        "with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():",
+        "with _lock, torch.inference_mode(False), torch.enable_grad():",
         ONE_LAYER,
     ),
     Mutant(

@@ -181,8 +181,7 @@ def changed_error(what: str, shape: Sequence[int], where: str) -> ModifiedInPlac
     return ModifiedInPlaceError(
         f"a {list(shape)} {what} changed between the forward and the backward that {where}",
         expected="unchanged weights until that backward is done; steps of torch optimizers are allowed",
-        hint="change them after the backward, or pass keep_filter=... to keep what is computed from them, or use "
-        "policy 'keep', which recomputes nothing",
+        hint="change them after the backward, or use policy 'offload', which recomputes and checkpoints nothing",
     )
 
 

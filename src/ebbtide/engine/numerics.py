@@ -164,6 +164,8 @@ def _settings() -> tuple[_Setting, ...]:
         _Setting(own._get_deterministic_algorithms, _set_deterministic),
         _Setting(own._get_deterministic_algorithms_warn_only, _set_warn_only),
         _Setting(torch.get_num_threads, torch.set_num_threads),
+        # Torch has no getter of this one: a denormal number is true unless the processor takes it for zero.
+        _Setting(functools.partial(operator.truth, 5e-324), lambda kept: torch.set_flush_denormal(not kept)),
         _Setting(torch.get_default_dtype, torch._C._set_default_dtype),
     )
 

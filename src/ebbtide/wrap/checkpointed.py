@@ -23,11 +23,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import FULL_BYTES, Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.rerun import Varies
 from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 
@@ -71,16 +73,17 @@ class ForwardContext:
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     @contextmanager
-    def back(self, region_over: bool) -> Generator[None]:
+    def back(self, varies: Varies, region_over: bool) -> Generator[None]:
         """Restore it for the second forward, and the current context afterwards.
 
         Args:
+            varies: Called if a tensor of the modules has changed since.
             region_over: The region of autocast around the first forward is closed.
 
         Raises:
             ModifiedInPlaceError: A tensor of the modules has changed since.
         """
-        instead = self._check_tensors()
+        instead = self._check_tensors(varies)
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
         casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
         randoms, kernels, numerics = _states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
@@ -109,13 +112,13 @@ class ForwardContext:
             _set_attention_kernels(kernels)
             numerics.undo()
 
-    def _check_tensors(self) -> dict[int, torch.Tensor]:
+    def _check_tensors(self, varies: Varies) -> dict[int, torch.Tensor]:
         """Return id → replacement of tensors whose memory changed since: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
-        again = f"runs block {self._run.block.name!r} again"
         for tensor, watched in self._watched:
-            failed = functools.partial(changed_error, "weight, buffer or attribute", tensor.shape, again)
-            self._run.engine.trust.require(watched.same, failed)
+            if (same := watched.same) is not True:
+                failed = functools.partial(_changed, tensor.shape, self._run.block.name, varies())
+                self._run.engine.trust.require(same, failed)
             if watched.replaces(tensor):
                 requires = tensor.requires_grad
                 copy = watched.tensor
@@ -123,9 +126,13 @@ class ForwardContext:
         return instead
 
 
-def run_checkpointed(
-    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Callable[[str], object] | None
-) -> Any:
+def _changed(shape: torch.Size, block: str, varies: Callable[[str], object] | None) -> ModifiedInPlaceError:
+    if varies is not None:
+        varies("had a weight, buffer or attribute changed since their forward began")
+    return changed_error("weight, buffer or attribute", shape, f"runs block {block!r} again")
+
+
+def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Varies) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 
     Args:
@@ -133,9 +140,9 @@ def run_checkpointed(
         context: The context of this forward.
         run: The block's run.
         saved_bytes: Bytes that such a block saves without a checkpoint.
-        varies: See ``SecondRun``.
+        varies: Called when its second forward differs.
     """
-    second = SecondRun(run, called, context.back, varies)
+    second = SecondRun(run, called, functools.partial(context.back, varies), varies)
     try:
         with saved_tensors_hooks(second.pack, second.unpack):
             return called.run()

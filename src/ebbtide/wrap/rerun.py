@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -61,6 +61,10 @@ _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
 _MUST_KEEP_BYTES = 2**62
 """Sizes of blocks without any recipe: a plan that checkpoints no such block checkpoints none. Every rank tries the same
 sizes, whatever its batch, because the ranks that vote must be those that may checkpoint."""
+
+Varies = Callable[[], Callable[[str], object] | None]
+"""Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
+ranks are needed, so the third forward that would show it must not run."""
 
 
 class Reruns:
@@ -127,17 +131,14 @@ class Reruns:
         watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
         return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
-    def varies(self, block: Block, module: nn.Module) -> Callable[[str], None] | None:
-        """Return a function of a reason that ends the checkpointing of a kind whose second forward differs.
+    def varies(self, block: Block, module: nn.Module) -> Varies:
+        """Return what is called when a second forward differs, see ``Varies``: to look at a block's modules takes time.
 
         Args:
             block: The engine's description of it.
             module: Its module.
-
-        Returns:
-            None: other ranks are needed, so the third forward that would show it must not run.
         """
-        return partial(self._refuse, block.kind) if self._alone(block, module) else None
+        return cache(lambda: partial(self._refuse, block.kind) if self._alone(block, module) else None)
 
     def _alone(self, block: Block, module: nn.Module) -> bool:
         return not has_collectives(module) and not self._collectives.groups(block, module)
@@ -153,6 +154,7 @@ class Reruns:
         """
         looked = (block.name, module.training) in self._looked
         if not self._possible(block) or (looked and block.kind in self._refused):
+            self._states.last.pop(module, None)  # the plan may have changed
             return None
         state = self._states.before(module)
         if not looked:
@@ -194,7 +196,6 @@ class Reruns:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
-        self._states.after(module, state)
         if [t._version for t in own] != versions or not all(watched.same for watched in before):
             self._refuse(kind, "change their own tensors in place, which a second forward would change again")
         if unseen is not None and (why := unseen.why()) is not None:
@@ -206,6 +207,8 @@ class Reruns:
         leaves, spec = called.flatten()
         if spec != called.spec or not inputs.same(leaves):
             self._refuse(kind, "change their inputs, which a second forward would read changed")
+        if kind not in self._refused:
+            self._states.after(module, state)
 
     def forget(self) -> None:
         """Drop the blocks' states, which hold references that lead back to this object."""
@@ -261,6 +264,7 @@ class Reruns:
         if kind not in self._refused:
             self._refused[kind] = why
             self._in_doubt.discard(kind)
+            self.forget()  # a block of the kind that never runs again, too, would hold what its state refers to
             logger.log(
                 logging.WARNING if self._names is None else logging.DEBUG,
                 "%s blocks are not checkpointed: they %s; each of their tensors is planned separately%s",

@@ -31,22 +31,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import (
-    Compared,
-    Fingerprint,
-    has_sample,
-    host_sample,
-    nearly_equal,
-    nearly_has_sample,
-)
+from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample, nearly_equal, nearly_has_sample
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.rerun import Varies
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -128,18 +123,17 @@ class SecondRun:
         run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
         called: The call.
         context: See ``ForwardContext.back``.
-        varies: Called with the reason when a second forward differs; None: never look for the order of sums.
+        varies: Called when a second forward differs.
     """
 
-    def __init__(
-        self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Callable[[str], object] | None
-    ) -> None:
+    def __init__(self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Varies) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
             inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
         self._leaves = [inputs.get(id(x), x) for x in called.leaves]
         self.run, self._forward, self._spec, self._context = run, called.forward, called.spec, context
         self._varies, self._rounds = varies, None
+        self._simulated = FakeTensor in map(type, called.tensors)  # else ``scan`` or the like traces its function
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
         self._lock = RLock()  # autograd reads in a thread for each device
@@ -162,8 +156,10 @@ class SecondRun:
 
     # First forward
 
-    def pack(self, tensor: torch.Tensor) -> _Dropped | LightTicket:
+    def pack(self, tensor: torch.Tensor) -> _Dropped | LightTicket | FakeTensor:
         """Drop a saved tensor of the first forward: the pack hook."""
+        if type(tensor) is FakeTensor and not self._simulated:
+            return tensor
         run = self.run
         if run.weights.include(tensor):
             self._dropped.append(None)
@@ -199,15 +195,15 @@ class SecondRun:
 
     # Backward
 
-    def unpack(self, dropped: _Dropped | LightTicket) -> torch.Tensor:
+    def unpack(self, dropped: _Dropped | LightTicket | FakeTensor) -> torch.Tensor:
         """Return a saved tensor: the unpack hook.
 
         Raises:
             ModifiedInPlaceError: It was changed in place since it was saved.
             RestoreError: The second forward computed another tensor, or did not save it.
         """
-        if isinstance(dropped, LightTicket):
-            return dropped.read()
+        if not isinstance(dropped, _Dropped):
+            return dropped.read() if isinstance(dropped, LightTicket) else dropped
         probe = dropped.probe
         if probe is not None and probe._version != dropped.version:
             raise self._modified(dropped, probe._version, dropped.version)
@@ -233,7 +229,7 @@ class SecondRun:
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
             how = f"computed another {list(dropped.size)} tensor than the first"
-            failed = functools.partial(_differs, self.run.block.name, how, self._varies)
+            failed = functools.partial(_differs, self.run.block.name, how, self._varies())
             self.run.engine.trust.require(dropped.same, failed)
         return tensor
 
@@ -242,7 +238,7 @@ class SecondRun:
 
     def _saved_less(self) -> RestoreError:
         how = f"saved {self._position} of {len(self._dropped)} tensors"
-        return _differs(self.run.block.name, how, self._varies)
+        return _differs(self.run.block.name, how, self._varies())
 
     def _run_again(self, task: int) -> None:
         if task != -1 and _group() is None:
@@ -254,7 +250,7 @@ class SecondRun:
 
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
-        with _lock, torch.enable_grad(), _outside_vmap():
+        with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():
             self._position = 0
             inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
             args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
@@ -271,15 +267,15 @@ class SecondRun:
 
         Then a third forward differs from the second, and all by rounding. As in plain training, none is the right one.
         """
-        if self._varies is None or not dropped.nearly_same(tensor):
+        if not dropped.nearly_same(tensor) or (varies := self._varies()) is None:
             return False
         if self._rounds is None:
             found = [reference and reference() for reference in self._dropped]
             kept = {n: tensor if d is dropped else d.again for n, d in enumerate(found) if d and d.same is False}
             kept = {n: value for n, value in kept.items() if value is not None}
             self._rounds = any(self._third_differs(kept) for _ in range(TRIES))
-            if self._rounds and self._varies is not None:
-                self._varies("compute sums in another order each time they run")
+            if self._rounds:
+                varies("compute sums in another order each time they run")
         return self._rounds
 
     def _third_differs(self, kept: dict[int, torch.Tensor]) -> bool:
@@ -292,6 +288,8 @@ class SecondRun:
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal equal, near
+            if type(tensor) is FakeTensor and not self._simulated:
+                return tensor
             second = kept.get(self._position)
             if second is not None and not _equal(second, tensor):
                 equal, near = False, near and nearly_equal(second, tensor.detach())
@@ -315,6 +313,8 @@ class SecondRun:
 
     def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
+        if type(tensor) is FakeTensor and not self._simulated:
+            return tensor
         position, known = self._position, len(self._dropped)
         if position >= known and self._early_stop:  # the block caught the exception
             raise _LastSaved

@@ -214,11 +214,11 @@ class States:
     """
 
     def __init__(self) -> None:
-        self._last: dict[nn.Module, State] = {}
+        self.last: dict[nn.Module, State] = {}
 
     def before(self, module: nn.Module) -> State:
         """Return the state before a forward of the block ``module``."""
-        last = self._last.pop(module, None)
+        last = self.last.pop(module, None)
         if last is None or not last.same():
             return State(module.modules())
         last.found += 1
@@ -231,7 +231,7 @@ class States:
             graph = any(t.requires_grad and not isinstance(t, nn.Parameter) for t in state.tensors)
             if not state.complete or graph or not state.same():
                 return
-        self._last[module] = state
+        self.last[module] = state
 
 
 class _Known:

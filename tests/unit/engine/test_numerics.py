@@ -23,6 +23,9 @@ from tests.helpers.torches import CURRENT_PRECISIONS, needs_current_precisions
 
 NODES = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]
 
+DENORMAL = float.fromhex("0x1p-1074")
+"""No compiler makes a constant of a product of it."""
+
 Setting = Callable[[], object]
 
 
@@ -42,6 +45,7 @@ def _reset() -> None:
             torch._C._set_fp32_precision_setter(*node, default)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
     torch.set_default_dtype(torch.float32)
     for name in ("mkldnn_deterministic", "cudnn_benchmark", "cudnn_deterministic"):
         getattr(torch._C, f"_set_{name}")(False)
@@ -107,6 +111,10 @@ def two_threads() -> None:
     torch.set_num_threads(2)
 
 
+def flush_denormal() -> None:
+    torch.set_flush_denormal(True)
+
+
 def nothing() -> None:
     pass
 
@@ -142,6 +150,7 @@ FLAGS = _offered(
     warn_only,
     double,
     two_threads,
+    flush_denormal,
     _set("mkldnn.enabled", False),
     _set("mkldnn.deterministic", True),
     _set("cudnn.enabled", False),
@@ -175,6 +184,7 @@ def _shown() -> list[Any]:
         torch.is_deterministic_algorithms_warn_only_enabled,
         torch.get_num_threads,
         torch.get_default_dtype,
+        lambda: 2 * DENORMAL > DENORMAL,
         lambda: torch.backends.mkldnn.enabled,
         lambda: torch.backends.mkldnn.deterministic,
         lambda: [getattr(torch.backends.cudnn, n) for n in ("enabled", "benchmark", "deterministic")],
@@ -369,6 +379,31 @@ def test_convolutions_under_another_precision_on_one_side(policy: str, where: st
     expected = steps(model, x)
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*"):
         for one, other in zip(expected, steps(model, x), strict=True):
+            assert differing(one, other) == []
+
+
+def faint(s: Any, x: Tensor) -> Tensor:
+    return x + s.b(nn.functional.silu(s.a(x) * 1e-38) * 1e38)
+
+
+@pytest.mark.parametrize("policy", ["auto", "minimal", "offload"])
+@pytest.mark.parametrize("where", ["the forward", "the backward"])
+def test_denormal_numbers_that_are_zero_on_one_side(policy: str, where: str) -> None:
+    def steps(model: nn.Module) -> list[dict[str, Tensor]]:
+        found: list[dict[str, Tensor]] = []
+        for _ in range(6):
+            model.zero_grad()
+            torch.set_flush_denormal(where == "the forward")
+            loss = model(x).square().mean()
+            torch.set_flush_denormal(where == "the backward")
+            loss.backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        return found
+
+    model, x = Model(lambda: Part(faint, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))), torch.randn(4, WIDTH)
+    expected = steps(model)
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*"):
+        for one, other in zip(expected, steps(model), strict=True):
             assert differing(one, other) == []
 
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
@@ -821,6 +822,16 @@ class Sums(Block):
         return torch.special.i0e(x)
 
 
+class SumsAndTraces(Sums):
+    """Saves fake tensors too, which a third forward must not count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FakeTensorMode():
+            fake = torch.ones(16, requires_grad=True)
+            torch.autograd.grad(fake.sin().sum(), fake)
+        return super().forward(x)
+
+
 @contextmanager
 def varying(size: float, *, also: float = 0.0) -> Iterator[None]:
     """Let a kernel compute something else each time, as those that add up in the order in which threads come do."""
@@ -830,15 +841,16 @@ def varying(size: float, *, also: float = 0.0) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("kind", [Sums, SumsAndTraces])
 @pytest.mark.parametrize("compared", [Compared.SAMPLE, Compared.FULL])
 def test_kernels_that_round_otherwise_each_time(
-    compared: Compared, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    compared: Compared, kind: type[Block], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in plain training, none of the values is the right one. From then on the kind is not checkpointed."""
     monkeypatch.setattr(Trust, "begin_block", lambda *_, **__: compared)
-    plain = Model(Sums)
+    plain = Model(kind)
     loss(plain).backward()
-    with checkpointed(Sums) as model, varying(1e-6), counting() as runs:
+    with checkpointed(kind) as model, varying(1e-6), counting() as runs:
         loss(model).backward()
         for found, expected in zip(model.grads, plain.grads, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

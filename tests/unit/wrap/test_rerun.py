@@ -1,0 +1,153 @@
+"""Which blocks are checkpointed: what a refusal, or a plan that changes, lets go of, and what ends checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import ebbtide
+from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.errors import ModifiedInPlaceError
+from ebbtide.wrap import rerun
+from ebbtide.wrap.agreement import has_collectives
+from tests.helpers.twice import Stack, difference, hard, sgd, step_of, train
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(hard(self.up(x)))
+
+
+squares = step_of(lambda model: model(torch.randn(8, 16)).square().mean())
+
+
+class Changes:
+    """A plan that checkpoints every block, until it is changed."""
+
+    name, recomputes, checkpoints, stored = "changes", False, True, Action.OFFLOAD
+
+    def choose(self, candidate: Candidate) -> Action:
+        return self.stored
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT if self.checkpoints else Action.KEEP
+
+    def explain(self) -> str:
+        return ""
+
+
+def _step_with_a_hook(model: Any, act: Callable[[list[Tensor], Tensor], object]) -> list[weakref.ref[Tensor]]:
+    """Train a step in which a function holds the outputs of layers; return references to these."""
+    outputs: list[Tensor] = []
+    hooks = [block.up.register_forward_hook(lambda module, x, y: act(outputs, y)) for block in model.blocks]
+    loss = model(torch.randn(8, 16)).square().mean()
+    if not outputs:
+        outputs.append(loss)
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return [weakref.ref(output) for output in outputs]
+
+
+def _alive(references: list[weakref.ref[Tensor]]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def test_a_refused_kind_holds_nothing_of_its_hooks() -> None:
+    model = Stack(Block(), Block(), Block())
+    with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0):
+        held = _step_with_a_hook(model, list.append)
+        assert len(held) == 3 and _alive(held) == 0
+
+
+def test_blocks_that_a_changed_plan_does_not_checkpoint_hold_nothing_of_their_hooks() -> None:
+    plan, model = Changes(), Stack(Block(), Block(), Block())
+    with ebbtide.enable_activation_offloading(model, policy=plan, target="disk", min_bytes=0):
+        held = _step_with_a_hook(model, lambda outputs, y: None)
+        assert _alive(held) == 1, "the states of the last forward hold the function"
+        plan.checkpoints = False
+        _step_with_a_hook(model, lambda outputs, y: None)
+        assert _alive(held) == 0
+
+
+class Normalises(Block):
+    """Begins to update running statistics, whose kernel moves no version of them."""
+
+    updates = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.batch_norm(x, self.mean, self.variance, training=self.updates))  # pyright: ignore
+
+
+def test_buffers_that_begin_to_change_without_a_version_fail_one_step_and_end_the_checkpoints() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.updates = number >= 2
+        try:
+            return squares(model, number)
+        except ModifiedInPlaceError as error:
+            assert "hint:" in str(error) and "policy 'offload'" in str(error)
+            failed.append(number)
+            return torch.zeros(())
+
+    failed: list[int] = []
+    _, stats = train(lambda: sgd(Stack(Normalises(), Normalises(), Normalises())), step, 5, policy=Changes())
+    assert failed == [2] and stats.checkpointed_blocks == 0
+
+
+def test_only_a_second_forward_that_differs_looks_for_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(model: Any, number: int) -> Tensor:
+        looked.clear()  # blocks that are measured look for them too, in the first step
+        return squares(model, number)
+
+    looked: list[nn.Module] = []
+    monkeypatch.setattr(rerun, "has_collectives", lambda block: looked.append(block) or has_collectives(block))
+    _, stats = train(lambda: sgd(Stack(Block(), Block(), Block())), step, 3, policy=Changes())
+    assert stats.checkpointed_blocks == 3 and not looked
+
+
+class Traces(Block):
+    """Computes the gradient of a function of fake tensors first, as ``scan`` traces its function in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FakeTensorMode():
+            fake = torch.ones(16, requires_grad=True)
+            torch.autograd.grad(hard(fake * fake).sum(), fake)
+        return super().forward(x)
+
+
+def test_fake_tensors_that_a_forward_saves_are_neither_dropped_nor_counted() -> None:
+    plain, _ = train(lambda: sgd(Stack(Traces(), Traces(), Traces())), squares, 4)
+    got, stats = train(lambda: sgd(Stack(Traces(), Traces(), Traces())), squares, 4, policy=Changes())
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
+
+
+def test_a_backward_in_inference_mode_runs_a_block_again_outside_of_it() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        loss = model(torch.randn(8, 16)).square().mean()
+        with torch.inference_mode():
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+        return torch.cat([grad.flatten() for grad in grads]).clone()
+
+    plan = Changes()
+    plan.stored = Action.KEEP
+    plain, _ = train(lambda: Stack(Block(), Block(), Block()), step, 3)
+    got, stats = train(lambda: Stack(Block(), Block(), Block()), step, 3, policy=plan)
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
