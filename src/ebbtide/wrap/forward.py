@@ -28,6 +28,10 @@ replacement just calls the original forward and reports it: while tracing, Dynam
 and omits them from the graph. The module hooks inside an eager block do the same if a part of the block is compiled
 unnoticed (a method, a function that calls modules): they are removed from that part when the block's forward ends.
 
+[Note: fused layers]
+``nn.TransformerEncoderLayer`` has a fused path, of other rounding, which it does not take if any module in it has
+hooks. It is for evaluation, with or without gradients around it. So modules of such a layer have no hooks then.
+
 [Note: device graphs]
 A device graph replays kernels at fixed addresses. A captured forward (``torch.cuda.graph``) must not query events or
 copy to reused memory, so it runs as without ebbtide. A compiled block of ``mode="reduce-overhead"`` saves tensors in
@@ -41,6 +45,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -219,6 +224,12 @@ def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
     compiled = [m for m in below if is_compiled(m) or is_compiled_wrapper(m) or is_scripted(m)]
     left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
     return [(name, module) for name, module in block.named_modules() if id(module) not in left_out]
+
+
+def encoder_layers(module: nn.Module) -> dict[int, weakref.ref[nn.Module]]:
+    """Return which modules, by ``id``, are in which layers with a fused path. See [Note: fused layers]."""
+    layers: list[nn.Module] = [layer for layer in module.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+    return {id(part): weakref.ref(layer) for layer in layers for part in layer.modules()}
 
 
 def refuse_compiled_around(model: nn.Module, block: str) -> None:

@@ -3,10 +3,9 @@
 [Note: module hooks]
 Modules of a block have our hooks only while the block runs under its saved-tensor hooks. At any other time they would
 change what others do who look at them: torch copies hooks with a module, moves them when it fuses modules, compiles
-them into TorchScript, and its ``nn.TransformerEncoderLayer`` does not take its fused path, of other rounding, if any
-module in it has hooks. That path is for evaluation, with or without gradients around it; so in evaluation the modules
-of such a layer have none. Hooks are installed for each run, by writing to the dictionaries that ``Module`` calls them
-from (checked with torch 2.13): ``register_forward_hook`` takes many times as long.
+them into TorchScript, and forgoes its [Note: fused layers]. Hooks are installed for each run, by writing to the
+dictionaries that ``Module`` calls them from (checked with torch 2.13): ``register_forward_hook`` takes many times as
+long.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed, secondrun
 from ebbtide.wrap.blocks import gathered_for, weights_of
-from ebbtide.wrap.forward import eager_parts, is_compiled_inside, while_tracing
+from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled_inside, while_tracing
 from ebbtide.wrap.others import Inside
 
 Part = tuple[weakref.ref[nn.Module], Callable[..., None], Callable[..., None], weakref.ref[nn.Module] | None]
@@ -75,8 +74,7 @@ class Scope:
 
     def _find_parts(self) -> list[Part]:
         parts = [] if is_compiled_inside(self.module) else eager_parts(self.module)
-        layers: list[nn.Module] = [m for m in self.module.modules() if isinstance(m, nn.TransformerEncoderLayer)]
-        around = {id(part): weakref.ref(layer) for layer in layers for part in layer.modules()}
+        around = encoder_layers(self.module)
         found: list[Part] = []
         for name, part in parts:
             if name in self._left:

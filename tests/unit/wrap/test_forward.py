@@ -240,6 +240,11 @@ def test_layers_in_evaluation_take_the_fused_path(
     assert len(fused) == 6 * 4 * 3  # trainings, steps, layers
 
 
+def test_layers_outside_the_blocks_take_the_fused_path(fused: list[bool]) -> None:
+    check(frozen, step_of(masked), steps=3, blocks=["head.*"])
+    assert len(fused) == 6 * 3 * 3
+
+
 def test_targets_that_the_model_computes_take_the_fused_path(fused: list[bool]) -> None:
     def step(model: Any, number: int) -> Tensor:
         x, mask = padded()
