@@ -13,6 +13,7 @@ PRICES = (
 )
 
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
+FORWARD = ("tests/unit/wrap/test_forward.py",)
 ONE_LAYER = ("tests/unit/wrap/test_one_layer.py",)
 STATE = ("tests/unit/wrap/test_state.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
@@ -726,11 +727,32 @@ MUTANTS = (
         ONE_LAYER,
     ),
     Mutant(
-        "second run: hooks of modules are not installed again",
+        "module hooks: they are not installed",
         "ebbtide/wrap/attach.py",
-        "        scope.resume()\n",
+        "            scope.begin(run)\n",
         "",
-        ONE_LAYER,
+        FORWARD,
+    ),
+    Mutant(
+        "module hooks: they stay after the block",
+        "ebbtide/wrap/attach.py",
+        "            scope.end()\n",
+        "",
+        FORWARD,
+    ),
+    Mutant(
+        "module hooks: an encoder's layer in evaluation has them",
+        "ebbtide/wrap/scope.py",
+        "(layer is not None and not layer.training)",
+        "False",
+        FORWARD,
+    ),
+    Mutant(
+        "forward: that of the class is held as it was",
+        "ebbtide/wrap/forward.py",
+        "        module, name = self._module, self._name\n",
+        "        return self._first\n",
+        FORWARD,
     ),
     Mutant(
         "outside: variables of enclosing functions are not looked at",

@@ -36,7 +36,6 @@ from ebbtide.wrap.forward import (
     in_backward,
     is_compiled,
     is_compiled_inside,
-    is_compiled_wrapper,
     refuse_compiled_around,
     replays_graphs,
     running_transform,
@@ -189,6 +188,8 @@ class Attachment:
             still = still_inside(self._model, self._blocks)
             if len(still) < len(self._blocks):
                 self._install(still)
+            for _, scope in self._scopes:
+                scope.forget_parts()
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
         self.engine.begin_pass(lasting, self._tree.weights())
@@ -246,7 +247,6 @@ class Attachment:
             with hooks as run:
                 with self._reruns.watched(run, scope.module, state, called):
                     if checkpointed:
-                        scope.pause()
                         context = ForwardContext(scope.module, run, called.tensors, state)
                         varies = self._reruns.varies(block, scope.module)
                         saved_bytes = seen.unique_for(run.tally.input_bytes)
@@ -266,16 +266,15 @@ class Attachment:
 
     def _followed_call(self, scope: Scope, run: BlockRun, called: Called) -> Any:
         """Run a block's forward under the hooks of its modules."""
-        scope.resume()
-        scope.set_run(run)
         try:
+            scope.begin(run)
             output = called.run()
             scope.others.check(scope.block.name, run)
             if scope.others.checkpointed:
                 name_checkpoints(self._logged, scope.block.name)
             return output
         finally:
-            scope.set_run(None)
+            scope.end()
             scope.others.forget()
             self._seen[scope.block.kind] = run.tally
 
@@ -377,8 +376,6 @@ class Attachment:
         else:
             call = functools.partial(self._block_call, scope)
             scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
-        if not is_compiled_wrapper(module) and (module is not self._model or module._compiled_call_impl is None):
-            scope.follow()
 
     def _stand_around_compiled(self) -> None:
         """Install the hooks around compiled blocks. See [Note: compiled blocks]."""

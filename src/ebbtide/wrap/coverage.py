@@ -38,7 +38,7 @@ from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
 from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
 from ebbtide.wrap.checkpoints import name_checkpoints
-from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper, is_scripted
+from ebbtide.wrap.forward import encoder_layers, is_compiled, is_compiled_wrapper, is_scripted
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -161,9 +161,11 @@ class _Marks:
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module, blocks: list[nn.Module]) -> None:
-        """Hook all modules except blocks, compiled modules, and modules inside these."""
+        """Hook all modules except blocks, compiled modules, and modules inside these; see [Note: fused layers]."""
+        layers = encoder_layers(model)
         for path, module in _outside_of(model, blocks):
-            if path:
+            layer = layers[id(module)]() if id(module) in layers else None
+            if path and (layer is None or layer.training):
                 before = module.register_forward_pre_hook(self._entering(path))
                 after = module.register_forward_hook(self._left)
                 self._undo += [before.remove, after.remove]

@@ -3,10 +3,16 @@
 [Note: copies]
 A copied or unpickled model has no offloading: a copied replacement would still call the first model with its weights.
 So it pickles as the ``forward`` that it replaces; and ``copy.copy`` and the replicas of ``DataParallel``, which take
-the module's state directly, omit it, as well as the hooks of ``ebbtide.wrap.scope``: copies of copies would collect
-them. Their methods are looked up on the instance before its class. Only classes that copy themselves keep such hooks.
+the module's state directly, omit it. Their methods are looked up on the instance before its class.
 Accelerate copies a module's ``__dict__`` itself (regional compilation) and rebinds each bound method in it, by
 ``__func__`` and ``__self__``. So the stand-in has these, and the replaced methods of copying are bound methods.
+
+[Note: the original forward]
+A class may get another ``forward`` at any time (a method that is patched or reloaded, ``torch.fx`` that recompiles a
+graph), and a module another class. So a stand-in holds only a ``forward`` that the instance had; that of the class is
+looked up at each call, and so is each attribute that a stand-in does not have itself: ``inspect`` and ``torch.export``
+read the original's code. ``torch.jit.script`` accepts only functions and methods; it compiles modules without
+stand-ins, which share the weights.
 
 [Note: wrappers that forward]
 A wrapper may forward attribute assignments to the inner module: Lightning Fabric's does for each name that the module
@@ -22,6 +28,10 @@ replacement just calls the original forward and reports it: while tracing, Dynam
 and omits them from the graph. The module hooks inside an eager block do the same if a part of the block is compiled
 unnoticed (a method, a function that calls modules): they are removed from that part when the block's forward ends.
 
+[Note: fused layers]
+``nn.TransformerEncoderLayer`` has a fused path, of other rounding, which it does not take if any module in it has
+hooks. It is for evaluation, with or without gradients around it. So modules of such a layer have no hooks then.
+
 [Note: device graphs]
 A device graph replays kernels at fixed addresses. A captured forward (``torch.cuda.graph``) must not query events or
 copy to reused memory, so it runs as without ebbtide. A compiled block of ``mode="reduce-overhead"`` saves tensors in
@@ -35,7 +45,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -69,24 +79,47 @@ class StandIn:
     def __init__(
         self, module: nn.Module, call: Call, name: str = "forward", *, traced: Callable[[], None] | None = None
     ) -> None:
-        behind = getattr(module, name)
-        functools.update_wrapper(self, behind)  # keeps inspect.signature(module.forward)
-        self._module, self._name, self._call, self._behind = module, name, call, behind
+        self._first = behind = getattr(module, name)  # TorchScript writes it into the instance
+        self.__doc__, self.__module__ = behind.__doc__, str(getattr(behind, "__module__", ""))
+        self._module, self._name, self._call = module, name, call
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
-        copy_without_hooks(module)
+        for method, without in _COPIED_BY.items():
+            if method not in module.__dict__:
+                module.__dict__[method] = MethodType(without, module)
         module.__dict__[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._traced()
-            return self._behind(*args, **kwargs)
-        return self._call(self._behind, args, kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        return self._call(self.__wrapped__, args, kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The original. See [Note: the original forward]."""
+        if self._own is not None:
+            return self._own
+        module, name = self._module, self._name
+        for parent in type(module).__mro__:
+            if name in parent.__dict__:
+                found = parent.__dict__[name]
+                if found is self or getattr(found, "__wrapped__", None) is self:  # accelerate, on a graph's class
+                    return self._first
+                bind = getattr(type(found), "__get__", None)
+                return found if bind is None else bind(found, module, type(module))
+        return self._first
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the original."""
+        if name in ("_own", "_module", "__wrapped__"):  # of an incomplete stand-in
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
 
     @property
     def __code__(self) -> Any:
         """The code of the original forward, which ``torch.export`` reads."""
-        return inspect.unwrap(self._behind).__code__
+        return inspect.unwrap(self.__wrapped__).__code__
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -127,55 +160,28 @@ class StandIn:
         held = self._module.__dict__
         above = held.get(self._name)
         if above is not self:
-            while isinstance(above, StandIn) and above._behind is not self:
-                above = above._behind
+            while isinstance(above, StandIn) and above._own is not self:
+                above = above._own
             if isinstance(above, StandIn):
-                above._behind, above._own = self._behind, self._own
-                functools.update_wrapper(above, self._behind, updated=())  # not the state of a stand-in
+                above._own = self._own
         elif self._own is None:
             del held[self._name]
         else:
             held[self._name] = self._own
-        copy_as_usual(self._module)
+        if not any(_is_stand_in(value) for value in held.values()):
+            for method in _COPIED_BY:
+                held.pop(method, None)
 
     @staticmethod
     def left_out(held: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes of a module without stand-ins and our hooks. See [Note: copies]."""
+        """Return the attributes of a module without stand-ins. See [Note: copies]."""
         kept = {name: value for name, value in held.items() if name not in _COPIED_BY}
-        ours = {number for hooks in _hooks_in(held) for number, hook in hooks.items() if _is_ours(hook)}
-        for name in _HOOKS if ours else ():
-            hooks = held.get(name) or {}
-            kept[name] = OrderedDict((number, hook) for number, hook in hooks.items() if number not in ours)
         for name, value in held.items():
             if _is_stand_in(value):
                 del kept[name]
                 if value._own is not None:
                     kept[name] = value._own
         return kept
-
-
-def copy_without_hooks(module: nn.Module) -> None:
-    """Let copies of a module have no stand-ins and none of our hooks. See [Note: copies]."""
-    for method, without in _COPIED_BY.items():
-        if method not in module.__dict__:
-            module.__dict__[method] = MethodType(without, module)
-
-
-def copy_as_usual(module: nn.Module) -> None:
-    """Undo ``copy_without_hooks``, unless something of ours is left on the module."""
-    held = module.__dict__
-    hooks = any(_is_ours(hook) for hooks in _hooks_in(held) for hook in hooks.values())
-    if not hooks and not any(_is_stand_in(value) for value in held.values()):
-        for method in _COPIED_BY:
-            held.pop(method, None)
-
-
-def _hooks_in(held: dict[str, Any]) -> list[dict[int, Any]]:
-    return [held[name] for name in _HOOKS[:2] if held.get(name)]
-
-
-def _is_ours(hook: Any) -> bool:
-    return type(hook) is functools.partial and getattr(hook.func, "__module__", "") == "ebbtide.wrap.scope"
 
 
 def _is_stand_in(value: Any) -> bool:
@@ -218,6 +224,12 @@ def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
     compiled = [m for m in below if is_compiled(m) or is_compiled_wrapper(m) or is_scripted(m)]
     left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
     return [(name, module) for name, module in block.named_modules() if id(module) not in left_out]
+
+
+def encoder_layers(module: nn.Module) -> dict[int, weakref.ref[nn.Module]]:
+    """Return which modules, by ``id``, are in which layers with a fused path. See [Note: fused layers]."""
+    layers: list[nn.Module] = [layer for layer in module.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+    return {id(part): weakref.ref(layer) for layer in layers for part in layer.modules()}
 
 
 def refuse_compiled_around(model: nn.Module, block: str) -> None:
@@ -294,11 +306,37 @@ def _replica_without(module: nn.Module) -> nn.Module:
     return replica
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
-"""Attributes of a module: its hooks by number, and which of them always run."""
+def _scriptable_without(module: nn.Module) -> nn.Module:
+    """Return what ``torch.jit.script`` compiles for a module. See [Note: the original forward]."""
+    if is_scripted(module):
+        return module
+    twins = {id(part): part if is_scripted(part) else part.__new__(type(part)) for part in module.modules()}
+    for part in module.modules():
+        if not is_scripted(part):
+            modules = {name: twins.get(id(child)) for name, child in part._modules.items()}
+            twins[id(part)].__dict__ = {**StandIn.left_out(part.__dict__), "_modules": modules}
+    twin = twins[id(module)]
+    prepare: Callable[[], nn.Module] | None = getattr(twin, "__prepare_scriptable__", None)
+    return twin if prepare is None else prepare()
 
-_COPIED_BY: dict[str, Callable[[nn.Module], Any]] = {
+
+def _reduced_without(module: nn.Module, protocol: Any) -> Any:
+    """Return how to pickle a module whose class decides that, such as one of ``torch.fx``, without stand-ins."""
+
+    def cleaned(value: Any) -> Any:
+        return StandIn.left_out(value) if isinstance(value, dict) else value
+
+    reduced = type(module).__reduce_ex__(module, protocol)
+    if isinstance(reduced, str):
+        return reduced
+    make, arguments, *more = reduced
+    return make, tuple(map(cleaned, arguments)), *map(cleaned, more)
+
+
+_COPIED_BY: dict[str, Callable[..., Any]] = {
     "__getstate__": _state_without,
+    "__reduce_ex__": _reduced_without,
+    "__prepare_scriptable__": _scriptable_without,
     "_replicate_for_data_parallel": _replica_without,
 }
 """Methods that copy a module → their replacements on a module with a stand-in."""

@@ -1,10 +1,10 @@
 """Remove everything from the blocks while no block needs hooks.
 
 [Note: rest] If a plan keeps everything, blocks run as in ordinary training. A replaced forward would still cost some
-Python time per block, and two hooks per module: too much for tiny blocks. So once the plan is judged, all of it is
-removed. Only the model's own replaced forward stays. It checks once per pass whether there is a listener, whether the
-model is called with clearly larger inputs, whether weights are trained that were not, or whether what was measured no
-longer holds; then everything is installed again before the first block runs.
+Python time per block: too much for tiny blocks. So once the plan is judged, it is removed. Only the model's own
+replaced forward stays. It checks once per pass whether there is a listener, whether the model is called with clearly
+larger inputs, whether weights are trained that were not, or whether what was measured no longer holds; then the
+replaced forwards are installed again before the first block runs.
 """
 
 from __future__ import annotations

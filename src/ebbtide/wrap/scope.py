@@ -1,12 +1,20 @@
-"""Follows a block's forward: which of its modules runs, and the outputs of leaf modules."""
+"""Follows a block's forward: which of its modules runs, and the outputs of leaf modules.
+
+[Note: module hooks]
+Modules of a block have our hooks only while the block runs under its saved-tensor hooks. At any other time they would
+change what others do who look at them: torch copies hooks with a module, moves them when it fuses modules, compiles
+them into TorchScript, and forgoes its [Note: fused layers]. Hooks are installed for each run, by writing to the
+dictionaries that ``Module`` calls them from (checked with torch 2.13): ``register_forward_hook`` takes many times as
+long.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
-import types
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,82 +27,87 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed, secondrun
 from ebbtide.wrap.blocks import gathered_for, weights_of
-from ebbtide.wrap.forward import copy_as_usual, copy_without_hooks, eager_parts, while_tracing
+from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled_inside, while_tracing
 from ebbtide.wrap.others import Inside
+
+Part = tuple[weakref.ref[nn.Module], Callable[..., None], Callable[..., None], weakref.ref[nn.Module] | None]
+"""A module of a block, its two hooks, and the layer around it that runs without modules. See [Note: module hooks]."""
 
 
 class Scope:
-    """The running module of a block, in the thread that runs the block."""
+    """The running module of a block, in the thread that runs the block. See [Note: module hooks]."""
 
     def __init__(self, block: Block, module: nn.Module) -> None:
         # Dynamo may run these hooks in eager code; where it traces them, they do nothing.
         leave_untraced(__name__, checkpointed.__name__, secondrun.__name__)
         self.block, self.module = block, module
         self.open = False
-        self.inside: list[Callable[[], None]] = []  # remove the hooks of the block
+        self.inside: list[Callable[[], None]] = []  # restore the block's forward
         self.others = Inside()
         self.compiled: set[str] = set()  # modules whose hooks were compiled into the code around them
         self._traced = while_tracing(self.compiled.add)
-        self._hooks: dict[str, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
+        self._number = RemovableHandle(OrderedDict()).id  # of the hooks, in each module
+        self._parts: list[Part] | None = None
+        self._hooked: list[Part] = []  # of the current run
         self._left: set[str] = set()  # modules that get no hooks any more
-        self._paused = False
         self._run: BlockRun | None = None
         self._thread = 0
 
-    def __reduce__(self) -> tuple[type, tuple[()], dict[str, Any]]:
-        """The hooks of a module that pickles itself do nothing, and need no ebbtide. See [Note: copies]."""
-        nothing = contextlib.nullcontext().__exit__
-        return types.SimpleNamespace, (), {"entered": nothing, "left": nothing}
-
     def __deepcopy__(self, memo: object) -> Scope:
-        """The hooks of a module that copies itself do nothing."""
+        """The hooks of a module that is copied inside its block's forward do nothing."""
         return Scope(dataclasses.replace(self.block, weights=tuple), nn.Identity())
 
-    def follow(self) -> None:
-        """Report the block's running module and the outputs of its leaf modules to the engine."""
-        self._paused = False
-        for name, module in eager_parts(self.module):
-            if name in self._left:
-                continue
-            leaf = not any(True for _ in module.children())
-            before = module.register_forward_pre_hook(functools.partial(self.entered, name))
-            after = module.register_forward_hook(functools.partial(self.left, name, leaf), always_call=True)
-            self._hooks[name] = module, before, after
-            copy_without_hooks(module)
-
     def leave(self) -> None:
-        """Remove the hooks of the block and its modules."""
+        """Restore the block's forward."""
         while self.inside:
             self.inside.pop()()
-        self._remove(set(self._hooks))
-        self._paused = False
-
-    def pause(self) -> None:
-        """Remove the hooks of the block's modules until ``resume``: where they have nothing to report, they cost."""
-        if self._hooks:
-            self._remove(set(self._hooks))
-            self._paused = True
-
-    def resume(self) -> None:
-        """Install again what ``pause`` has removed."""
-        if self._paused:
-            self.follow()
+        self.forget_parts()
 
     def leave_parts(self, names: set[str]) -> None:
-        """Remove the hooks of modules of the block for good."""
+        """Never again put hooks on these modules of the block."""
         self._left |= names
-        self._remove(names)
+        self.forget_parts()
 
-    def _remove(self, names: set[str]) -> None:
-        for name in names & self._hooks.keys():
-            module, *handles = self._hooks.pop(name)
-            for handle in handles:
-                handle.remove()
-            copy_as_usual(module)
+    def forget_parts(self) -> None:
+        """Look for the block's modules again before its next run: some may have been replaced or compiled."""
+        self._parts = None
 
-    def set_run(self, run: BlockRun | None) -> None:
-        """Follow a run of the block, in the calling thread only; None: it is over."""
+    def _find_parts(self) -> list[Part]:
+        parts = [] if is_compiled_inside(self.module) else eager_parts(self.module)
+        around = encoder_layers(self.module)
+        found: list[Part] = []
+        for name, part in parts:
+            if name in self._left:
+                continue
+            leaf = not any(True for _ in part.children())
+            before, after = functools.partial(self.entered, name), functools.partial(self.left, name, leaf)
+            found.append((weakref.ref(part), before, after, around.get(id(part))))
+        return found
+
+    def begin(self, run: BlockRun) -> None:
+        """Follow a run of the block, in the calling thread only: report its modules to the engine."""
         self._thread, self._run = threading.get_ident(), run
+        if self._parts is None:
+            self._parts = self._find_parts()
+        self._hooked, number = self._parts, self._number
+        for held, before, after, around in self._hooked:
+            part, layer = held(), None if around is None else around()
+            if part is None or (layer is not None and not layer.training):
+                continue
+            part._forward_pre_hooks[number] = before
+            part._forward_hooks[number] = after
+            part._forward_hooks_always_called[number] = True
+
+    def end(self) -> None:
+        """The run is over, even a failed one."""
+        hooked, number = self._hooked, self._number
+        self._run, self._hooked = None, []
+        for held, *_ in hooked:
+            part = held()
+            if part is not None:
+                part._forward_pre_hooks.pop(number, None)
+                part._forward_hooks.pop(number, None)
+                part._forward_hooks_always_called.pop(number, None)
 
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():

@@ -26,7 +26,6 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timing import StepTimer
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
-from ebbtide.wrap.scope import Scope
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
@@ -166,16 +165,16 @@ def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool) 
 def test_an_interrupt_while_enabling_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = build("mlp")
     expected = tiny.step()
-    follow, calls = Scope.follow, []
+    begin, calls = StandIn.__init__, []
 
-    def interrupted(scope: Scope) -> None:
-        calls.append(scope)
+    def interrupted(stand_in: StandIn, *arguments: Any, **given: Any) -> None:
+        calls.append(stand_in)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        follow(scope)
+        begin(stand_in, *arguments, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scope, "follow", interrupted)
+        patch.setattr(StandIn, "__init__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             enable(tiny.model)
     assert leftovers(tiny.model) == [] and differences(tiny.step(), expected) == []
