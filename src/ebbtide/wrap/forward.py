@@ -62,10 +62,6 @@ GRAPH_CAPTURE = "the capture of a device graph"
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _NotAFunctionError(ConflictError, AttributeError):
-    """A stand-in lacks what a function has: ``getattr`` with a default, as of ``torch.fx``, takes the default."""
-
-
 class StandIn:
     """Calls ``call(forward, args, kwargs)`` wherever the module's ``forward`` is called.
 
@@ -120,19 +116,6 @@ class StandIn:
     def __code__(self) -> Any:
         """The code of the original forward, which ``torch.export`` reads."""
         return inspect.unwrap(self.__wrapped__).__code__
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """Those of the original, which ``torch.jit.script`` reads first: it compiles no object in place of a function.
-
-        Raises:
-            ConflictError: It scripts a model under an open handle.
-        """
-        raise _NotAFunctionError(
-            f"torch.jit.script compiles a {type(self._module).__name__} under an open handle",
-            expected="a model without one",
-            hint="script it before enable_activation_offloading, or after close()",
-        )
 
     @property
     def __self__(self) -> nn.Module:

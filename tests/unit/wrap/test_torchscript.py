@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.base.errors import ConflictError
 from tests.helpers.twice import Stack, check, sgd, step_of
 
 pytestmark = [
@@ -75,14 +74,3 @@ def test_a_model_is_traced_as_it_is_alone(policy: str) -> None:
         assert handle.stats().packs == 0
         model(x).sum().backward()
         assert handle.stats().packs > 0
-
-
-def test_a_model_under_an_open_handle_is_not_scripted() -> None:
-    plain, x = nn.Sequential(*[Scriptable() for _ in range(3)]), torch.randn(8, 16)
-    with ebbtide.enable_activation_offloading(plain, policy="offload", target="disk", min_bytes=0):
-        for part in (plain, plain[0]):
-            with pytest.raises(ConflictError, match=r"(?s)jit\.script.*expected.*hint: .*close"):
-                torch.jit.script(part)
-        plain(x).sum().backward()
-    scripted: Any = torch.jit.script(plain)
-    assert torch.equal(scripted(x), plain(x))
