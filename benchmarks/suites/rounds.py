@@ -3,18 +3,26 @@
 For machines that are held for minutes only: nothing is imported, built or warmed up twice. Each way has its own modules
 over the same parameters, trains until it has settled, and then takes a step of every round; who begins changes from
 round to round. The loss and the rest of a step are those of ``benchmarks/case.py``; gradients are not compared here.
-``auto within checkpointing`` is ``Auto`` with the peak that checkpointing had as its budget.
+``auto within checkpointing`` is ``Auto`` with the peak that checkpointing had as its budget. Each way also takes some
+steps in a row, before the rounds and after them: ``Auto`` measures its own steps in a row.
+
+[Note: who decides] A device queues about a thousand launches, and then the host waits for it: at the end of a step the
+host is ahead by that many in any way, so "queued" shows nothing of the host. At the end of the forward it does: where
+the device is done as soon as the host has queued it, the host decides.
 
     python -m benchmarks.suites.rounds [--model Qwen3-8B] [--tokens 8192] [--rounds 15] [--minutes 4] [--out DIR]
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Generator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,53 +38,144 @@ WAYS = ("plain", "checkpointing", WITHIN, "ebbtide minimal", "ebbtide auto")
 LEAST_WARMUP, MOST_WARMUP = 8, 14
 MARGIN = 1.02
 """Budget of ``WITHIN``, relative to checkpointing's peak."""
+IN_ROW = 4
+"""Steps in a row, before the rounds and after them; the first of them follows another way and does not count."""
+
+
+class Step(NamedTuple):
+    """One step.
+
+    Attributes:
+        seconds: Until the device is done.
+        queued: Until the host has queued everything.
+        peak_bytes: With weights and gradients.
+        forward: Until the device is done with the forward; as ``forward_queued`` on a CPU.
+        forward_queued: Until the host has queued the forward. See [Note: who decides].
+        collecting: What Python's garbage collector took of it.
+        segments: Taken from the device by torch's allocator, which should take none.
+    """
+
+    seconds: float
+    queued: float
+    peak_bytes: int
+    forward: float
+    forward_queued: float
+    collecting: float
+    segments: int
+
+
+class Collector:
+    """Seconds of Python's garbage collector so far."""
+
+    def __init__(self) -> None:
+        self.seconds = self._begun = 0.0
+        gc.callbacks.append(self._hear)
+
+    def _hear(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.seconds += now - self._begun
+
+
+COLLECTOR = Collector()
 
 
 class Trained:
     """A way over shared weights.
 
     Attributes:
-        steps: Seconds, seconds until the host had queued everything, and the peak, of each step that counts.
-        warmup: Steps before them.
+        steps: Those that count, in turn with other ways.
+        in_row: Those in a row: before the rounds, and after them.
+        warmup: Steps before all of them.
     """
 
     def __init__(self, way: str, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
         own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         self._way: Generator[Prepared] = way_named(way).prepare(own)
-        self.prepared, self._inputs = next(self._way), inputs
+        prepared, self._inputs = next(self._way), inputs
+        self.prepared = replace(prepared, forward=self._around_forward(prepared))
         self._device = next(model.parameters()).device
-        self.steps: list[tuple[float, float, int]] = []
+        self._forward: tuple[float, Any] = 0.0, None  # when the host had queued it, and the device's event
+        self.steps: list[Step] = []
+        self.in_row: tuple[list[Step], ...] = ()
         self.warmup = 0
         while self.warmup < LEAST_WARMUP or (self.warmup < MOST_WARMUP and not self.prepared.settled()):
-            self.peak_bytes = self.step()[2]
+            self.peak_bytes = self.step().peak_bytes
             self.warmup += 1
+        self.take_row()
 
-    def step(self) -> tuple[float, float, int]:
-        """Take a step; see ``steps``."""
+    def _around_forward(self, prepared: Prepared) -> Any:
+        @contextlib.contextmanager
+        def around() -> Generator[None]:
+            with prepared.forward():
+                yield
+            self._forward = time.perf_counter(), self._event()
+
+        return around
+
+    def _event(self) -> Any:
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def _segments(self) -> int:
+        if self._device.type == "cpu":
+            return 0
+        return int(torch.get_device_module(self._device).memory_stats().get("segment.all.allocated", 0))
+
+    def take_row(self) -> None:
+        """Take steps in a row."""
+        self.in_row += ([self.step() for _ in range(IN_ROW)][1:],)
+
+    def step(self) -> Step:
+        """Take a step."""
         synchronize(self._device)
         forget_peak(self._device)
-        begun = time.perf_counter()
+        collecting, segments, device_begun, begun = (
+            COLLECTOR.seconds, self._segments(), self._event(), time.perf_counter(),
+        )  # fmt: skip
         step(self.prepared, self._inputs)
         queued = time.perf_counter() - begun
         synchronize(self._device)
         took = time.perf_counter() - begun
         self.prepared.model.zero_grad(set_to_none=True)
-        return took, queued, peak(self._device)
+        host, done = self._forward
+        return Step(
+            seconds=took, queued=queued, peak_bytes=peak(self._device),
+            forward=host - begun if done is None else device_begun.elapsed_time(done) / 1e3,
+            forward_queued=host - begun, collecting=COLLECTOR.seconds - collecting,
+            segments=self._segments() - segments,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Undo what the way has done."""
         self._way.close()
 
 
-def table(found: dict[str, list[tuple[float, float, int]]]) -> list[str]:
+def table(ways: dict[str, Trained]) -> list[str]:
     """Return a line for every way."""
-    lines = ["| way | step | ÷ plain | host has queued | peak |", "| --- | ---: | ---: | ---: | ---: |"]
-    for way, steps in found.items():
-        ratio = summary([mine[0] / plain[0] for mine, plain in zip(steps, found["plain"], strict=True)])
-        seconds, queued = (1e3 * statistics.median(s[i] for s in steps) for i in (0, 1))
+    lines = [
+        "| way | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | peak |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+
+    def ms(steps: list[Step], *names: str) -> str:
+        first, *less = ([getattr(step, name) for step in steps] for name in names)
+        return f"{1e3 * statistics.median(x - sum(y) for x, *y in zip(first, *less, strict=True)):.0f} ms"
+
+    for way, trained in ways.items():
+        steps, (before, after) = trained.steps, trained.in_row
+        ratio = summary([mine.seconds / p.seconds for mine, p in zip(steps, ways["plain"].steps, strict=True)])
+        most = 1e3 * max(step.collecting for step in steps)
         lines.append(
-            f"| {way} | {seconds:.0f} ms | ×{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) "
-            f"| {queued:.0f} ms | {max(s[2] for s in steps) / 2**30:.2f} GiB |"
+            f"| {way} | {ms(steps, 'seconds')} | ×{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) "
+            f"| {ms(before, 'seconds')} | {ms(after, 'seconds')} | {ms(steps, 'forward')} "
+            f"| {ms(steps, 'forward', 'forward_queued')} | {ms(steps, 'collecting')}, at most {most:.0f} "
+            f"| {max(step.peak_bytes for step in steps) / 2**30:.2f} GiB |"
         )
     return lines
 
@@ -102,7 +201,10 @@ def main() -> None:
         first = number % len(WAYS)
         for way in (*WAYS[first:], *WAYS[:first]):
             ways[way].steps.append(ways[way].step())
+    for trained in ways.values():
+        trained.take_row()
     found = {way: trained.steps for way, trained in ways.items()}
+    in_row = {way: trained.in_row for way, trained in ways.items()}
     notes: dict[str, Any] = {way: trained.prepared.notes() for way, trained in ways.items()}
     for trained in ways.values():
         trained.close()
@@ -110,15 +212,18 @@ def main() -> None:
         f"# Modes in turn: {name}, {tokens} tokens, {device_name()}",
         "",
         "Forward and backward, full training in bfloat16 (on a CPU float32), no head and no optimizer. Peak: with",
-        f"weights and gradients. {len(found['plain'])} rounds in one process; medians (quartiles). Made by",
-        "`python -m benchmarks.suites.rounds`; every step is in `run.json`.",
+        f"weights and gradients. {len(found['plain'])} rounds in one process; medians (quartiles). Where the forward",
+        "ends hardly after the host, the host decides. Made by `python -m benchmarks.suites.rounds`; every step is in",
+        f"`run.json`: {', '.join(Step._fields)}.",
         "",
-        *table(found),
+        *table(ways),
         "",
     ]
     print("\n".join(text))
     folder = given.out or result_folder("rounds")
-    write_result(folder, {"model": name, "tokens": tokens, "rounds": found, "notes": notes}, "\n".join(text))
+    write_result(
+        folder, {"model": name, "tokens": tokens, "rounds": found, "in_row": in_row, "notes": notes}, "\n".join(text)
+    )
 
 
 if __name__ == "__main__":
