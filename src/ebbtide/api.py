@@ -112,7 +112,7 @@ class Handle:
         self._engine.close()
 
     def __repr__(self) -> str:
-        state = "enabled" if self.enabled else "disabled"
+        state = "closed" if self._attachment is None else "enabled" if self.enabled else "disabled"
         return f"<Handle: {self.plan.name}, {state}; stats() and explain() show more>"
 
     def __enter__(self) -> Handle:
@@ -278,7 +278,7 @@ def make_plan(
 class offload_saved_tensors(ContextDecorator):
     """Offload the tensors saved inside a context: replaces ``torch.autograd.graph.save_on_cpu(...)``.
 
-    Leave out its arguments, ``pin_memory`` and ``device_type``: host memory is pinned for whichever accelerator.
+    Leave out its arguments, ``pin_memory`` and ``device_type``: host memory is pinned for any accelerator.
     Use it for code without blocks. It knows no model, so only parameters count as weights. Default: ``Offload()``.
 
     Example::

@@ -66,7 +66,7 @@ def _check_plan(plan: Plan) -> None:
         named = {"input_bytes": 0, "must_keep_bytes": 0} if name == "block_action" else {}
         try:
             inspect.signature(getattr(plan, name)).bind(*arguments, **named)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # the latter of a callable whose parameters are unknown
             parameters = list(inspect.signature(getattr(Plan, name)).parameters.values())[1:]
             taken = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
             raise ConfigError(

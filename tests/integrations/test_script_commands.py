@@ -100,6 +100,10 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["compare", "--"], "there is no command; .*\nhint: such as `ebbtide compare -- python train.py`"),
         (["compare", "python", "train.py"], "'python' is no recipe; .*\nhint: ebbtide compare -- python train.py"),
         (["compare", "train.py"], "'train.py' is no recipe; .*\nhint: ebbtide compare -- python train.py"),
+        (
+            ["compare", "--steps", "3", "a.py"],
+            "'a.py' is no recipe; .*\nhint: ebbtide compare --steps 3 -- python a.py",
+        ),
         (["compare", "--modes", "plian", "--", "true"], "unknown mode 'plian'; .*\nhint: did you mean 'plain'"),
         (["compare", "--steps", "3"], "--steps is set, and there is no script; .*\nhint: --max_steps 3"),
         (["compare", "--max_steps", "3", "--", "true"], "unknown argument '--max_steps'; .*\nhint: "),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,18 @@ def test_of_chats_only_what_the_assistant_answers_is_learned(tiny_model: Path, t
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     text = trainer.processing_class.decode(learned)
     assert text.startswith("assistant 1<|end|>assistant 2<|end|>") and "user" not in text
+
+
+def test_answers_in_the_prompt_of_a_chat_are_learned_too(tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(MARKED)
+    data = tmp_path / "rows.jsonl"
+    data.write_text((json.dumps({"query": "b?", "response": "b!", "history": [["a?", "a!"]]}) + "\n") * 2)
+    config = SftConfig(model=str(model), dataset=(str(data),), assistant_only_loss=True, max_length=64, save=False)
+    trainer = _prepared(replace(config, output_dir=str(tmp_path / "run")))
+    row = trainer.train_dataset[0]
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    assert trainer.processing_class.decode(learned) == "a!<|end|>b!<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_a_handle_and_a_plan_are_printed_in_one_line() -> None:
     with enable(tiny.model, policy=plan) as handle:
         assert repr(handle).startswith("<Handle: auto, enabled; ")
         assert len(repr(handle.plan)) < 400 and "peak_bytes=" in repr(handle.plan)
-    assert ", disabled; " in repr(handle)
+    assert ", closed; " in repr(handle)
 
 
 def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -374,7 +374,7 @@ class OwnPlan:
         (OwnPlan(Action.CHECKPOINT), r"choose returned <Action\.CHECKPOINT.*hint: block_action"),
         (OwnPlan(Action.RECOMPUTE, recomputes=False), r"choose returned <Action\.RECOMPUTE.*hint: .*recomputes = True"),
         (OwnPlan(block=None), r"OwnPlan\.block_action returned None; expected .*CHECKPOINT.*hint: "),
-        (OwnPlan(block=Action.OFFLOAD), r"OwnPlan\.block_action returned <Action\.OFFLOAD"),
+        (OwnPlan(block=Action.OFFLOAD), r"OwnPlan\.block_action returned <Action\.OFFLOAD.*hint: choose returns it"),
     ],
 )
 def test_a_plan_of_ones_own_returns_actions(plan: OwnPlan, text: str) -> None:

@@ -373,6 +373,15 @@ def test_a_plan_for_another_model_is_named(
     assert len(found) == bool(words) and all(words in line for line in found)
 
 
+def test_a_plan_that_is_made_under_autocast_is_one_for_autocast(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ebbtide.make_plan(tiny.model, tiny.inputs, machine="h200", min_bytes=0)
+        with ebbtide.enable_activation_offloading(tiny.model, policy=plan, min_bytes=0):
+            tiny.step()
+    assert "no row in the plan" not in caplog.text
+
+
 def keeping(factor: float = 1.0) -> TablePlan:
     """Return a plan that keeps all that ``build("llama")`` saves, as one made for a batch ``factor`` times as long."""
     tiny = build("llama")

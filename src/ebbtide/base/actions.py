@@ -169,7 +169,9 @@ def checked_action(action: Action, allowed: tuple[Action, ...], plan: Plan, meth
     hint = f"return ebbtide.{allowed[0]}, not its name or nothing"
     if action is Action.CHECKPOINT:
         hint = "block_action returns CHECKPOINT, for the whole block"
-    elif action is Action.RECOMPUTE and allowed is not BLOCK_ACTIONS:
+    elif isinstance(action, Action) and allowed is BLOCK_ACTIONS:
+        hint = "choose returns it, for each storage; KEEP leaves a block's storages to choose"
+    elif action is Action.RECOMPUTE:
         hint = "set recomputes = True, so that recipes are built"
     raise ConfigError(
         f"{type(plan).__name__}.{method} returned {action!r:.80}",

@@ -71,8 +71,9 @@ def check_writable(path: Path, what: str, *, hint: str) -> None:
 def _can_create(path: Path) -> bool:
     """Whether a new file can be made, by making one: root has access to /sys, and can make none there."""
     try:
-        path.touch()
-        path.unlink()
+        target = path.resolve()  # of a link, which must stay
+        target.touch(exist_ok=False)
+        target.unlink()
     except OSError:
         return False
     return True

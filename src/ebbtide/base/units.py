@@ -12,7 +12,7 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
     _UNITS[_letter + "b"] = 1000**_power
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int | float, *, name: str = "size", least: Literal[0, 1] = 1) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import DataError, counted
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
@@ -116,14 +116,11 @@ class Board:
                     by_mode[mode] = dataclasses.replace(run, summary=summary)
         corrected = f"A plan was corrected after step {made}"
         if made > warm_up:
-            return [
-                f"{corrected}, so some of the counted steps ran under another: a larger {self._flag} times the last."
-            ]
+            return [f"{corrected}, so some of the counted steps ran under another one; use a larger {self._flag}."]
         timed = min(int(run.summary["timed_steps"]) for by_mode in self._rounds.values() for run in by_mode.values())
         if timed >= _FEW_TIMED:
             return []
-        left = f"{timed} step" + "s" * (timed > 1)
-        return [f"{corrected}, which left {left} of each run to time: a larger {self._flag} times more."]
+        return [f"{corrected}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
         """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result.

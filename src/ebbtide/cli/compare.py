@@ -170,11 +170,11 @@ def run(argv: Sequence[str]) -> int:
     if is_script:
         steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS))
         return compare_script(command, modes=modes, rounds=rounds, steps=steps, out=out).exit_code
+    is_named = bool(arguments) and not arguments[0].startswith("-")
+    recipe = _recipe(arguments, rest[: rest.index(arguments[0])] if is_named else [])
     if own.steps is not None:
         hint = f"--max_steps {own.steps}"
         raise ConfigError("--steps is set, and there is no script", expected="-- and a command after it", hint=hint)
-    is_named = bool(arguments) and not arguments[0].startswith("-")
-    recipe = _recipe(arguments)
     if not is_named and not arguments:
         raise ConfigError(
             "there is nothing to compare",
@@ -209,15 +209,16 @@ def _parser(recipe: str) -> Parser:
     return parser
 
 
-def _recipe(rest: list[str]) -> str:
-    """Remove the recipe's name from the front; default: the first recipe."""
+def _recipe(rest: list[str], flags: Sequence[str]) -> str:
+    """Remove the recipe's name from the front; default: the first recipe. ``flags``: compare's own before it."""
     if not rest or rest[0].startswith("-"):
         return DEFAULT_RECIPE
     if rest[0] in RECIPES:
         return rest.pop(0)
     path = Path(rest[0])
     if path.suffix == ".py" or (not path.exists() and shutil.which(rest[0])):
-        raise no_command(f"{rest[0]!r} is no recipe", "compare", rest, others=f"one of {', '.join(RECIPES)}, or ")
+        others = f"one of {', '.join(RECIPES)}, or "
+        raise no_command(f"{rest[0]!r} is no recipe", "compare", rest, flags=flags, others=others)
     if not path.suffix and not path.exists():
         raise ConfigError(
             f"there is no recipe {rest[0]!r}",

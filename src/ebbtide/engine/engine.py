@@ -328,7 +328,6 @@ class Engine:
         """Return what was saved, moved and recomputed. See ``Stats``."""
         tally, counters = self.last_tally, self.tier.counters
         saved = tally.unique - tally.kept
-        probed_bytes, probed_seconds = getattr(self.plan, "probed", (0, 0.0))  # copied only to measure rates
         with self.lock:
             self._stalls.flush()
         return Stats(
@@ -340,10 +339,10 @@ class Engine:
             small_bytes=tally.small_bytes,
             coverage_percent=None if self.coverage is None else self.coverage.percent,
             checkpointed_blocks=self.last_pass.checkpointed,
-            total_stall_seconds=max(0.0, counters.stalls.total_seconds - probed_seconds),
+            total_stall_seconds=max(0.0, counters.stalls.total_seconds - counters.probed_seconds),
             stalls=dict(self._stalls.by_block),
-            total_copy_out_bytes=counters.out_bytes - probed_bytes,
-            total_copy_in_bytes=counters.in_bytes - probed_bytes,
+            total_copy_out_bytes=counters.out_bytes - counters.probed_bytes,
+            total_copy_in_bytes=counters.in_bytes - counters.probed_bytes,
             copy_out_bytes_per_second=counters.out_bytes_per_second,
             copy_in_bytes_per_second=counters.in_bytes_per_second,
             total_recomputes=self.restorer.recomputes,
@@ -361,5 +360,7 @@ def _lets(name: str, filter_: TensorFilter | None, tensor: torch.Tensor) -> bool
     """Whether a filter returns true for a tensor."""
     answer: Any = filter_ is None or filter_(tensor)
     if answer is None:
-        raise ConfigError(f"{name} returned None", expected="true or false", hint=f"return the result of {name}")
+        raise ConfigError(
+            f"{name} returned None", expected="true or false", hint="end it with return True or return False"
+        )
     return bool(answer)

@@ -36,7 +36,7 @@ def warn_of_unplanned(engine: Engine) -> None:
         for (site, _), candidate in known.candidates.items()
         if (name, site) not in plan.actions
     }
-    again = "hint: make it again with this model, dtype and length of batches"
+    again = "hint: make it again with this model, dtype and length of batches, or save one that policy 'auto' measured"
     if (unplanned := sum(without_row.values())) > (GROWTH - 1) * saved:
         logger.warning(
             "%s of the %s that blocks save have no row in the plan: the heuristic treats them; %s",

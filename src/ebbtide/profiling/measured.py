@@ -107,7 +107,6 @@ class MeasuredPlan:
         self._outside: list[str] = []  # a warning of what no plan lowers
         self._memory = False  # whether it counts
         self._warned = False  # that nothing is gained
-        self.probed = 0, 0.0  # bytes copied each way only to measure rates, and the wait for them
         self._optimizers = 0  # that had stepped before the measured passes; the state of others is not in their memory
         self._states = STATES
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -395,5 +394,5 @@ class MeasuredPlan:
         slot.free()
         if source.device.type != "cpu":
             torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
-        (nbytes, seconds), after = self.probed, self._tier.counters.stalls.total_seconds
-        self.probed = nbytes + PROBE_BYTES, seconds + after - before
+        counters = self._tier.counters
+        counters.probed(PROBE_BYTES, counters.stalls.total_seconds - before)

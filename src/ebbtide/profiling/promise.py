@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ebbtide.base.actions import Action
+from ebbtide.base.errors import counted
 from ebbtide.base.runs import SETTLING
 from ebbtide.base.units import format_size
 from ebbtide.engine.spans import BlockSpan, Span
@@ -306,8 +307,7 @@ class Check:
             if peak and self.reserved_bytes is not None:
                 peak += f" allocated, {format_size(self.reserved_bytes)} reserved"
             between = f"{measured.low_seconds:.4g} to {measured.high_seconds:.4g} s"
-            count = "1 step" if measured.steps == 1 else f"{measured.steps} steps"
-            parts.append(f"measured {slower(measured.seconds)}, {between} in {count}{peak}")
+            parts.append(f"measured {slower(measured.seconds)}, {between} in {counted(measured.steps, 'step')}{peak}")
             if measured.system_seconds is not None and self.budget_bytes is not None:
                 parts.append(
                     f"{measured.system_seconds:.2g} core seconds of a step are the kernel's (files, fresh pages)"

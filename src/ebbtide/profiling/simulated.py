@@ -197,7 +197,9 @@ class _Task:
         return _with_checkpoint_bases(profile, step, timer.backward)
 
     def _loss(self, twin: nn.Module, arguments: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast):
+        found = torch.accelerator.current_accelerator()
+        around = torch.is_autocast_enabled("cpu") or (found is not None and torch.is_autocast_enabled(found.type))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast or around):
             return _loss_of(_call(twin, arguments), self.loss)
 
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:

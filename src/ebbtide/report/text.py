@@ -25,7 +25,8 @@ def text(run: Run) -> str:
     lines = [verdict(run.name, summary, None, held), f"{run.name}: {', '.join(about)}"]
     lines += [ending for ending in (story.ending(run),) if ending]
     lines += ["", *_across(headline([summary], [run.name]))]
-    if measured(summary).get("activation_bytes") is None and summary.get("device") == "cpu":
+    forwards = any(span.name == "forward" for span in run.phases)
+    if forwards and measured(summary).get("activation_bytes") is None and summary.get("device") == "cpu":
         lines.append("(activation memory is unknown where a forward reuses freed memory of the process)")
     if section(summary, "activation_bytes").get("unique") is not None:
         lines += ["", *_across(bytes_table([summary], [run.name]))]

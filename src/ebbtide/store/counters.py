@@ -60,6 +60,8 @@ class TierCounters:
         timed_out_bytes: Bytes whose copy out was timed, and is over. See ``Stalls.timed``.
         timed_in_bytes: Bytes whose copy in was timed, and is over.
         stalls: Time compute waited for either.
+        probed_bytes: Of the bytes each way, those that were copied only to measure rates.
+        probed_seconds: Of the time that compute waited, that for them.
     """
 
     out_bytes: int = 0
@@ -69,6 +71,8 @@ class TierCounters:
     timed_out_bytes: int = 0
     timed_in_bytes: int = 0
     stalls: Stalls = field(default_factory=Stalls)
+    probed_bytes: int = 0
+    probed_seconds: float = 0.0
 
     @property
     def out_bytes_per_second(self) -> float | None:
@@ -79,6 +83,11 @@ class TierCounters:
     def in_bytes_per_second(self) -> float | None:
         """Rate of copies in; None before one was timed."""
         return self.timed_in_bytes / self.in_seconds if self.in_seconds else None
+
+    def probed(self, nbytes: int, seconds: float) -> None:
+        """Count a copy out and in that only measured rates, and the wait for it."""
+        self.probed_bytes += nbytes
+        self.probed_seconds += seconds
 
     def copied_out(self, nbytes: int, seconds: float) -> None:
         """Count a copy out that was timed and is over."""

@@ -93,7 +93,8 @@ class Watch:
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass
         if tally.packs and self._then is not None:
-            self._then = self._then(self._engine)
+            then, self._then = self._then, None
+            then(self._engine)
         if outside is None or not (tally.packs or sum(outside.values())):
             return None
         self._done = True

@@ -75,16 +75,28 @@ def values_named_in(function: types.FunctionType) -> Iterator[Any]:
 
 
 def is_stateless(function: types.FunctionType | types.BuiltinFunctionType) -> bool:
-    """Whether a function computes the same in each call: it names only other functions, modules and classes.
+    """Whether a function computes the same in each call: it names only modules, classes and such functions.
 
     A number that it names may be another one in backward: the variable of a loop. Its default values are its own.
     """
-    if str(function.__module__).partition(".")[0] == "torch":
-        return True
-    if isinstance(function, types.BuiltinFunctionType):
-        return isinstance(function.__self__, _STATELESS)
-    defaults = all(isinstance(value, (*_STATELESS, *VALUES)) for value in _defaults_of(function))
-    return defaults and all(isinstance(x, _STATELESS) for x in (*vars(function).values(), *_variables_of(function)))
+    found: list[Any] = [function]
+    for one in found:  # and those that are found on the way
+        if isinstance(one, types.BuiltinFunctionType):
+            named = [one.__self__]
+        elif one.__module__ is not None and _is_torchs(one.__module__) and _is_torchs(one.__globals__["__name__"]):
+            continue  # both, because ``functools.wraps`` copies the former to code of others
+        elif all(isinstance(value, (*_STATELESS, *VALUES)) for value in _defaults_of(one)):
+            named = [*vars(one).values(), *_variables_of(one)]
+        else:
+            return False
+        if not all(isinstance(value, _STATELESS) for value in named):
+            return False
+        found += [value for value in named if isinstance(value, _STATELESS[:2]) and value not in found]
+    return True
+
+
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
 
 
 def _defaults_of(function: types.FunctionType) -> Iterator[Any]:

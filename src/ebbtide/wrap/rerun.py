@@ -303,8 +303,8 @@ def _is_value(x: Any) -> bool:
     """Whether an argument is the same in a second forward: a block cannot change it unnoticed."""
     if isinstance(x, _PLAIN) or is_number(x) or f"{type(x).__module__}.{type(x).__qualname__}" == _READ:
         return True
-    if type(x) is frozenset:
-        return all(map(_is_value, x))
+    if type(x) is frozenset:  # which no walk over the arguments opens: a tensor in it would go unnoticed
+        return not any(isinstance(value, torch.Tensor) or not _is_value(value) for value in x)
     return isinstance(x, (FunctionType, BuiltinFunctionType)) and is_stateless(x)
 
 

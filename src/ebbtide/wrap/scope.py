@@ -10,7 +10,7 @@ long.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import threading
 import weakref
@@ -34,6 +34,13 @@ Part = tuple[weakref.ref[nn.Module], Callable[..., None], Callable[..., None], w
 """A module of a block, its two hooks, and the layer around it that runs without modules. See [Note: module hooks]."""
 
 
+class _Hook(functools.partial[None]):
+    """A module hook. In a copy of its module, or in a file, it does nothing, and needs no ebbtide."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
 class Scope:
     """The running module of a block, in the thread that runs the block. See [Note: module hooks]."""
 
@@ -53,14 +60,11 @@ class Scope:
         self._run: BlockRun | None = None
         self._thread = 0
 
-    def __deepcopy__(self, memo: object) -> Scope:
-        """The hooks of a module that is copied inside its block's forward do nothing."""
-        return Scope(dataclasses.replace(self.block, weights=tuple), nn.Identity())
-
     def leave(self) -> None:
         """Restore the block's forward."""
         while self.inside:
             self.inside.pop()()
+        self.end()  # of a run that an interrupt struck at its end
         self.forget_parts()
 
     def leave_parts(self, names: set[str]) -> None:
@@ -80,7 +84,7 @@ class Scope:
             if name in self._left:
                 continue
             leaf = not any(True for _ in part.children())
-            before, after = functools.partial(self.entered, name), functools.partial(self.left, name, leaf)
+            before, after = _Hook(self.entered, name), _Hook(self.left, name, leaf)
             found.append((weakref.ref(part), before, after, around.get(id(part))))
         return found
 
@@ -100,14 +104,14 @@ class Scope:
 
     def end(self) -> None:
         """The run is over, even a failed one."""
-        hooked, number = self._hooked, self._number
-        self._run, self._hooked = None, []
-        for held, *_ in hooked:
+        self._run, number = None, self._number
+        for held, *_ in self._hooked:
             part = held()
             if part is not None:
                 part._forward_pre_hooks.pop(number, None)
                 part._forward_hooks.pop(number, None)
                 part._forward_hooks_always_called.pop(number, None)
+        self._hooked = []
 
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():

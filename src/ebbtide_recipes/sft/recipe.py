@@ -94,12 +94,15 @@ def _prepared(config: SftConfig) -> SftTrainer:
         dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
     if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
         columns = {*dataset.column_names, *(() if evaluation is None else evaluation.column_names)}
-        config = replace(config, completion_only_loss="completion" in columns)
-    chats = all(is_chat(part[0]) for part in (dataset, evaluation) if part is not None)
+        answers = "completion" in columns and not config.assistant_only_loss  # else those of prompts were left out
+        config = replace(config, completion_only_loss=answers)
+    named = ((dataset, config.dataset), (evaluation, config.eval_dataset or config.dataset))
+    plain = next((names for part, names in named if part is not None and not is_chat(part[0])), None)
     batches = None
-    if config.assistant_only_loss and (not chats or media.WHERE in dataset.column_names):
+    if config.assistant_only_loss and (plain or media.WHERE in dataset.column_names):
         raise ConfigError(
-            f"assistant_only_loss is true, and {', '.join(config.dataset)} has {'files' if chats else 'plain text'}",
+            f"assistant_only_loss is true, and {', '.join(plain or config.dataset)} has "
+            f"{'plain text' if plain else 'files'}",
             expected="chats of text: rows with messages",
             hint="leave --assistant_only_loss out; --completion_only_loss true learns only answers",
         )
@@ -109,7 +112,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
             batches.check(part)
             if config.fsdp_strategy != "none" and launch.world_size() > 1:
                 media.check_even(part)
-    elif not chats:
+    elif plain:
         models.check_end(config.model, source.tokenizer)
     model, weights = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))

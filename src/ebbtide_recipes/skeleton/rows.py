@@ -258,9 +258,8 @@ def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
         others = {o.stem: o.name for o in sorted(folder.glob("*")) if o.suffix in SUFFIXES}
         what = "is a folder" if path.is_dir() else "does not exist"
         near = nearest_names(path.stem, others, count=1)  # nearly all have one of two suffixes
-        hint = (
-            f"did you mean {others[near[0]]!r}?" if near else f"{folder.resolve()} has {few(others.values()) or 'none'}"
-        )
+        found = f"has {few(others.values()) or 'none'}" if folder.is_dir() else "does not exist either"
+        hint = f"did you mean {others[near[0]]!r}?" if near else f"{folder.resolve()} {found}"
         raise DataError(f"data set file {str(path)!r} {what}", expected=f"a {', '.join(SUFFIXES)} file", hint=hint)
     readers: dict[str, Callable[[Path, str], Iterable[Any]]] = {
         ".jsonl": _json_lines,

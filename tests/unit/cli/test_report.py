@@ -107,6 +107,10 @@ def test_the_text_names_how_many_steps_count_and_why_memory_is_unknown(tmp_path)
     unknown = (tmp_path / "unknown.txt").read_text()
     assert "activation memory is unknown where a forward reuses freed memory" in unknown
     assert f"{summary['steps']} steps\n" in unknown
+    events = [line for line in (tmp_path / "run.jsonl").read_text().splitlines() if '"forward"' not in line]
+    (tmp_path / "run.jsonl").write_text("\n".join(events) + "\n")
+    report(tmp_path, output=tmp_path / "no-forward.txt")
+    assert "activation memory is unknown" not in (tmp_path / "no-forward.txt").read_text()
 
 
 def write_comparison(folder):

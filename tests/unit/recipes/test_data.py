@@ -455,6 +455,8 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text("{}")
     with pytest.raises(DataError, match=r"does not exist; .*\nhint: /.* has machine.json, train.jsonl"):
         load(str(tmp_path / "nofile.jsonl"))
+    with pytest.raises(DataError, match=r"does not exist; .*\nhint: /.*/none does not exist either"):
+        load(str(tmp_path / "none" / "train.jsonl"))
 
 
 def test_a_suffix_spelt_wrong_is_a_file_and_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 import ebbtide
+from ebbtide.wrap import scope
 from ebbtide.wrap.forward import StandIn
 from tests.helpers.oracle import same_bits
 from tests.helpers.twice import Stack, check, sgd, step_of
@@ -332,3 +334,59 @@ def test_a_copy_of_a_graph_carries_no_offloading(make: Callable[[], nn.Module], 
             block(x).sum().backward()
             assert handle.stats().packs == packs
         assert same_bits(twin(x), model(x))
+
+
+class Copied(Gelu):
+    """Hands one of its parts to a function while it runs."""
+
+    inside: Callable[[nn.Module], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside is not None:
+            self.inside(self.up)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["copy", "file"])
+def test_a_module_that_is_copied_while_its_block_runs_can_be_saved(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """As by a thread that saves a checkpoint, or averages weights, meanwhile."""
+    model, copies = Stack(Copied(), Copied()), list[nn.Module]()
+    with ebbtide.enable_activation_offloading(model, policy="offload", target="disk", min_bytes=0):
+        model.blocks[0].inside = lambda part: copies.append(copied(part))  # type: ignore[assignment]
+        model(torch.randn(2, 16)).sum().backward()
+    x = torch.randn(2, 16)
+    for one in (copies[0], pickle.loads(pickle.dumps(copies[0]))):
+        assert torch.equal(one(x), F.linear(x, one.weight, one.bias))
+
+
+def interrupted_at(place: int) -> bool:
+    """Interrupt a forward at a line that adds or removes hooks, and close the handle; False: there are fewer lines."""
+    codes, lines = {scope.Scope.begin.__code__, scope.Scope.end.__code__}, 0
+    model = Stack(Gelu(), Gelu())
+    handle = ebbtide.enable_activation_offloading(model, policy="offload", target="disk", min_bytes=0)
+
+    def line(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines == place and event == "line":
+            raise KeyboardInterrupt
+        return line
+
+    traced = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: line if frame.f_code in codes else None)
+    try:
+        model(torch.randn(2, 16))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(traced)
+    handle.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), place
+    return lines >= place
+
+
+def test_an_interrupt_at_any_line_that_adds_or_removes_hooks_leaves_none_after_close() -> None:
+    place = 1
+    while interrupted_at(place):
+        place += 1
+    assert place > 20

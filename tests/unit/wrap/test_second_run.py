@@ -505,7 +505,7 @@ READ = [slice(1), torch.strided, torch.channels_last, "mask", np.float32(2), np.
 
 
 @pytest.mark.parametrize(
-    "read", [*READ, doubled, F.silu, torch.tanh, F.gelu, max], ids=lambda x: getattr(x, "__name__", str(x))
+    "read", [*READ, doubled, F.silu, torch.tanh, F.gelu, max], ids=lambda x: getattr(x, "__name__", type(x).__name__)
 )
 def test_arguments_that_nothing_can_change_do_not_end_checkpointing(read: Any) -> None:
     class Reads(Block):
@@ -567,10 +567,42 @@ def counting(x: Tensor) -> Tensor:
 counting.calls = 0  # type: ignore[attr-defined]
 
 
+@functools.wraps(F.gelu)
+def wrapping(x: Tensor) -> Tensor:
+    return noting(x)
+
+
+def calling(x: Tensor) -> Tensor:
+    return wrapping(x)
+
+
+BOXED = torch.zeros(8)
+
+
 @pytest.mark.parametrize(
     "argument",
-    [noting, counting, SEEN.append, lambda x, seen=[]: x, frozenset({Dice()}), np.zeros(1, "i4,i4")[0]],
-    ids=["a list", "an attribute", "a method", "a default", "an object", "a record"],
+    [
+        noting,
+        counting,
+        SEEN.append,
+        lambda x, seen=[]: x,
+        frozenset({Dice()}),
+        np.zeros(1, "i4,i4")[0],
+        wrapping,
+        calling,
+        frozenset({BOXED}),
+    ],
+    ids=[
+        "a list",
+        "an attribute",
+        "a method",
+        "a default",
+        "an object",
+        "a record",
+        "another's name",
+        "what it calls",
+        "a tensor in a set",
+    ],
 )
 def test_what_can_change_in_an_argument_is_no_value(argument: Any) -> None:
     assert not _is_value(argument)
