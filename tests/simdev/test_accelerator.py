@@ -162,7 +162,7 @@ def test_a_model_on_the_cpu_of_a_machine_with_a_device_is_named(
 def test_keep_names_what_is_not_counted_and_no_store(caplog: pytest.LogCaptureFixture) -> None:
     ebbtide.enable_activation_offloading(_model(width=64, depth=3).to("cpu"), policy="keep").close()
     (line,) = [r.getMessage() for r in caplog.records if "the model is on the CPU" in r.getMessage()]
-    assert "tensors alone are counted; hint: " in line and "offloaded" not in line and "target" not in line
+    assert "only tensors on that are counted; hint: " in line and "offloaded" not in line and "target" not in line
 
 
 def test_the_budget_of_host_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,8 +58,9 @@ class NodeView:
     def constant(self, name: str) -> Any:
         """Return the saved attribute ``name`` that is not a tensor (``"dim"``, ``"alpha"``)."""
         value = getattr(self.node, "_saved_" + name)
-        kind = type(value)
-        return _signed(value) if kind is int or kind is tuple else value
+        if type(value) is int:
+            return value - 2 * _WRAP if value >= _WRAP else value
+        return _signed(value) if type(value) is tuple else value
 
     @property
     def shape(self) -> tuple[int, ...]:

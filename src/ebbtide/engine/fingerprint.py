@@ -105,7 +105,7 @@ class Fingerprint:
         before = self._sample
         if not isinstance(before, bytes) or not tensor.is_cpu:
             return False
-        plain = tensor.detach().contiguous() if self._flat else tensor.detach()[_steps(tensor)].contiguous()
+        plain = tensor.detach().contiguous() if self._flat else tensor.detach()[_steps(tensor.shape)].contiguous()
         now = _read(plain, all_of_it=not self._flat or len(before) == plain.numel() * plain.itemsize)
         return _bytes_nearly_equal(before, now, tensor.dtype)
 
@@ -174,7 +174,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether, in a sample, a tensor holds what casting ``source`` to its type gives. Reads host memory only."""
-    steps = _steps(tensor)
+    steps = _steps(tensor.shape)
     return torch.equal(tensor.detach()[steps], source.detach()[steps].to(tensor.dtype))
 
 
@@ -189,7 +189,7 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
     """
     if tensor.device.type != "cpu":
         return _on_device(tensor.detach(), flat=flat).clone()
-    return _read(tensor.detach()[_steps(tensor)].contiguous(), all_of_it=True)
+    return _read(tensor.detach()[_steps(tensor.shape)].contiguous(), all_of_it=True)
 
 
 def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
@@ -234,23 +234,19 @@ def _on_device(plain: torch.Tensor, *, flat: bool) -> torch.Tensor:
             else:
                 plain = plain.reshape(-1)[::step]
         else:
-            plain = plain[_steps(plain)]
+            plain = plain[_steps(plain.shape)]
     return plain if plain.dtype in _IS_WORD else plain.view(_WORDS[plain.itemsize])
 
 
-def _steps(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return a slice for each dimension, which together take about ``SAMPLED`` elements."""
-    return tuple(slice(None, None, step) for step in _grid(tuple(tensor.shape)))
-
-
-def _grid(shape: tuple[int, ...]) -> list[int]:
-    """Return a step for each dimension, so that about ``SAMPLED`` elements are taken."""
+@functools.lru_cache(maxsize=1024)
+def _steps(shape: torch.Size) -> tuple[slice, ...]:
+    """Return a slice for each dimension of a tensor, which together take about ``SAMPLED`` elements."""
     steps, left = [1] * len(shape), SAMPLED
     for taken, index in enumerate(sorted(range(len(shape)), key=shape.__getitem__)):
         wanted = max(1, round(left ** (1 / (len(shape) - taken))))
         steps[index] = max(1, -(-shape[index] // wanted))
         left = max(1, left // -(-shape[index] // steps[index]))
-    return steps
+    return tuple(slice(None, None, step) for step in steps)
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
