@@ -6,9 +6,9 @@ round to round. The loss and the rest of a step are those of ``benchmarks/case.p
 ``auto within checkpointing`` is ``Auto`` with the peak that checkpointing had as its budget. Each way also takes some
 steps in a row, before the rounds and after them: ``Auto`` measures its own steps in a row.
 
-[Note: who decides] A device queues about a thousand launches, and then the host waits for it: at the end of a step the
-host is ahead by that many in any way, so "queued" shows nothing of the host. At the end of the forward it does: where
-the device is done as soon as the host has queued it, the host decides.
+[Note: who decides] A device queues only so many launches, and then the host waits for it: at the end of a step the
+host may be ahead by that many whatever the way, so "queued" shows little of the host. At the end of the forward it
+does: where the device is done as soon as the host has queued it, the host decides.
 
     python -m benchmarks.suites.rounds [--model Qwen3-8B] [--tokens 8192] [--rounds 15] [--minutes 4] [--out DIR]
 """

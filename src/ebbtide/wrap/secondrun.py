@@ -250,6 +250,7 @@ class SecondRun:
 
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
+        # Outside of inference mode, as where ``Engine.unpack`` restores: what is made in it has no version.
         with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():
             self._position = 0
             inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}

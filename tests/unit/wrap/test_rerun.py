@@ -18,17 +18,7 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.wrap import rerun
 from ebbtide.wrap.agreement import has_collectives
 from tests.helpers.engines import REMAKE
-from tests.helpers.twice import Stack, difference, hard, sgd, step_of, train
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(hard(self.up(x)))
-
+from tests.helpers.twice import Block, Stack, difference, hard, sgd, step_of, train
 
 squares = step_of(lambda model: model(torch.randn(8, 16)).square().mean())
 

@@ -26,6 +26,7 @@ from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from ebbtide.wrap.rerun import _computed_otherwise, _is_value
 from ebbtide.wrap.state import States
 from tests.helpers.twice import (
+    Block,
     Stack,
     check,
     check_refused,
@@ -39,15 +40,6 @@ from tests.helpers.twice import (
 )
 
 GENERATOR = torch.Generator()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(hard(self.up(x)))
 
 
 def blocks(kind: type[nn.Module] = Block) -> nn.Module:
