@@ -2,6 +2,7 @@
 
 from tests.helpers.mutants import Mutant
 
+DECLARED = ("tests/unit/engine/test_declared.py",)
 OPERANDS = ("tests/unit/engine/test_operands.py",)
 MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
@@ -365,9 +366,30 @@ MUTANTS = (
     Mutant(
         "casts: a copy in the same type is an alias",
         "ebbtide/engine/rules/elements.py",
-        "x.to(device, dtype, copy=True)",
-        "x.to(device, dtype)",
+        "x.to(place, kind, copy=True)",
+        "x.to(place, kind)",
         TRUST,
+    ),
+    Mutant(
+        "declared rules: numbers do not count",
+        "ebbtide/engine/declared.py",
+        "            key.append(str(value) if value.__class__ in _WITH_SIGN else value)\n",
+        "            pass\n",
+        DECLARED,
+    ),
+    Mutant(
+        "declared rules: the sign of zero does not count",
+        "ebbtide/engine/declared.py",
+        "key.append(str(value) if value.__class__ in _WITH_SIGN else value)",
+        "key.append(value)",
+        DECLARED,
+    ),
+    Mutant(
+        "declared rules: shapes and types do not count",
+        "ebbtide/engine/declared.py",
+        "            key.append(fact(node, output_nr))\n",
+        "            pass\n",
+        DECLARED,
     ),
     Mutant(
         "trust: one verdict serves all blocks of a kind",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ebbtide.engine.declared import DeclaredRule, input_shape, signed
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
@@ -32,13 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ebbtide.engine")
 
-Rule = Callable[["NodeView"], "Expr | None"]
+Rule = Callable[["NodeView"], "Expr | None"] | DeclaredRule
 
 _PASSED_ON = {"ViewBackward0", "UnsafeViewBackward0", "ToCopyBackward0", "PermuteBackward0", "TransposeBackward0"}
 """What leaf modules do with the value that they compute: a linear layer over three dimensions, a norm in float32."""
-
-_WRAP = 1 << 63
-"""Node attributes print negative dimensions as unsigned 64-bit numbers."""
 
 
 class NodeView:
@@ -57,10 +55,7 @@ class NodeView:
 
     def constant(self, name: str) -> Any:
         """Return the saved attribute ``name`` that is not a tensor (``"dim"``, ``"alpha"``)."""
-        value = getattr(self.node, "_saved_" + name)
-        if type(value) is int:
-            return value - 2 * _WRAP if value >= _WRAP else value
-        return _signed(value) if type(value) is tuple else value
+        return signed(getattr(self.node, "_saved_" + name))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,12 +97,7 @@ class NodeView:
 
     def input_shape(self, index: int) -> tuple[int, ...] | None:
         """Return the shape of the operator's input ``index``; None if it needs no gradient."""
-        functions = self.node.next_functions
-        node, output_nr = functions[index] if index < len(functions) else (None, 0)
-        if node is None:
-            return None
-        variable = getattr(node, "variable", None)
-        return tuple(variable.shape if variable is not None else node._input_metadata[output_nr].shape)
+        return input_shape(self.node, index)
 
     def input(self, index: int, *, loose: bool = False) -> Operand | None:
         """Return the operator's input ``index`` as an operand, by where it came from.
@@ -160,7 +150,7 @@ class Builder:
         *,
         checks_weights: bool = True,
     ) -> None:
-        self.rules, self._weights, self._checks_weights = rules, weights, checks_weights
+        self.rules, self._weights, self.checks_weights = rules, weights, checks_weights
         self._inputs, self._saved_input, self._watch = inputs, saved_input, watch
         self._watched: dict[tuple[Layout, int, int], Watched] = {}
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
@@ -213,11 +203,15 @@ class Builder:
         self._alive.append(node)
         self._known[key] = expr = None  # a value cannot be its own operand
         # Operands of an earlier pass may have changed since.
-        rule = self.rules.get(node.name()) if self._weights.model.since <= node._sequence_nr() else None
+        name = node.name()
+        rule = self.rules.get(name) if self._weights.model.since <= node._sequence_nr() else None
         if rule is not None:
             self._depth += 1
             try:
-                expr = rule(NodeView(node, output_nr, self))
+                if isinstance(rule, DeclaredRule):
+                    expr = rule.expression(name, node, output_nr, self)
+                else:
+                    expr = rule(NodeView(node, output_nr, self))
             except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
                 raise
             except UnreadableSlot:
@@ -225,7 +219,7 @@ class Builder:
             except RecursionError:  # says nothing about the rule either
                 self._cut.append(key)
             except Exception as error:  # a failing rule must not end the step
-                name, what = node.name(), f"{type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {error}"
                 logger.warning("the rule for %s failed and is left out: %s", name, what)  # no traceback is kept alive
                 self.rules.pop(name, None)
             finally:
@@ -275,7 +269,7 @@ class Builder:
     def packed_operand(self, packed: Any) -> Operand | None:
         """Return what a slot holds as an operand."""
         if isinstance(packed, Ticket):
-            sure = self._checks_weights and not packed.entry.part_only and packed.probe._version == packed.version
+            sure = self.checks_weights and packed.probe._version == packed.version
             return packed if sure else self._usable(packed)
         if isinstance(packed, LightTicket):
             return self._usable(packed)
@@ -299,7 +293,7 @@ class Builder:
         key = (Layout.of(weight), storage_key(weight.untyped_storage()), version)
         found = self._watched.get(key)
         if found is None:
-            checked = self._checks_weights and version != UNCHECKED
+            checked = self.checks_weights and version != UNCHECKED
             found = self._watched[key] = self._watch(weight, version if checked else None)
         return found
 
@@ -307,7 +301,7 @@ class Builder:
         if isinstance(ticket, Ticket):
             if ticket.probe._version != ticket.version:
                 return None
-            moved = not self._checks_weights and not self._weights.can_recompute(ticket.entry.recipe)
+            moved = not self.checks_weights and not self._weights.can_recompute(ticket.entry.recipe)
             return None if moved or ticket.entry.part_only else ticket
         if ticket.version != UNCHECKED and ticket.tensor._version != ticket.version:
             return None
@@ -326,9 +320,3 @@ def _is_number(packed: torch.Tensor) -> bool:
     """Whether a slot that no hook saw holds a Python number: torch gives those the widest types."""
     wide = packed.dtype in (torch.float64, torch.int64, torch.complex128, torch.bool)
     return packed.ndim == 0 and wide and not packed.requires_grad and not packed._version
-
-
-def _signed(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value - 2 * _WRAP if value >= _WRAP else value
-    return tuple(map(_signed, value)) if isinstance(value, tuple) else value  # pyright: ignore

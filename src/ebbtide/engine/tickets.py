@@ -314,7 +314,8 @@ class Expr:
         self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
         self.under = under  # numerics of what must be recomputed for it: ``MIXED``: of several
         self.linear = linear and branches <= 1  # no expression in it can have two readers
-        self.flops = flops if self.linear else sum(inner.own_flops for inner in self.expressions())
+        once = self.linear or flops == self.own_flops  # nothing that has work can have two readers
+        self.flops = flops if once else sum(inner.own_flops for inner in self.expressions())
         self.structure = hash(tuple(parts))
 
     def expressions(self) -> Iterator[Expr]:

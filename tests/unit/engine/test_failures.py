@@ -289,7 +289,8 @@ def test_no_memory_says_nothing_about_a_rule(where: str, error: type[BaseExcepti
     bomb = Bomb(error)
     with open_engine(REMAKE) as engine:
         if where == "rule":
-            engine.rules["SigmoidBackward0"] = around(bomb, engine.rules["SigmoidBackward0"])
+            rule: Any = engine.rules["SigmoidBackward0"]
+            rule.expression = around(bomb, rule.expression)
         else:
             engine.trusts = around(bomb, engine.trusts)  # type: ignore[method-assign]
         with pytest.raises(error, match="planted"), forward_pass(engine, x, weights=[w]):

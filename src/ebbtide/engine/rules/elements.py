@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, device, dtype, output, shape
 from ebbtide.engine.rules.making import binary, expression, operator, typed
 from ebbtide.engine.tickets import Expr, KeptTicket, Ticket
 
-
-def _cast(n: NodeView) -> Expr | None:
-    device, dtype = n.device, n.dtype  # they may be the operand's own: copy=True makes another tensor then, too
-    source, number = n.node.next_functions[0]
-    copies = source is not None and source._input_metadata[number].dtype == dtype and len(n.shape) in (4, 5)
-    # What changes neither type nor device may change the memory format: see ``_clone``.
-    return expression(n, lambda x: x.to(device, dtype, copy=True), [n.input(0)], loose=copies)
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 
-def _where(n: NodeView) -> Expr | None:
-    return expression(n, torch.where, [n.slot("condition"), n.input(0), n.input(1)])
+def _input_type(node: Node, output_nr: int) -> torch.dtype | None:
+    source, number = node.next_functions[0]
+    return None if source is None else source._input_metadata[number].dtype
 
 
-def _masked_fill(n: NodeView) -> Expr | None:
-    return expression(n, lambda x, mask, value: x.masked_fill(mask, value), [n.input(0), n.slot("mask"), n.input(1)])
+def _make_cast(place: torch.device, kind: torch.dtype, before: torch.dtype | None, size: tuple[int, ...]) -> Made:
+    # Place and type may be the operand's own: copy=True makes another tensor then, too. What changes neither may change
+    # the memory format: see ``_clone``.
+    return Made(lambda x: x.to(place, kind, copy=True), loose=before == kind and len(size) in (4, 5))
 
 
 def _clone(n: NodeView) -> Expr | None:
@@ -36,43 +37,21 @@ def _clone(n: NodeView) -> Expr | None:
     return expression(n, lambda x: x.clone(memory_format=torch.contiguous_format), [operand], loose=loose)
 
 
-def _clamp_between(n: NodeView) -> Expr | None:
-    low, high = (n.slot(name) for name in ("min", "max"))
-    if low is None or high is None:
-        return None
-    return expression(n, torch.clamp, [n.operand("self", 0), low, high])
+def _three(fn: Fn, *names: str) -> DeclaredRule:
+    operands = [From(index, name) for index, name in enumerate(names)]
+    return DeclaredRule(lambda value: lambda x, y, z: fn(x, y, z, value=value), operands, constants=["value"])
 
 
-def _power_of_number(n: NodeView) -> Expr | None:
-    base = n.constant("self")
-    return expression(n, lambda x: torch.pow(base, x), [n.operand("exponent", 0)])
-
-
-def _lerp(n: NodeView) -> Expr | None:
-    weight = n.constant("weight")
-    return expression(n, lambda x, y: torch.lerp(x, y, weight), [n.operand("self", 0), n.operand("end", 1)])
-
-
-def _three(fn: object, *names: str) -> Rule:
-    def rule(n: NodeView) -> Expr | None:
-        value = n.constant("value")
-        operands = [n.operand(name, index) for index, name in enumerate(names)]
-        return expression(n, lambda x, y, z: fn(x, y, z, value=value), operands)  # pyright: ignore
-
-    return rule
-
-
-def _cumsum(n: NodeView) -> Expr | None:
+def _make_cumsum(dim: int, place: torch.device, kind: torch.dtype) -> Fn | None:
     """No rule on an accelerator: there a cumulative sum of floats may be added in another order each time."""
-    on_host = n.device.type == "cpu" or not n.dtype.is_floating_point
-    return typed(torch.cumsum, "dim")(n) if on_host else None
+    on_host = place.type == "cpu" or not kind.is_floating_point
+    return (lambda x: torch.cumsum(x, dim, dtype=kind)) if on_host else None
 
 
-def _dropout(n: NodeView) -> Expr | None:
+def _make_dropout(p: float, output_nr: int) -> Fn | None:
     """No random numbers are drawn: the mask was saved."""
-    p = n.constant("p")
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-    if n.output_nr:
+    if output_nr:
         return None
 
     def again(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -80,7 +59,21 @@ def _dropout(n: NodeView) -> Expr | None:
             return x * mask.to(x.dtype).mul_(scale)
         return torch.ops.aten.native_dropout_backward(x, mask, scale)
 
-    return expression(n, again, [n.input(0), n.slot("result1")])
+    return again
+
+
+_cast = DeclaredRule(_make_cast, [From(0)], facts=[device, dtype, _input_type, shape])
+_where = DeclaredRule(lambda: torch.where, [From(None, "condition"), From(0), From(1)])
+_masked_fill = DeclaredRule(
+    lambda: lambda x, mask, value: x.masked_fill(mask, value), [From(0), From(None, "mask"), From(1)]
+)
+_clamp_between = DeclaredRule(lambda: torch.clamp, [From(0, "self"), From(None, "min"), From(None, "max")])
+_power_of_number = DeclaredRule(lambda base: lambda x: torch.pow(base, x), [From(0, "exponent")], constants=["self"])
+_lerp = DeclaredRule(
+    lambda weight: lambda x, y: torch.lerp(x, y, weight), [From(0, "self"), From(1, "end")], constants=["weight"]
+)
+_cumsum = DeclaredRule(_make_cumsum, [From(0, "self")], constants=["dim"], facts=[device, dtype])
+_dropout = DeclaredRule(_make_dropout, [From(0), From(None, "result1")], constants=["p"], facts=[output])
 
 
 def arithmetic() -> dict[str, Rule]:

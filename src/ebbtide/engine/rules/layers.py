@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, input_shape, shape
 from ebbtide.engine.guard import Watched
-from ebbtide.engine.rules.making import Fn, expression, operator
+from ebbtide.engine.rules.making import expression, operator
 from ebbtide.engine.tickets import Expr, LightTicket, Operand, Ticket
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 _BatchNorm = torch.nn.modules.batchnorm._NormBase  # instance norms among them
 _Convolution = torch.nn.modules.conv._ConvNd
@@ -116,33 +120,42 @@ def _bias(n: NodeView, index: int, kind: type[torch.nn.Module]) -> Operand | Non
     return Expr(lambda w: w.to(dtype), (weight,), key=("cast", dtype))
 
 
-def _product(fn: Fn, left: str, right: str, *, bias: bool = False) -> Rule:
-    """Rule for a matrix product; its work is 2 x elements of the result x inner length."""
+def _product(fn: Fn, left: str, right: str) -> DeclaredRule:
+    """Rule for a product of two matrices."""
+
+    def make(size: tuple[int, ...], one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> Made:
+        return Made(fn, flops=_work(size, one, other))
+
+    return DeclaredRule(make, [From(0, left), From(1, right)], facts=[shape, _first_shape, _second_shape])
+
+
+def _sum_and_product(fn: Fn, left: str, right: str) -> Rule:
+    """Rule for a product of two matrices that is added to a bias."""
 
     def rule(n: NodeView) -> Expr | None:
-        first = 1 if bias else 0
-        operands = [n.operand(left, first), n.operand(right, first + 1)]
-        work = 2.0 * math.prod(n.shape) * _inner_length(n, first)
-        if not bias:
-            return expression(n, fn, operands, flops=work)
         alpha, beta = n.constant("alpha"), n.constant("beta")
         return expression(
             n,
             lambda c, a, b: fn(c, a, b, alpha=alpha, beta=beta),
-            [_bias(n, 0, torch.nn.Linear), *operands],
-            flops=work,
+            [_bias(n, 0, torch.nn.Linear), n.operand(left, 1), n.operand(right, 2)],
+            flops=_work(n.shape, n.input_shape(1), n.input_shape(2)),
         )
 
     return rule
 
 
-def _inner_length(n: NodeView, first: int) -> int:
-    """Return the length that a product sums over, from whichever of its factors is known."""
-    for index, dim in ((first, -1), (first + 1, -2)):
-        shape = n.input_shape(index)
-        if shape:
-            return shape[dim]
-    return 1
+def _work(size: tuple[int, ...], left: tuple[int, ...] | None, right: tuple[int, ...] | None) -> float:
+    """Return the FLOP of a product: 2 x elements of the result x the length summed over, from a known factor."""
+    length = left[-1] if left else right[-2] if right else 1
+    return 2.0 * math.prod(size) * length
+
+
+def _first_shape(node: Node, output_nr: int) -> tuple[int, ...] | None:
+    return input_shape(node, 0)
+
+
+def _second_shape(node: Node, output_nr: int) -> tuple[int, ...] | None:
+    return input_shape(node, 1)
 
 
 def _shape_of(operand: Operand | None) -> tuple[int, ...]:
@@ -180,8 +193,8 @@ def _convolution(n: NodeView) -> Expr | None:
 def products() -> dict[str, Rule]:
     """Return the rules for matrix products and convolutions."""
     return {
-        "AddmmBackward0": _product(torch.addmm, "mat1", "mat2", bias=True),
-        "BaddbmmBackward0": _product(torch.baddbmm, "batch1", "batch2", bias=True),
+        "AddmmBackward0": _sum_and_product(torch.addmm, "mat1", "mat2"),
+        "BaddbmmBackward0": _sum_and_product(torch.baddbmm, "batch1", "batch2"),
         "BmmBackward0": _product(torch.bmm, "self", "mat2"),
         "ConvolutionBackward0": _convolution,
         "GroupedMmBackward0": _grouped_product,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-
-from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.build import NodeView
+from ebbtide.engine.declared import DeclaredRule, Fn, From, dtype, output, shape
 from ebbtide.engine.tickets import Expr, Operand
-
-Fn = Callable[..., torch.Tensor]
 
 
 def expression(
@@ -29,49 +27,53 @@ def expression(
         if operand is None:
             return None
         found.append(operand)
-    dtype = n.node._input_metadata[n.output_nr].dtype
-    return Expr(fn, tuple(found), key=(n.node.name(), dtype), flops=flops, dtype=dtype, loose=loose)
+    return Expr(fn, tuple(found), key=(n.node.name(), n.dtype), flops=flops, dtype=n.dtype, loose=loose)
 
 
-def typed(fn: Fn, *constants: str) -> Rule:
+def typed(fn: Fn, *constants: str) -> DeclaredRule:
     """Rule for a reduction: ``fn(x, *constants, dtype=...)``, in the dtype of the value."""
 
-    def rule(n: NodeView) -> Expr | None:
-        values, dtype = [n.constant(name) for name in constants], n.dtype
-        return expression(n, lambda x: fn(x, *values, dtype=dtype), [n.operand("self", 0)])
+    def make(*values: Any) -> Fn:
+        *fixed, kind = values
+        return lambda x: fn(x, *fixed, dtype=kind)
 
-    return rule
+    return DeclaredRule(make, [From(0, "self")], constants=constants, facts=[dtype])
 
 
-def binary(fn: Fn, *, alpha: bool = False, names: tuple[str, str] = ("self", "other")) -> Rule:
+def binary(fn: Fn, *, alpha: bool = False, names: tuple[str, str] = ("self", "other")) -> DeclaredRule:
     """Rule for an operator of two tensors, or of a tensor and a number that autograd saved as a tensor."""
-
-    def rule(n: NodeView) -> Expr | None:
-        operands = [n.operand(name, index) for index, name in enumerate(names)]
-        if not alpha:
-            return expression(n, fn, operands)
-        a = n.constant("alpha")
-        return expression(n, lambda x, y: fn(x, y, alpha=a), operands)
-
-    return rule
+    operands = [From(index, name) for index, name in enumerate(names)]
+    if not alpha:
+        return DeclaredRule(lambda: fn, operands)
+    return DeclaredRule(lambda a: lambda x, y: fn(x, y, alpha=a), operands, constants=["alpha"])
 
 
-def method(name: str, *constants: str) -> Rule:
+def method(name: str, *constants: str) -> DeclaredRule:
     """Rule for a tensor's method of some constants."""
-
-    def rule(n: NodeView) -> Expr | None:
-        values = tuple(n.constant(c) for c in constants)
-        return expression(n, lambda x: getattr(x, name)(*values), [n.input(0)])
-
-    return rule
+    return DeclaredRule(lambda *values: lambda x: getattr(x, name)(*values), [From(0)], constants=constants)
 
 
-def operator(fn: Fn, *constants: str, **named: str) -> Rule:
+def part(name: str, *constants: str) -> DeclaredRule:
+    """Rule for a tensor's method with several results, all views of its input."""
+
+    def make(*values: Any) -> Fn:
+        *fixed, which = values
+        return lambda x: getattr(x, name)(*fixed)[which]
+
+    return DeclaredRule(make, [From(0)], constants=constants, facts=[output])
+
+
+def to_shape(name: str) -> DeclaredRule:
+    """Rule for a tensor's method of the shape of its result."""
+    return DeclaredRule(lambda size: lambda x: getattr(x, name)(size), [From(0)], facts=[shape])
+
+
+def operator(fn: Fn, *constants: str, **named: str) -> DeclaredRule:
     """Rule for an operator of one tensor and saved attributes, in their order or by keyword argument of ``fn``."""
 
-    def rule(n: NodeView) -> Expr | None:
-        values = [n.constant(c) for c in constants]
-        by_name = {keyword: n.constant(c) for keyword, c in named.items()}
-        return expression(n, lambda x: fn(x, *values, **by_name), [n.operand("self", 0)])
+    def make(*values: Any) -> Fn:
+        fixed, by_name = values[: len(constants)], dict(zip(named, values[len(constants) :], strict=True))
+        return lambda x: fn(x, *fixed, **by_name)
 
-    return rule if constants or named else lambda n: expression(n, fn, [n.operand("self", 0)])
+    kept = [*constants, *named.values()]
+    return DeclaredRule(make if kept else lambda: fn, [From(0, "self")], constants=kept)

@@ -9,37 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.rules.making import expression, method, operator
+from ebbtide.engine.declared import DeclaredRule, From, shape
+from ebbtide.engine.rules.making import expression, method, operator, part, to_shape
 from ebbtide.engine.tickets import Expr
 
+_unsafe_view = DeclaredRule(lambda size: lambda x: x.view(size), [From(0, loose=True)], facts=[shape])
+"""``reshape``, which makes a contiguous copy first."""
 
-def _to_shape(name: str) -> Rule:
-    def rule(n: NodeView) -> Expr | None:
-        shape = n.shape
-        return expression(n, lambda x: getattr(x, name)(shape), [n.input(0)])
-
-    return rule
-
-
-def _unsafe_view(n: NodeView) -> Expr | None:
-    """``reshape``, which makes a contiguous copy first."""
-    shape = n.shape
-    return expression(n, lambda x: x.view(shape), [n.input(0, loose=True)])
-
-
-def _part(name: str, *constants: str) -> Rule:
-    """Rule for an operator with several outputs, all views of its input."""
-
-    def rule(n: NodeView) -> Expr | None:
-        values, which = tuple(n.constant(c) for c in constants), n.output_nr
-        return expression(n, lambda x: getattr(x, name)(*values)[which], [n.input(0)])
-
-    return rule
-
-
-def _squeeze(n: NodeView) -> Expr | None:
-    shape = n.shape
-    return expression(n, lambda x: x.view(shape) if x.is_contiguous() else x.reshape(shape), [n.input(0)])
+_squeeze = DeclaredRule(
+    lambda size: lambda x: x.view(size) if x.is_contiguous() else x.reshape(size), [From(0)], facts=[shape]
+)
 
 
 def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
@@ -63,18 +42,13 @@ def _index(n: NodeView) -> Expr | None:
     return expression(n, pick, [n.input(0), *indices])
 
 
-def _index_select(n: NodeView) -> Expr | None:
-    dim = n.constant("dim")
-    return expression(n, lambda x, i: x.index_select(dim, i), [n.input(0), n.slot("index")])
-
-
-def _gather(n: NodeView) -> Expr | None:
-    dim = n.constant("dim")
-    return expression(n, lambda x, i: x.gather(dim, i), [n.operand("self", 0), n.slot("index")])
-
-
-def _embedding(n: NodeView) -> Expr | None:
-    return expression(n, lambda weight, i: F.embedding(i, weight), [n.input(0), n.slot("indices")])
+_index_select = DeclaredRule(
+    lambda dim: lambda x, i: x.index_select(dim, i), [From(0), From(None, "index")], constants=["dim"]
+)
+_gather = DeclaredRule(
+    lambda dim: lambda x, i: x.gather(dim, i), [From(0, "self"), From(None, "index")], constants=["dim"]
+)
+_embedding = DeclaredRule(lambda: lambda weight, i: F.embedding(i, weight), [From(0), From(None, "indices")])
 
 
 def _upsample(name: str, *constants: str) -> Rule:
@@ -95,26 +69,26 @@ def views() -> dict[str, Rule]:
     return {
         "AliasBackward0": method("detach"),
         "DiagonalBackward0": method("diagonal", "offset", "dim1", "dim2"),
-        "ExpandBackward0": _to_shape("expand"),
+        "ExpandBackward0": to_shape("expand"),
         "PermuteBackward0": method("permute", "dims"),
-        "ReshapeAliasBackward0": _to_shape("reshape"),
+        "ReshapeAliasBackward0": to_shape("reshape"),
         "SelectBackward0": method("select", "dim", "index"),
         "SliceBackward0": operator(torch.ops.aten.slice, "dim", "start", "end", "step"),
-        "SplitBackward0": _part("split", "split_size", "dim"),
-        "SplitWithSizesBackward0": _part("split", "split_sizes", "dim"),
+        "SplitBackward0": part("split", "split_size", "dim"),
+        "SplitWithSizesBackward0": part("split", "split_sizes", "dim"),
         "SqueezeBackward0": _squeeze,
         "SqueezeBackward1": _squeeze,
         "SqueezeBackward2": _squeeze,
         "TBackward0": method("t"),
         "TransposeBackward0": method("transpose", "dim0", "dim1"),
-        "UnbindBackward0": _part("unbind", "dim"),
+        "UnbindBackward0": part("unbind", "dim"),
         "UnfoldBackward0": method("unfold", "dimension", "size", "step"),
-        "UnsafeSplitBackward0": _part("split", "split_size", "dim"),
+        "UnsafeSplitBackward0": part("split", "split_size", "dim"),
         "UnsafeViewBackward0": _unsafe_view,
         "UnsqueezeBackward0": method("unsqueeze", "dim"),
         "ViewAsComplexBackward0": operator(torch.view_as_complex),
         "ViewAsRealBackward0": operator(torch.view_as_real),
-        "ViewBackward0": _to_shape("view"),
+        "ViewBackward0": to_shape("view"),
     }
 
 
