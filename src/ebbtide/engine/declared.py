@@ -76,11 +76,12 @@ class DeclaredRule:
     """A rule of which everything but the operands is declared. See [Note: declared rules].
 
     Args:
-        make: Returns the function, or None where the value is not recomputed; its arguments are what ``constants`` and
-            then ``facts`` read.
+        make: Returns the function, or None where the value is not recomputed; its arguments are what ``constants``,
+            ``metadata`` and ``facts`` read, in this order.
         operands: Where the function's arguments are found, in order.
         constants: Names of attributes that the node saved and that are no tensors.
-        facts: What else the function depends on.
+        metadata: What it depends on of the value: ``"shape"``, ``"dtype"``, ``"device"``.
+        facts: What else it depends on.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class DeclaredRule:
         operands: Sequence[From],
         *,
         constants: Sequence[str] = (),
+        metadata: Sequence[str] = (),
         facts: Sequence[Fact] = (),
     ) -> None:
-        self._make, self._facts = make, facts
+        self._make, self._metadata, self._facts = make, metadata, facts
         self._operands = [(o.slot and "_raw_saved_" + o.slot, o.number, o.loose) for o in operands]
         self._constants = ["_saved_" + name for name in constants]
         self._known: dict[tuple[Any, ...], tuple[Made | None]] = {}
@@ -107,10 +109,14 @@ class DeclaredRule:
         """
         key: list[Any] = []
         for attribute in self._constants:
-            value = getattr(node, attribute)
-            key.append(str(value) if value.__class__ in _WITH_SIGN else value)
-        for fact in self._facts:
-            key.append(fact(node, output_nr))
+            constant = getattr(node, attribute)
+            key.append(str(constant) if constant.__class__ in _WITH_SIGN else constant)
+        metadata = node._input_metadata[output_nr]
+        for attribute in self._metadata:
+            fact = getattr(metadata, attribute)
+            key.append(tuple(fact) if attribute == "shape" else fact)  # else a list
+        for read in self._facts:
+            key.append(read(node, output_nr))
         try:
             known = self._known.get(tuple(key))
         except TypeError:  # a length that is a symbol
@@ -138,12 +144,13 @@ class DeclaredRule:
             if operand is None:
                 return None
             found.append(operand)
-        dtype = node._input_metadata[output_nr].dtype
+        dtype = metadata.dtype
         return Expr(made.fn, tuple(found), key=(name, dtype), flops=made.flops, dtype=dtype, loose=made.loose)
 
     def _made(self, node: Node, output_nr: int) -> Made | None:
         constants = [signed(getattr(node, attribute)) for attribute in self._constants]
-        made = self._make(*constants, *(fact(node, output_nr) for fact in self._facts))
+        metadata = [getattr(node._input_metadata[output_nr], attribute) for attribute in self._metadata]
+        made = self._make(*constants, *metadata, *(fact(node, output_nr) for fact in self._facts))
         return made if made is None or isinstance(made, Made) else Made(made)
 
 
@@ -152,21 +159,6 @@ def signed(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return value - 2 * _WRAP if value >= _WRAP else value
     return tuple(map(signed, value)) if isinstance(value, tuple) else value  # pyright: ignore
-
-
-def shape(node: Node, output_nr: int) -> tuple[int, ...]:
-    """Return the shape of a node's output."""
-    return tuple(node._input_metadata[output_nr].shape)
-
-
-def dtype(node: Node, output_nr: int) -> torch.dtype:
-    """Return the element type of a node's output."""
-    return node._input_metadata[output_nr].dtype
-
-
-def device(node: Node, output_nr: int) -> torch.device:
-    """Return the device of a node's output."""
-    return node._input_metadata[output_nr].device
 
 
 def output(node: Node, output_nr: int) -> int:

@@ -1,10 +1,11 @@
 """The rule table: how the value behind an autograd node is recomputed.
 
 [Note: rules]
-A rule takes a ``NodeView`` and returns an ``Expr``, or None if an operand is unavailable. It must call the operator
-that made the value, on operands of the same dtype and layout, so that the result is bitwise equal; the first recompute
-at every site is compared with the real tensor, and a site that differs is demoted. Operators that draw random numbers
-have no rule (dropout's result is recomputed from its saved mask). Numbers that autograd does not keep (``x + 1``,
+A rule is declared, or takes a ``NodeView``, and returns an ``Expr``, or None if an operand is unavailable. Most are
+declared (``ebbtide.engine.declared``): what they read is remembered. It must call the operator that made the value, on
+operands of the same dtype and layout, so that the result is bitwise equal; the first recompute at every site is
+compared with the real tensor, and a site that differs is demoted. Operators that draw random numbers have no rule
+(dropout's result is recomputed from its saved mask). Numbers that autograd does not keep (``x + 1``,
 ``masked_fill(mask, -inf)``) are unavailable. The table covers the saved tensors counted over model families
 (``benchmarks/suites/families.py``); a new rule needs a line in ``elements``, ``shapes`` or ``layers`` and a case in
 ``tests/unit/engine/test_rules.py``.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, device, dtype, output, shape
+from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, output
 from ebbtide.engine.rules.making import binary, expression, operator, typed
 from ebbtide.engine.tickets import Expr, KeptTicket, Ticket
 
@@ -21,7 +21,7 @@ def _input_type(node: Node, output_nr: int) -> torch.dtype | None:
     return None if source is None else source._input_metadata[number].dtype
 
 
-def _make_cast(place: torch.device, kind: torch.dtype, before: torch.dtype | None, size: tuple[int, ...]) -> Made:
+def _make_cast(place: torch.device, kind: torch.dtype, size: torch.Size, before: torch.dtype | None) -> Made:
     # Place and type may be the operand's own: copy=True makes another tensor then, too. What changes neither may change
     # the memory format: see ``_clone``.
     return Made(lambda x: x.to(place, kind, copy=True), loose=before == kind and len(size) in (4, 5))
@@ -62,7 +62,7 @@ def _make_dropout(p: float, output_nr: int) -> Fn | None:
     return again
 
 
-_cast = DeclaredRule(_make_cast, [From(0)], facts=[device, dtype, _input_type, shape])
+_cast = DeclaredRule(_make_cast, [From(0)], metadata=["device", "dtype", "shape"], facts=[_input_type])
 _where = DeclaredRule(lambda: torch.where, [From(None, "condition"), From(0), From(1)])
 _masked_fill = DeclaredRule(
     lambda: lambda x, mask, value: x.masked_fill(mask, value), [From(0), From(None, "mask"), From(1)]
@@ -72,7 +72,7 @@ _power_of_number = DeclaredRule(lambda base: lambda x: torch.pow(base, x), [From
 _lerp = DeclaredRule(
     lambda weight: lambda x, y: torch.lerp(x, y, weight), [From(0, "self"), From(1, "end")], constants=["weight"]
 )
-_cumsum = DeclaredRule(_make_cumsum, [From(0, "self")], constants=["dim"], facts=[device, dtype])
+_cumsum = DeclaredRule(_make_cumsum, [From(0, "self")], constants=["dim"], metadata=["device", "dtype"])
 _dropout = DeclaredRule(_make_dropout, [From(0), From(None, "result1")], constants=["p"], facts=[output])
 
 

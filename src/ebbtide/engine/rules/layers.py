@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, input_shape, shape
+from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, input_shape
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.rules.making import expression, operator
 from ebbtide.engine.tickets import Expr, LightTicket, Operand, Ticket
@@ -123,10 +123,10 @@ def _bias(n: NodeView, index: int, kind: type[torch.nn.Module]) -> Operand | Non
 def _product(fn: Fn, left: str, right: str) -> DeclaredRule:
     """Rule for a product of two matrices."""
 
-    def make(size: tuple[int, ...], one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> Made:
-        return Made(fn, flops=_work(size, one, other))
+    def make(size: torch.Size, length: int) -> Made:
+        return Made(fn, flops=_work(size, length))
 
-    return DeclaredRule(make, [From(0, left), From(1, right)], facts=[shape, _first_shape, _second_shape])
+    return DeclaredRule(make, [From(0, left), From(1, right)], metadata=["shape"], facts=[_inner_length])
 
 
 def _sum_and_product(fn: Fn, left: str, right: str) -> Rule:
@@ -138,24 +138,24 @@ def _sum_and_product(fn: Fn, left: str, right: str) -> Rule:
             n,
             lambda c, a, b: fn(c, a, b, alpha=alpha, beta=beta),
             [_bias(n, 0, torch.nn.Linear), n.operand(left, 1), n.operand(right, 2)],
-            flops=_work(n.shape, n.input_shape(1), n.input_shape(2)),
+            flops=_work(n.shape, _inner_length(n.node, 0, first=1)),
         )
 
     return rule
 
 
-def _work(size: tuple[int, ...], left: tuple[int, ...] | None, right: tuple[int, ...] | None) -> float:
-    """Return the FLOP of a product: 2 x elements of the result x the length summed over, from a known factor."""
-    length = left[-1] if left else right[-2] if right else 1
+def _work(size: Sequence[int], length: int) -> float:
+    """Return the FLOP of a product, 2 for each element of the result and each summed over."""
     return 2.0 * math.prod(size) * length
 
 
-def _first_shape(node: Node, output_nr: int) -> tuple[int, ...] | None:
-    return input_shape(node, 0)
-
-
-def _second_shape(node: Node, output_nr: int) -> tuple[int, ...] | None:
-    return input_shape(node, 1)
+def _inner_length(node: Node, output_nr: int, *, first: int = 0) -> int:
+    """Return the length that a product sums over, from whichever of its factors is known."""
+    for index, dim in ((first, -1), (first + 1, -2)):
+        shape = input_shape(node, index)
+        if shape:
+            return shape[dim]
+    return 1
 
 
 def _shape_of(operand: Operand | None) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbtide.engine.build import NodeView
-from ebbtide.engine.declared import DeclaredRule, Fn, From, dtype, output, shape
+from ebbtide.engine.declared import DeclaredRule, Fn, From, output
 from ebbtide.engine.tickets import Expr, Operand
 
 
@@ -37,7 +37,7 @@ def typed(fn: Fn, *constants: str) -> DeclaredRule:
         *fixed, kind = values
         return lambda x: fn(x, *fixed, dtype=kind)
 
-    return DeclaredRule(make, [From(0, "self")], constants=constants, facts=[dtype])
+    return DeclaredRule(make, [From(0, "self")], constants=constants, metadata=["dtype"])
 
 
 def binary(fn: Fn, *, alpha: bool = False, names: tuple[str, str] = ("self", "other")) -> DeclaredRule:
@@ -65,7 +65,7 @@ def part(name: str, *constants: str) -> DeclaredRule:
 
 def to_shape(name: str) -> DeclaredRule:
     """Rule for a tensor's method of the shape of its result."""
-    return DeclaredRule(lambda size: lambda x: getattr(x, name)(size), [From(0)], facts=[shape])
+    return DeclaredRule(lambda size: lambda x: getattr(x, name)(size), [From(0)], metadata=["shape"])
 
 
 def operator(fn: Fn, *constants: str, **named: str) -> DeclaredRule:

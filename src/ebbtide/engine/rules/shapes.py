@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.declared import DeclaredRule, From, shape
+from ebbtide.engine.declared import DeclaredRule, From
 from ebbtide.engine.rules.making import expression, method, operator, part, to_shape
 from ebbtide.engine.tickets import Expr
 
-_unsafe_view = DeclaredRule(lambda size: lambda x: x.view(size), [From(0, loose=True)], facts=[shape])
+_unsafe_view = DeclaredRule(lambda size: lambda x: x.view(size), [From(0, loose=True)], metadata=["shape"])
 """``reshape``, which makes a contiguous copy first."""
 
 _squeeze = DeclaredRule(
-    lambda size: lambda x: x.view(size) if x.is_contiguous() else x.reshape(size), [From(0)], facts=[shape]
+    lambda size: lambda x: x.view(size) if x.is_contiguous() else x.reshape(size), [From(0)], metadata=["shape"]
 )
 
 
