@@ -119,11 +119,7 @@ class _Names:
         return found if found and ("." in found[1] or found[1] in self.others_keys) else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
-        """Return the field of a written name, or the name if another program's keys begin like it.
-
-        Raises:
-            ConfigError: There is no such field.
-        """
+        """Return the field of a written name, or the name if another program's keys begin like it."""
         name = self.known(written)
         if name is not None:
             return name
@@ -163,9 +159,6 @@ class _Names:
 
         A translated key is left to ``translate``, and a flag that this release cannot serve to ``refuse``, unless its
         value requests nothing.
-
-        Raises:
-            ConfigError: A boolean field has another value; a value is empty; a translated key has two.
         """
         if name in self.unknown:
             program, close = self._program(name), self._nearest(name)
@@ -208,11 +201,7 @@ class _Names:
         return translation.values
 
     def refuse(self) -> None:
-        """Raise one error for all flags that this release cannot serve: a command of another trainer has several.
-
-        Raises:
-            ConfigError: There are any.
-        """
+        """Raise one error for all flags that this release cannot serve: another trainer's command has several."""
         if len(self.refused) == 1 and self.unknown:
             [error] = self.unknown.values()
             raise error

@@ -150,12 +150,7 @@ def no_command(
 
 
 def _policy(policy: str | None) -> str | None:
-    """Return a policy's name, or the absolute path of a plan file: the script may change its directory.
-
-    Raises:
-        ConfigError: There is no such policy.
-        DataError: There is no such file.
-    """
+    """Return a policy's name, or the absolute path of a plan file: the script may change its directory."""
     if policy is None:
         return None
     if not policy.endswith(".json"):
@@ -168,11 +163,7 @@ def _policy(policy: str | None) -> str | None:
 
 
 def _directory(path: str, program: str) -> str:
-    """Return the absolute path of a directory for offloaded bytes, checked where this machine trains.
-
-    Raises:
-        DiskError: It cannot hold offloaded bytes.
-    """
+    """Return the absolute path of a directory for offloaded bytes, checked where this machine trains."""
     from ebbtide.store.location import check_directory  # imports torch
 
     if Path(program).name in _ELSEWHERE:  # enabling checks it on the machine that trains
@@ -181,15 +172,7 @@ def _directory(path: str, program: str) -> str:
 
 
 def _folder(out: Path, claimed: contextlib.ExitStack) -> Path:
-    """Create the folder of a recorded run; put an earlier record aside, as of a job that a scheduler starts again.
-
-    Args:
-        out: The folder.
-        claimed: Holds, while it is open, the lock on it.
-
-    Raises:
-        DataError: It cannot be created, or another run writes into it.
-    """
+    """Create the folder of a recorded run; put an earlier record aside, as of a job that is started again."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         try:

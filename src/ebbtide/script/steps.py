@@ -306,11 +306,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _checksum(parameters: Iterable[nn.Parameter]) -> str:
-    """Return a checksum of this process's parameter bytes.
-
-    Raises:
-        RuntimeError: A parameter has no bytes that can be read, such as one on the device meta.
-    """
+    """Return a checksum of this process's parameter bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         for part in _parts(parameter.detach()):

@@ -229,11 +229,7 @@ class GrpoConfig(LanguageConfig):
 
 
 def _check_numbers(config: GrpoConfig) -> None:
-    """Raise for numbers out of range and contradictory values.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise for numbers out of range and contradictory values."""
     at_least("num_generations", config.num_generations, 2, "completions of a prompt are compared with one another")
     for name in ("num_generations_eval", "max_prompt_length", "max_completion_length", "num_iterations"):
         at_least(name, getattr(config, name), 1, f"leave {name} out for its default")
@@ -271,11 +267,7 @@ def _check_numbers(config: GrpoConfig) -> None:
 
 
 def _check_server(config: GrpoConfig) -> None:
-    """Raise for an address that is none, or two.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise for an address that is none, or two."""
     for name in ("vllm_server_port", "vllm_group_port"):
         port = getattr(config, name)
         if port is not None and not 1 <= port <= 65535:

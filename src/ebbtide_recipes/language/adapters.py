@@ -180,11 +180,7 @@ def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) -> None:
-    """Try adapters on an outline of the model.
-
-    Raises:
-        ConfigError: They do not fit.
-    """
+    """Try adapters on an outline of the model."""
     from peft import get_peft_model
 
     try:

@@ -196,12 +196,7 @@ def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
-    """Round weights that accelerate widened before loading, as if widened afterwards.
-
-    Args:
-        model: Sharded and filled.
-        narrow: The types of its weights before it was sharded.
-    """
+    """Round weights that accelerate widened before loading, as if widened afterwards."""
     from ebbtide.load.targets import held_by
 
     with torch.no_grad():

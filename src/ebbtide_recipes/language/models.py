@@ -192,9 +192,6 @@ def _check_tokenizer(config: LanguageConfig, source: ModelSource) -> None:
     """Reject a tokenizer that cannot end or pad texts. Where nothing is padded, let it pad with a token of the model.
 
     A trained model names its ``pad_token``, and one that has no embedding of it cannot be loaded.
-
-    Raises:
-        DataError: It ends no text, or pads with a token that the model does not have.
     """
     tokenizer: Any = source.tokenizer
     count = tokens_of(source.config)
@@ -291,11 +288,7 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
-    """Reject weights that are already quantised: they can be neither trained nor quantised again.
-
-    Raises:
-        ConfigError: They are.
-    """
+    """Reject weights that are already quantised: they can be neither trained nor quantised again."""
     if getattr(model_config, "quantization_config", None) is None:
         return
     if config.memory_efficient_init or config.train_type in ("full", "qlora"):

@@ -217,9 +217,6 @@ class MediaCollator:
         """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on.
 
         See [Note: prompts and completions apart]. ``None``: the row has no completion.
-
-        Raises:
-            DataError: One of them is the placeholder of a file.
         """
         if "completion" not in text:
             return 0, None
@@ -246,11 +243,7 @@ class MediaCollator:
         return bool(begin) and not text.startswith(begin) and tokenizer("")["input_ids"] == [tokenizer.bos_token_id]
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
-        """Process texts and files into tensors.
-
-        Raises:
-            DataError: The processor does not take them.
-        """
+        """Process texts and files into tensors."""
         files: dict[str, Any] = {}
         images = [row.get("images", []) for row in rows]
         if any(images):
@@ -295,11 +288,7 @@ class MediaCollator:
         return int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
 
     def _check_length(self, row: Row, ids: torch.Tensor, answer: int) -> None:
-        """Reject a row of which ``max_length`` would cut a file: the model would find fewer placeholders than features.
-
-        Raises:
-            DataError: It would, or it would cut anything and may not.
-        """
+        """Reject a row of which ``max_length`` would cut a file: its features would outnumber its placeholders."""
         if not self.cuts and len(ids) + answer > self.max_length:
             raise DataError(
                 f"{row[WHERE]} has {len(ids) + answer} tokens, and truncation is 'error'",

@@ -115,11 +115,7 @@ class Reader:
         return _not_empty(rows, name)
 
     def _file(self, place: str) -> Path | None:
-        """Return the path of a local file that can be read by its suffix; ``None``: built in, or of a hub.
-
-        Raises:
-            DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
-        """
+        """Return the path of a local file that can be read by its suffix; ``None``: built in, or of a hub."""
         path = Path(place).expanduser()
         if place.startswith("builtin:"):
             if place not in self.builtin:

@@ -129,11 +129,7 @@ class RecordedTrainer(Trainer):
             fields["use_cache"] = trained
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones.
-
-        Raises:
-            DiskFullError: The disk is full.
-        """
+        """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones."""
         if self.config is None:
             super()._save_checkpoint(model, trial)
             return

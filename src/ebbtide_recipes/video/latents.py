@@ -303,11 +303,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        DiskFullError: The disk is full.
-    """
+    """Write a file atomically."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

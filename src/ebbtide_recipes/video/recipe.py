@@ -102,11 +102,7 @@ RECIPE = Video()
 
 
 def _check_flags(config: VideoConfig, source: Source) -> None:
-    """Refuse flags that the pipeline's family has no use for.
-
-    Raises:
-        ConfigError: One of them is set.
-    """
+    """Refuse flags that the pipeline's family has no use for."""
     family, unused = source.family, []
     if not family.velocity:
         unused += [(name, "flow matching") for name in ("distill", "timestep_sampling", "flow_shift", *_DENSITIES)]
@@ -303,11 +299,7 @@ def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoi
 
 
 def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
-    """Load a teacher or a critic.
-
-    Raises:
-        DataError: It is of another family than the student.
-    """
+    """Load a teacher or a critic."""
     from ebbtide_recipes.video.opening import open_source
 
     other = open_source(name, seed=config.seed, use_hf=config.use_hf)
