@@ -81,7 +81,7 @@ def locate(name: str, *, use_hf: bool = True) -> str:
     path = Path(name).expanduser()
     if path.exists():
         return str(path)
-    return name if use_hf else hubs.modelscope_model(name)
+    return name if use_hf else hubs.from_modelscope("model", name)
 
 
 def _near(name: str) -> str:

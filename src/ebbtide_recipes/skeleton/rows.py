@@ -133,7 +133,7 @@ class Reader:
         """Read a split of a data set of a hub."""
         import datasets
 
-        place = named.place if use_hf else hubs.modelscope_data(named.place)
+        place = named.place if use_hf else hubs.from_modelscope("data set", named.place)
         try:
             with hubs.cached_without_network():
                 dataset = datasets.load_dataset(place, named.subset, split=named.split)
