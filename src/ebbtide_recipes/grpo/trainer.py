@@ -27,11 +27,11 @@ from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo import positions, rollouts, unpadded
 from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
-from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.figures import Evaluation, equal_in_groups, summed
 from ebbtide_recipes.grpo.merging import FrozenWeights
 from ebbtide_recipes.grpo.reference import Reference
 from ebbtide_recipes.grpo.rewards import Reward, text_of
+from ebbtide_recipes.skeleton.dropout import without_dropout
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ nothing of it is saved for backward or offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ebbtide_recipes.skeleton.dropout import without_dropout
 from ebbtide_recipes.video.families import Condition, Family, Text
 from ebbtide_recipes.video.objective import STEPS, Denoiser, Draws, mix
 
@@ -103,24 +103,13 @@ class Distillation(Denoiser):
         with torch.no_grad():
             sigmas = self.draws.sigmas(len(made), made.device)
             noisy = mix(made, torch.randn_like(made), sigmas)
-            with _evaluated(self.critic):
+            with without_dropout(self.critic):
                 theirs = _clean(noisy, self.predict(self.critic, noisy, sigmas * STEPS, text), sigmas)
             wanted = _clean(noisy, self.predict(self.teacher, noisy, sigmas * STEPS, text), sigmas)
             dimensions = tuple(range(1, made.dim()))
             scale = (made - wanted).abs().mean(dimensions, keepdim=True).clamp_min(1e-6)
             target = made - (theirs - wanted) / scale
         return 0.5 * nn.functional.mse_loss(made, target)
-
-
-@contextmanager
-def _evaluated(part: nn.Module) -> Generator[None, None, None]:
-    """Disable dropout while open."""
-    training = part.training
-    part.eval()
-    try:
-        yield
-    finally:
-        part.train(training)
 
 
 def _clean(noisy: torch.Tensor, velocity: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
