@@ -253,7 +253,7 @@ class MediaCollator:
             if videos:
                 frames, facts = zip(*videos, strict=True)
                 files |= {"videos": list(frames), "video_metadata": list(facts), "do_sample_frames": False}
-            rate = self._sampling_rate()
+            rate = int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
             sounds = [decode.sound(path, rate) for row in rows for path in row.get("audios", [])]
             if sounds:
                 files |= {"audio": sounds, "sampling_rate": rate}
@@ -282,10 +282,6 @@ class MediaCollator:
         if rate and not count:
             return partial(reader.sample_frames, fps=rate)  # InternVL's does not look at its own
         return reader.sample_frames if count or getattr(reader, "do_sample_frames", None) else None
-
-    def _sampling_rate(self) -> int:
-        """Return the processor's sampling rate."""
-        return int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
 
     def _check_length(self, row: Row, ids: torch.Tensor, answer: int) -> None:
         """Reject a row of which ``max_length`` would cut a file: its features would outnumber its placeholders."""

@@ -62,6 +62,10 @@ class Making:
     seed: int = 42
     dtype: torch.dtype = torch.float32
 
+    def check_size(self, source: Source) -> None:
+        """Raise ``ConfigError`` if the size does not make a whole number of tokens of a pipeline."""
+        check_size(self.frames, self.height, self.width, ratios=source.ratios, patch=source.patch)
+
 
 class Latents(Dataset[dict[str, Any]]):
     """The clips of a folder of latents.
@@ -172,7 +176,7 @@ def make(
         ConfigError: The size does not make a whole number of tokens.
         DiskFullError: The disk is full.
     """
-    check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
+    making.check_size(source)
     folder.mkdir(parents=True, exist_ok=True)
     request = _hash_of(source, making)
     mine, step = share

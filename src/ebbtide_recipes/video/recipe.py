@@ -58,7 +58,7 @@ class Video(Recipe[VideoConfig]):
             if _has_latents(config):
                 latents.check(_latents_folder(config), source)
             else:
-                _check_size(_making(config, source, _made(config)), source)
+                _making(config, source, _made(config)).check_size(source)
         if config.backwards == 2 and (config.nproc_per_node or launch.world_size()) > 1:
             raise ConfigError(
                 "backwards is 2 with several processes",
@@ -188,12 +188,6 @@ def _clips(config: VideoConfig, *, needed: bool) -> list[Clip] | None:
         if needed:
             raise
         return None
-
-
-def _check_size(making: Making, source: Source) -> None:
-    from ebbtide_recipes.video.families import check_size
-
-    check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
 
 
 def _latents(config: VideoConfig, source: Source, device: torch.device) -> Latents:
