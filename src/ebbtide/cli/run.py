@@ -25,6 +25,7 @@ from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.signals import handled
 from ebbtide.cli.starting import started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
@@ -217,17 +218,13 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
         elif number not in reached:
             running[0].send_signal(number)
 
-    handed_on = (*_OF_KEYBOARD, *_HANDED_ON)
-    ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}  # as under nohup
-    before = {number: signal.signal(number, hand_on) for number in handed_on if number not in ignored}
-    try:
+    # One that is ignored, as under nohup, stays ignored.
+    heard = [n for n in (*_OF_KEYBOARD, *_HANDED_ON) if signal.getsignal(n) is not signal.SIG_IGN]
+    with handled(heard, hand_on):
         running.append(started(command, env=environment))
         for number in early:
             running[0].send_signal(number)
         code = running[0].wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 128 - code if code < 0 else code
 
 
