@@ -129,7 +129,12 @@ def _call(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(installed("ebbtide") or "unknown (not installed)")
         return 0
-    return _function(arguments[0])(arguments[1:])
+    try:
+        return _function(arguments[0])(arguments[1:])
+    except SystemExit as end:
+        if end.code:
+            raise
+        return 0  # --help has been printed
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

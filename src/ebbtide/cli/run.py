@@ -66,14 +66,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", help="record the run into this folder, for `ebbtide report`")
     parser.add_argument("--steps", metavar="N", help="end the script after so many steps of its optimizer")
     flags, command = split(argv)
-    try:
-        words = parser.parse_known_args(flags)[1]
-        if words and not command and not words[0].startswith("-"):
-            at = flags.index(words[0])
-            raise no_command(f"there is no -- before {words[0]!r}", "run", flags[at:], flags=flags[:at])
-        own = parser.read(flags)
-    except SystemExit:  # --help has been printed
-        return 0
+    words = parser.parse_known_args(flags)[1]
+    if words and not command and not words[0].startswith("-"):
+        at = flags.index(words[0])
+        raise no_command(f"there is no -- before {words[0]!r}", "run", flags[at:], flags=flags[:at])
+    own = parser.read(flags)
     check_command(command, verb="run")
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
