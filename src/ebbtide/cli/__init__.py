@@ -122,7 +122,6 @@ def _only_prints(arguments: Sequence[str]) -> bool:
 
 
 def _call(arguments: list[str]) -> int:
-    """Run the command line and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _overview(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else EXIT_BAD_INPUT

@@ -303,7 +303,6 @@ def _following(rest: list[str], name: str, names: _Names) -> list[str]:
 
 
 def _read_file(path: Path, names: _Names) -> Values:
-    """Read a YAML file of keys and values."""
     try:
         content = load_settings(path, example=names.fields[0])
     except FileNotFoundError:
@@ -356,7 +355,6 @@ def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
 
 
 def _no_file(path: Path, names: _Names) -> DataError:
-    """Return the error for a missing YAML file."""
     name = str(path).partition("=")[0]
     hint = f"flags begin with two hyphens: --{name}" if names.known(name) else near(path, "*.y*ml")
     usage = f"{names.prog} [file.yaml] [--flag value ...]"

@@ -68,7 +68,6 @@ class Board:
         self._print(head + "  ".join(lines))
 
     def _spread(self) -> str:
-        """Describe the spread of the step ratios."""
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
         if rounds and all(in_lockstep(*summaries) for summaries in rounds if len(summaries) > 1):
             return spread_of(sum(len(summaries[0]["step_seconds"]) for summaries in rounds), "step")

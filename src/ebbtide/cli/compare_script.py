@@ -89,7 +89,6 @@ def _care(command: Sequence[str], steps: int | None) -> str:
 
 
 def _refuse(ended: Ended) -> None:
-    """Raise if the script trained nothing."""
     reason = why_untrained(read_notes(ended.folder))
     if reason is None:
         return

@@ -229,7 +229,6 @@ class GrpoConfig(LanguageConfig):
 
 
 def _check_numbers(config: GrpoConfig) -> None:
-    """Raise for numbers out of range and contradictory values."""
     at_least("num_generations", config.num_generations, 2, "completions of a prompt are compared with one another")
     for name in ("num_generations_eval", "max_prompt_length", "max_completion_length", "num_iterations"):
         at_least(name, getattr(config, name), 1, f"leave {name} out for its default")

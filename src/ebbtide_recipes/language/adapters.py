@@ -180,7 +180,6 @@ def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) -> None:
-    """Try adapters on an outline of the model."""
     from peft import get_peft_model
 
     try:

@@ -103,7 +103,6 @@ def _machine(config: PlanConfig, begin: Callable[[str], None]) -> Machine:
 
 
 def _simulated(config: PlanConfig, module: nn.Module, batch: dict[str, torch.Tensor], machine: Machine) -> Profile:
-    """Simulate a step of the model without weights."""
     from ebbtide.profiling.simulated import Job, forecast
     from ebbtide_recipes.plan.job import state_ratio
 

@@ -243,7 +243,6 @@ class MediaCollator:
         return bool(begin) and not text.startswith(begin) and tokenizer("")["input_ids"] == [tokenizer.bos_token_id]
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
-        """Process texts and files into tensors."""
         files: dict[str, Any] = {}
         images = [row.get("images", []) for row in rows]
         if any(images):

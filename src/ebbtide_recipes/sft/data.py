@@ -117,7 +117,6 @@ def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading)
 
 
 def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Reading) -> Dataset:
-    """Put data sets into one table."""
     shaped: list[Row] = []
     shapes: dict[str, str] = {}
     tools = not kinds and any(row.get("tools") for rows in parts.values() for row in rows)

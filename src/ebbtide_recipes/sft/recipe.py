@@ -147,7 +147,6 @@ def _check_head(outline: Any) -> None:
 
 
 def _reading(config: SftConfig, source: ModelSource) -> Any:
-    """Return how rows are read for this model."""
     from ebbtide_recipes.sft.collator import taken_by
     from ebbtide_recipes.sft.data import Reading
 

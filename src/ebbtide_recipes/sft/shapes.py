@@ -344,7 +344,6 @@ def _present(message: Row) -> Row:
 
 
 def _message(role: str, content: str) -> dict[str, str]:
-    """One message of a chat."""
     if not isinstance(content, str):
         raise TypeError(f"{content!r:.60} is not text")
     return {"role": role, "content": content}

@@ -178,7 +178,6 @@ def _check_mesh(config: VideoConfig) -> None:
 
 
 def _check(config: VideoConfig) -> None:
-    """Reject invalid values of the recipe's own flags."""
     for name, hint in _COUNTS.items():
         at_least(name, getattr(config, name), 1, hint)
     at_least("samples", config.samples, 0, "0 makes no samples")
