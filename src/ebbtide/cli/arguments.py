@@ -155,11 +155,9 @@ class _Names:
         return self.groups.get(group) if dot else None
 
     def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
-        """Return the values for a field, ready to be parsed; ``None`` for a name that is no field.
-
-        A translated key is left to ``translate``, and a flag that this release cannot serve to ``refuse``, unless its
-        value requests nothing.
-        """
+        """Return the values for a field, ready to be parsed; ``None`` for a name that is no field."""
+        # A translated key is left to `translate`, and a flag that this release cannot serve to `refuse`, unless its
+        # value requests nothing.
         if name in self.unknown:
             program, close = self._program(name), self._nearest(name)
             self.refused[f"{flag.shown} {flag.text}"] = f"{program}'s, and not translated{': ' if close else ''}{close}"

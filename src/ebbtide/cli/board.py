@@ -122,10 +122,8 @@ class Board:
         return [f"{corrected}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result.
-
-        If plain itself is not deterministic, losses and parameters cannot be compared.
-        """
+        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result."""
+        # If plain itself is not deterministic, losses and parameters cannot be compared.
         sums = {
             mode: [
                 event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")

@@ -127,10 +127,8 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
 
 
 def _in_float32(model: PeftModel, config: LanguageConfig) -> PeftModel:
-    """Convert what is trained besides adapters, in mixed precision: copies of modules and biases have the base's type.
-
-    accelerate does it under FSDP, which gathers a block's parameters in one piece.
-    """
+    """Convert what is trained besides adapters, in mixed precision: copies and biases have the base's type."""
+    # accelerate does it under FSDP, which gathers a block's parameters in one piece.
     if config.bf16 and config.fsdp_strategy == "none":
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():

@@ -189,10 +189,8 @@ def check_end(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check_tokenizer(config: LanguageConfig, source: ModelSource) -> None:
-    """Reject a tokenizer that cannot end or pad texts. Where nothing is padded, let it pad with a token of the model.
-
-    A trained model names its ``pad_token``, and one that has no embedding of it cannot be loaded.
-    """
+    """Reject a tokenizer that cannot end or pad texts; where nothing is padded, give it a token of the model."""
+    # A trained model names its `pad_token`, and one that has no embedding of it cannot be loaded.
     tokenizer: Any = source.tokenizer
     count = tokens_of(source.config)
     if config.always_ends or tokenizer.pad_token is None:

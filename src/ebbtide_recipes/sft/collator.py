@@ -214,10 +214,8 @@ class MediaCollator:
         return {int(token) for token in found if token is not None}
 
     def _answer(self, row: Row, text: Row) -> tuple[int, list[int] | None]:
-        """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on.
-
-        See [Note: prompts and completions apart]. ``None``: the row has no completion.
-        """
+        """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on."""
+        # See [Note: prompts and completions apart]. `None`: the row has no completion.
         if "completion" not in text:
             return 0, None
         prompt, both = self._tokens(text["prompt"]), self._tokens(text["prompt"] + text["completion"])

@@ -204,10 +204,8 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
 
 
 def _put_aside(config: RecipeConfig, folder: Path) -> None:
-    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run.
-
-    Otherwise ``latest`` would find a checkpoint of the overwritten run.
-    """
+    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run."""
+    # Otherwise `latest` would find a checkpoint of the overwritten run.
     events = folder / EVENTS_FILE
     if checkpoints.resumes(config):
         if events.exists():

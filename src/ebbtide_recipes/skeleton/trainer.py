@@ -229,11 +229,9 @@ class RecordedTrainer(Trainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights as ``from_pretrained`` does.
-
-        If a model's files and modules name weights differently (fused experts, vision-language models), transformers
-        would silently skip them and continue from the run's initial weights.
-        """
+        """Load a checkpoint's weights as ``from_pretrained`` does."""
+        # If a model's files and modules name weights differently (fused experts, vision-language models), transformers
+        # would silently skip them and continue from the run's initial weights.
         if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
             dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -368,10 +366,8 @@ def _fields(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _settings_as_published() -> Iterator[None]:
-    """Save settings of generation whatever is in them: transformers refuses some that published models have.
-
-    It refused all such settings (5.17), and later those in which the trainer has set the tokenizer's tokens.
-    """
+    """Save settings of generation whatever is in them: transformers refuses some that published models have."""
+    # In 5.17 it refused all such settings, later those in which the trainer has set the tokenizer's tokens.
     validate = GenerationConfig.validate
     GenerationConfig.validate = lambda *args, **kwargs: None
     try:

@@ -136,10 +136,8 @@ class FineTuning(Denoiser):
         return nn.functional.mse_loss(predicted, noise - latents)
 
     def _diffusion(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
-        """Return the loss of the v-prediction, at timesteps of the scheduler.
-
-        diffusers' CogVideoX script weights the error of the clean latents by 1 / (1 - alphas_cumprod): the same loss.
-        """
+        """Return the loss of the v-prediction, at timesteps of the scheduler."""
+        # diffusers' CogVideoX script weights the error of the clean latents by 1 / (1 - alphas_cumprod): the same loss.
         last = self.scheduler.config.num_train_timesteps
         timesteps = torch.randint(0, last, (len(latents),), device=latents.device)
         noise = torch.randn_like(latents)

@@ -280,10 +280,8 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
 
 
 def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:
-    """Convert all weights to one type if FSDP gathers a block's parameters in one piece.
-
-    FSDP2 needs one type of the trained ones alone, so adapters stay in float32, where small steps are not lost.
-    """
+    """Convert all weights to one type if FSDP gathers a block's parameters in one piece."""
+    # FSDP2 needs one type of the trained ones alone, so adapters stay in float32, where small steps are not lost.
     if config.fsdp_strategy != "none":
         apart = config.trains_adapters and config.fsdp_version == 2
         for parameter in module.parameters():
