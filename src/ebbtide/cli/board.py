@@ -92,7 +92,9 @@ class Board:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
             self._print("")
-            for line in [*_counted(shown), *late, *equal, *_verdicts(shown, modes)]:
+            splits = {run.name: found for run in shown if (found := split(run)) is not None}
+            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
+            for line in [*_counted(shown), *late, *equal, *words]:
                 self._print(line)
             self._print(f"\n{self._out / REPORT_FILE}")
         return modes
@@ -190,12 +192,6 @@ def _counted(runs: Sequence[Run]) -> list[str]:
         times = f"times are those of the other {timed}" if timed > 1 else "its time is that of the step before"
         text += f" Activation memory is step {steps}'s, {times}."
     return [text]
-
-
-def _verdicts(runs: Sequence[Run], modes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Print the savings of the modes with ebbtide, and the contents of the remaining peak."""
-    splits = {run.name: found for run in runs if (found := split(run)) is not None}
-    return verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
 
 
 def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:

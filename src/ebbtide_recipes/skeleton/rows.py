@@ -141,16 +141,13 @@ class Reader:
             first, *others = str(error).splitlines() or [repr(error)]
             raise DataError(
                 f"data set {named.place!r} is no local file and could not be loaded by that name: {first}",
-                expected=self._places,
+                expected=f"{', '.join(self.builtin)}, a {', '.join(SUFFIXES)} file, or a hub's NAME, also as "
+                "NAME:SUBSET:SPLIT",
                 hint=_listed(named, first, *others)
                 or self._near(named.place)
                 or f"without a network use a local file, or a data set fetched before; {ON_MODELSCOPE}",
             ) from error
         return list(map(_as_written, islice(dataset, named.limit)))
-
-    @property
-    def _places(self) -> str:
-        return f"{', '.join(self.builtin)}, a {', '.join(SUFFIXES)} file, or a hub's NAME, also as NAME:SUBSET:SPLIT"
 
     def _near(self, name: str) -> str:
         """Name the built-in data sets and local files with names like this one."""

@@ -182,11 +182,7 @@ def make(
     mine, step = share
     wanted = sorted({clip.caption for clip in clips} | set(captions) | {""})[mine::step]
     absent = [caption for caption in wanted if not _done(folder / _text_file(caption), request)]
-    if absent:
-        with phase("text_encoder"), torch.no_grad():
-            texts = source.encode(absent, length=making.text_length, device=device, dtype=making.dtype)
-            for caption, text in zip(absent, texts, strict=True):
-                _write(folder / _text_file(caption), text, request)
+    _embed(folder, source, absent, making.text_length, request, device=device, dtype=making.dtype)
     named = {_clip_request(request, clip): clip for clip in clips}
     with phase("vae"), torch.no_grad():
         vae = source.vae(making.dtype).to(device)
@@ -240,13 +236,16 @@ def add_captions(
 ) -> None:
     """Embed captions that a folder of latents lacks: prompts of samples, in as many tokens as its own."""
     absent = [caption for caption in captions if not (folder / _text_file(caption)).is_file()]
-    if absent:
-        length = _manifest(folder)["request"]["text_length"]
+    _embed(folder, source, absent, _manifest(folder)["request"]["text_length"], "", device=device, dtype=dtype)
+
+
+def _embed(folder: Path, source: Source, captions: list[str], length: int | None, request: str, **options: Any) -> None:
+    """Write the embeddings of captions; the text encoders are loaded if there is one."""
+    if captions:
         with phase("text_encoder"), torch.no_grad():
-            for caption, text in zip(
-                absent, source.encode(absent, length=length, device=device, dtype=dtype), strict=True
-            ):
-                _write(folder / _text_file(caption), text, "")
+            texts = source.encode(captions, length=length, **options)
+            for caption, text in zip(captions, texts, strict=True):
+                _write(folder / _text_file(caption), text, request)
 
 
 def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
