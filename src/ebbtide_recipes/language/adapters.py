@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
-from ebbtide.base.extras import require
+from ebbtide.base.extras import check_installed
 from ebbtide_recipes.language.adapter_kinds import FILE, config_of, settings_in, settings_of
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ def check(config: LanguageConfig) -> None:
         ConfigError: There is no such kind of adapter, or a file has an unsupported setting.
         DataError: A file or folder is missing, or cannot be read.
     """
-    if config.train_type == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        require("bitsandbytes", extra="qlora", use="--train_type qlora")
+    if config.train_type == "qlora":
+        check_installed("bitsandbytes", extra="qlora", use="--train_type qlora")
     _ = config.adapter_kind  # reads its file or folder
 
 

@@ -15,6 +15,7 @@ from ebbtide.base.errors import ConfigError, DataError, EbbtideError, first_line
 from ebbtide_recipes.language import smollm2
 from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.skeleton.precision import dtype_name
+from ebbtide_recipes.skeleton.rows import check_builtin
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,12 +37,7 @@ def check(name: str) -> None:
         DataError: There is no such built-in model or local folder, or the folder holds no model.
     """
     if name.startswith("builtin:"):
-        if name not in BUILTIN:
-            raise DataError(
-                f"there is no model {name!r}",
-                expected=f"one of {', '.join(BUILTIN)}",
-                hint=nearest(name, BUILTIN) or "or a local folder, or a hub name",
-            )
+        check_builtin("model", name, BUILTIN, "or a local folder, or a hub name")
         return
     path = Path(name).expanduser()
     if path.is_dir():

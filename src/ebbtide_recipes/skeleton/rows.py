@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -118,12 +118,7 @@ class Reader:
         """Return the path of a local file that can be read by its suffix; ``None``: built in, or of a hub."""
         path = Path(place).expanduser()
         if place.startswith("builtin:"):
-            if place not in self.builtin:
-                raise DataError(
-                    f"there is no data set {place!r}",
-                    expected=f"one of {', '.join(self.builtin)}",
-                    hint=nearest(place, tuple(self.builtin)) or "or a file, or a hub name",
-                )
+            check_builtin("data set", place, tuple(self.builtin), "or a file, or a hub name")
         elif _is_file(path, place):
             _reader(path)
             return path
@@ -153,6 +148,13 @@ class Reader:
         """Name the built-in data sets and local files with names like this one."""
         local = sorted(other.name for other in Path().iterdir() if other.suffix in SUFFIXES)
         return nearest(name, (*self.builtin, *local), count=1)
+
+
+def check_builtin(what: str, name: str, known: Sequence[str], other: str) -> None:
+    """Raise ``DataError`` unless a name that begins with ``builtin:`` is known; ``other`` is the hint for others."""
+    if name not in known:
+        found, hint = f"there is no {what} {name!r}", nearest(name, known) or other
+        raise DataError(found, expected=f"one of {', '.join(known)}", hint=hint)
 
 
 def _not_empty(rows: list[Row], name: str) -> list[Row]:
