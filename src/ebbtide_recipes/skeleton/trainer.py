@@ -358,6 +358,11 @@ def name_present_blocks(model: PreTrainedModel) -> None:
     model._no_split_modules = [name for name in model._no_split_modules or () if name in names]
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _fields(model: Any) -> dict[str, Any]:
     """Return what is set in a model's config, to change; nothing of a model without one."""
     config = getattr(model, "config", None)

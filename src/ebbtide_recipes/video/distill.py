@@ -76,7 +76,7 @@ class Distillation(Denoiser):
         latents = latents.float()
         with torch.set_grad_enabled(self.student_learns and torch.is_grad_enabled()):
             made = self._made(latents, text)
-        losses = {"critic_loss": self._critic_loss(made.detach(), text)}
+        losses = {"critic_loss": self.flow_loss(self.critic, made.detach(), text)}
         if self.student_learns:
             losses["student_loss"] = self._student_loss(made, text)
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
@@ -91,12 +91,6 @@ class Distillation(Denoiser):
         sigmas = steps[torch.randint(0, len(steps), (len(latents),), device=latents.device)] / STEPS
         noisy = mix(latents, torch.randn_like(latents), sigmas)
         return _clean(noisy, self.predict(self.transformer, noisy, sigmas * STEPS, text), sigmas)
-
-    def _critic_loss(self, made: torch.Tensor, text: Text) -> torch.Tensor:
-        sigmas = self.draws.sigmas(len(made), made.device)
-        noise = torch.randn_like(made)
-        predicted = self.predict(self.critic, mix(made, noise, sigmas), sigmas * STEPS, text)
-        return nn.functional.mse_loss(predicted, noise - made)
 
     def _student_loss(self, made: torch.Tensor, text: Text) -> torch.Tensor:
         """Return a loss whose gradient is the direction from the critic's estimate to the teacher's."""
