@@ -122,14 +122,18 @@ def _only_prints(arguments: Sequence[str]) -> bool:
 
 
 def _call(arguments: list[str]) -> int:
-    """Run the command line and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _overview(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else EXIT_BAD_INPUT
     if arguments[0] == "--version":
         print(installed("ebbtide") or "unknown (not installed)")
         return 0
-    return _function(arguments[0])(arguments[1:])
+    try:
+        return _function(arguments[0])(arguments[1:])
+    except SystemExit as end:
+        if end.code:
+            raise
+        return 0  # --help has been printed
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

@@ -119,11 +119,7 @@ class _Names:
         return found if found and ("." in found[1] or found[1] in self.others_keys) else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
-        """Return the field of a written name, or the name if another program's keys begin like it.
-
-        Raises:
-            ConfigError: There is no such field.
-        """
+        """Return the field of a written name, or the name if another program's keys begin like it."""
         name = self.known(written)
         if name is not None:
             return name
@@ -159,14 +155,9 @@ class _Names:
         return self.groups.get(group) if dot else None
 
     def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
-        """Return the values for a field, ready to be parsed; ``None`` for a name that is no field.
-
-        A translated key is left to ``translate``, and a flag that this release cannot serve to ``refuse``, unless its
-        value requests nothing.
-
-        Raises:
-            ConfigError: A boolean field has another value; a value is empty; a translated key has two.
-        """
+        """Return the values for a field, ready to be parsed; ``None`` for a name that is no field."""
+        # A translated key is left to `translate`, and a flag that this release cannot serve to `refuse`, unless its
+        # value requests nothing.
         if name in self.unknown:
             program, close = self._program(name), self._nearest(name)
             self.refused[f"{flag.shown} {flag.text}"] = f"{program}'s, and not translated{': ' if close else ''}{close}"
@@ -208,11 +199,7 @@ class _Names:
         return translation.values
 
     def refuse(self) -> None:
-        """Raise one error for all flags that this release cannot serve: a command of another trainer has several.
-
-        Raises:
-            ConfigError: There are any.
-        """
+        """Raise one error for all flags that this release cannot serve: another trainer's command has several."""
         if len(self.refused) == 1 and self.unknown:
             [error] = self.unknown.values()
             raise error
@@ -314,7 +301,6 @@ def _following(rest: list[str], name: str, names: _Names) -> list[str]:
 
 
 def _read_file(path: Path, names: _Names) -> Values:
-    """Read a YAML file of keys and values."""
     try:
         content = load_settings(path, example=names.fields[0])
     except FileNotFoundError:
@@ -367,7 +353,6 @@ def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
 
 
 def _no_file(path: Path, names: _Names) -> DataError:
-    """Return the error for a missing YAML file."""
     name = str(path).partition("=")[0]
     hint = f"flags begin with two hyphens: --{name}" if names.known(name) else near(path, "*.y*ml")
     usage = f"{names.prog} [file.yaml] [--flag value ...]"

@@ -68,7 +68,6 @@ class Board:
         self._print(head + "  ".join(lines))
 
     def _spread(self) -> str:
-        """Describe the spread of the step ratios."""
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
         if rounds and all(in_lockstep(*summaries) for summaries in rounds if len(summaries) > 1):
             return spread_of(sum(len(summaries[0]["step_seconds"]) for summaries in rounds), "step")
@@ -93,7 +92,9 @@ class Board:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
             self._print("")
-            for line in [*_counted(shown), *late, *equal, *_verdicts(shown, modes)]:
+            splits = {run.name: found for run in shown if (found := split(run)) is not None}
+            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
+            for line in [*_counted(shown), *late, *equal, *words]:
                 self._print(line)
             self._print(f"\n{self._out / REPORT_FILE}")
         return modes
@@ -123,10 +124,8 @@ class Board:
         return [f"{corrected}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result.
-
-        If plain itself is not deterministic, losses and parameters cannot be compared.
-        """
+        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result."""
+        # If plain itself is not deterministic, losses and parameters cannot be compared.
         sums = {
             mode: [
                 event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")
@@ -193,12 +192,6 @@ def _counted(runs: Sequence[Run]) -> list[str]:
         times = f"times are those of the other {timed}" if timed > 1 else "its time is that of the step before"
         text += f" Activation memory is step {steps}'s, {times}."
     return [text]
-
-
-def _verdicts(runs: Sequence[Run], modes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Print the savings of the modes with ebbtide, and the contents of the remaining peak."""
-    splits = {run.name: found for run in runs if (found := split(run)) is not None}
-    return verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
 
 
 def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:

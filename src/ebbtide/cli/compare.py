@@ -159,10 +159,7 @@ def run(argv: Sequence[str]) -> int:
     rest, command = split(argv)
     is_script = len(rest) < len(argv)
     parser = _parser(next((word for word in rest if word in RECIPES), DEFAULT_RECIPE))
-    try:
-        own, arguments = (parser.read(rest), []) if is_script else parser.parse_known_args(rest)
-    except SystemExit:  # --help has been printed
-        return 0
+    own, arguments = (parser.read(rest), []) if is_script else parser.parse_known_args(rest)
     modes = [mode.strip() for mode in str(own.modes).split(",") if mode.strip()]
     if not own.out.strip():
         raise ConfigError(f"--out is {own.out!r}", expected="a folder", hint="leave --out out for its default")

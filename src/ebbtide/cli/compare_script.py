@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -89,11 +90,6 @@ def _care(command: Sequence[str], steps: int | None) -> str:
 
 
 def _refuse(ended: Ended) -> None:
-    """Raise if the script trained nothing.
-
-    Raises:
-        TrainingError: No model was trained in it.
-    """
     reason = why_untrained(read_notes(ended.folder))
     if reason is None:
         return
@@ -110,7 +106,10 @@ def _refuse(ended: Ended) -> None:
 def _checkpoints(out: Path) -> list[str]:
     """Warn if the script checkpoints its blocks itself, in plain too."""
     for folder in sorted(out.glob("round-*/*")):
-        for note in _notes(folder):
+        notes: list[dict[str, Any]] = []
+        with contextlib.suppress(DataError):  # a process was killed while it wrote
+            notes = read_notes(folder)
+        for note in notes:
             if note["event"] == "model" and note["checkpoints_itself"]:
                 return [
                     f"The script itself checkpoints the blocks of {note['model']}, in every mode: of its saved tensors "
@@ -118,10 +117,3 @@ def _checkpoints(out: Path) -> list[str]:
                     "(TRL's trainers have it on) to compare with ordinary training"
                 ]
     return []
-
-
-def _notes(folder: Path) -> list[dict[str, Any]]:
-    try:
-        return read_notes(folder)
-    except DataError:  # a process was killed while it wrote
-        return []

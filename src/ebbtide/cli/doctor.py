@@ -43,10 +43,7 @@ def run(argv: Sequence[str]) -> int:
     words = "print all results as JSON, and nothing else"
     parser.add_argument("--json", nargs="?", const="true", default="false", metavar="true", help=words)
     parser.add_argument("--versions", action="store_true", help="print only versions and device, for bug reports")
-    try:
-        own = parser.read(argv)
-    except SystemExit:  # --help has been printed
-        return 0
+    own = parser.read(argv)
     target = choice("--target", own.target, TARGETS)
     as_json = choice("--json", own.json, ("true", "false")) == "true"  # `ebbtide plan` takes both forms, too
     if own.versions:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.files import check_writable, write_text
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.files import check_writable, near, write_text
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
@@ -105,11 +105,10 @@ def report_runs(
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        near = [other.name for other in folder.parent.iterdir() if other.is_dir()] if folder.parent.is_dir() else []
         raise DataError(
             f"run folder {str(folder)!r} {what}",
             expected="the folder of a run or of `ebbtide compare`",
-            hint=nearest(folder.name, near) or "pass the folder of --output_dir or --out",
+            hint=near(folder, "*/") or "pass the folder of --output_dir or --out",
         )
 
 
@@ -209,10 +208,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--format", metavar="NAME", default="html", help=listed)
     parser.add_argument("--output", metavar="FILE", type=Path, help="file to write; - prints")
     parser.add_argument("--force", action="store_true", help="write summary.json again; replace --output")
-    try:
-        own = parser.read(argv)
-    except SystemExit:  # --help has been printed
-        return 0
+    own = parser.read(argv)
     format_ = cast("Format", choice("--format", own.format, formats))
     folders = cast("list[Path]", own.run_folder)
     if len(folders) > 1:

@@ -25,6 +25,7 @@ from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.signals import handled
 from ebbtide.cli.starting import started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
@@ -65,14 +66,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", help="record the run into this folder, for `ebbtide report`")
     parser.add_argument("--steps", metavar="N", help="end the script after so many steps of its optimizer")
     flags, command = split(argv)
-    try:
-        words = parser.parse_known_args(flags)[1]
-        if words and not command and not words[0].startswith("-"):
-            at = flags.index(words[0])
-            raise no_command(f"there is no -- before {words[0]!r}", "run", flags[at:], flags=flags[:at])
-        own = parser.read(flags)
-    except SystemExit:  # --help has been printed
-        return 0
+    words = parser.parse_known_args(flags)[1]
+    if words and not command and not words[0].startswith("-"):
+        at = flags.index(words[0])
+        raise no_command(f"there is no -- before {words[0]!r}", "run", flags[at:], flags=flags[:at])
+    own = parser.read(flags)
     check_command(command, verb="run")
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
@@ -150,12 +148,7 @@ def no_command(
 
 
 def _policy(policy: str | None) -> str | None:
-    """Return a policy's name, or the absolute path of a plan file: the script may change its directory.
-
-    Raises:
-        ConfigError: There is no such policy.
-        DataError: There is no such file.
-    """
+    """Return a policy's name, or the absolute path of a plan file: the script may change its directory."""
     if policy is None:
         return None
     if not policy.endswith(".json"):
@@ -168,11 +161,7 @@ def _policy(policy: str | None) -> str | None:
 
 
 def _directory(path: str, program: str) -> str:
-    """Return the absolute path of a directory for offloaded bytes, checked where this machine trains.
-
-    Raises:
-        DiskError: It cannot hold offloaded bytes.
-    """
+    """Return the absolute path of a directory for offloaded bytes, checked where this machine trains."""
     from ebbtide.store.location import check_directory  # imports torch
 
     if Path(program).name in _ELSEWHERE:  # enabling checks it on the machine that trains
@@ -181,15 +170,7 @@ def _directory(path: str, program: str) -> str:
 
 
 def _folder(out: Path, claimed: contextlib.ExitStack) -> Path:
-    """Create the folder of a recorded run; put an earlier record aside, as of a job that a scheduler starts again.
-
-    Args:
-        out: The folder.
-        claimed: Holds, while it is open, the lock on it.
-
-    Raises:
-        DataError: It cannot be created, or another run writes into it.
-    """
+    """Create the folder of a recorded run; put an earlier record aside, as of a job that is started again."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         try:
@@ -234,17 +215,13 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
         elif number not in reached:
             running[0].send_signal(number)
 
-    handed_on = (*_OF_KEYBOARD, *_HANDED_ON)
-    ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}  # as under nohup
-    before = {number: signal.signal(number, hand_on) for number in handed_on if number not in ignored}
-    try:
+    # One that is ignored, as under nohup, stays ignored.
+    heard = [n for n in (*_OF_KEYBOARD, *_HANDED_ON) if signal.getsignal(n) is not signal.SIG_IGN]
+    with handled(heard, hand_on):
         running.append(started(command, env=environment))
         for number in early:
             running[0].send_signal(number)
         code = running[0].wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 128 - code if code < 0 else code
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Terminated(KeyboardInterrupt):
@@ -33,18 +33,8 @@ def terminate_as_interrupt() -> Generator[None, None, None]:
             signal.signal(number, signal.SIG_IGN)
         raise Terminated
 
-    before = {}
-    try:
-        for number in ending:
-            before[number] = signal.signal(number, terminate)
-    except ValueError:  # not the main thread: signals are somebody else's
+    with handled(ending, terminate):
         yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -55,17 +45,28 @@ def hold_interrupts() -> Generator[None, None, None]:
     does nothing.
     """
     came: list[int] = []
-    before = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, lambda number, _frame: came.append(number))
+        with handled((signal.SIGINT, signal.SIGTERM), lambda number, _frame: came.append(number)):
+            yield
+    finally:
+        if came:
+            os.kill(os.getpid(), came[0])
+
+
+@contextmanager
+def handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Generator[None, None, None]:
+    """Handle signals until the end of the context, which restores what was set; outside the main thread, do nothing."""
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in numbers:
+            before[number] = signal.signal(number, handler)
     except ValueError:  # not the main thread: signals are somebody else's
         yield
         return
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:
-            os.kill(os.getpid(), came[0])
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -126,7 +126,8 @@ def _filled(
     def shard(unwrapped: nn.Module) -> nn.Module:
         with _on_meta(accelerator):
             prepared.append(plain())
-        wrapped = [p for p in _listed(prepared[0]) if isinstance(p, nn.Module)]
+        parts = prepared[0] if isinstance(prepared[0], tuple | list) else [prepared[0]]
+        wrapped = [part for part in parts if isinstance(part, nn.Module)]
         return wrapped[0] if wrapped else unwrapped
 
     optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
@@ -150,7 +151,3 @@ def _on_meta(accelerator: Any) -> Generator[None, None, None]:
     finally:
         for name, value in before.items():
             setattr(plugin, name, value)
-
-
-def _listed(prepared: Any) -> list[Any]:
-    return list(prepared) if isinstance(prepared, tuple | list) else [prepared]

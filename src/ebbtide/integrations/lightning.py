@@ -26,11 +26,6 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_class() -> type:
-    """Return Lightning's class of callbacks.
-
-    Raises:
-        EbbtideError: Lightning is not installed.
-    """
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name).Callback

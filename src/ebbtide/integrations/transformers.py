@@ -158,11 +158,7 @@ _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:
-    """Raise if the trainer puts the model in ``nn.DataParallel``: it computes with copies.
-
-    Raises:
-        StrategyError: It does.
-    """
+    """Raise if the trainer puts the model in ``nn.DataParallel``: it computes with copies."""
     quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
     if args.n_gpu > 1 and not quantised:
         raise StrategyError(
@@ -173,15 +169,7 @@ def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:
 
 
 def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:
-    """Move a callback before those of the trackers. See [Note: figures in the trainer's own logs].
-
-    Args:
-        callback: The callback that is being called.
-        frame: Of the caller.
-
-    Raises:
-        ConflictError: It is not the only one of its kind.
-    """
+    """Move a callback before those of the trackers. See [Note: figures in the trainer's own logs]."""
     handler = None if frame is None else frame.f_locals.get("self")
     if isinstance(handler, CallbackHandler):
         if (count := sum(isinstance(one, OffloadCallback) for one in handler.callbacks)) > 1:

@@ -180,7 +180,6 @@ class ScriptSteps:
         return clock is optimizer
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has parameters of a model."""
         own = {id(parameter) for parameter in self._trained()}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
@@ -306,11 +305,6 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _checksum(parameters: Iterable[nn.Parameter]) -> str:
-    """Return a checksum of this process's parameter bytes.
-
-    Raises:
-        RuntimeError: A parameter has no bytes that can be read, such as one on the device meta.
-    """
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         for part in _parts(parameter.detach()):

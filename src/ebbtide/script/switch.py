@@ -142,12 +142,7 @@ class ScriptSwitch:
         return any(id(parameter) in held for parameter in module.parameters() if parameter.requires_grad)
 
     def _switch(self, module: nn.Module) -> Any:
-        """Switch a model to the mode of the request; return its handle, if it has one.
-
-        Raises:
-            ConflictError: The script itself enables ebbtide on it, and runs are compared.
-            EbbtideError: As ``ebbtide.enable_activation_offloading``.
-        """
+        """Switch a model to the mode of the request; return its handle, if it has one."""
         from ebbtide import enable_activation_offloading
         from ebbtide.base.errors import ConflictError
         from ebbtide.script.checkpointing import checkpoint_model, checkpoints_itself

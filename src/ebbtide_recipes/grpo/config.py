@@ -14,7 +14,7 @@ from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
 from ebbtide_recipes.language.verl import GROUPS
-from ebbtide_recipes.skeleton.rules import at_least
+from ebbtide_recipes.skeleton.rules import at_least, within
 
 ALIASES: Mapping[str, str] = {
     **{name: field for name, field in LANGUAGE_ALIASES.items() if name != "strategy"},
@@ -229,39 +229,21 @@ class GrpoConfig(LanguageConfig):
 
 
 def _check_numbers(config: GrpoConfig) -> None:
-    """Raise for numbers out of range and contradictory values.
-
-    Raises:
-        ConfigError: There is one.
-    """
     at_least("num_generations", config.num_generations, 2, "completions of a prompt are compared with one another")
     for name in ("num_generations_eval", "max_prompt_length", "max_completion_length", "num_iterations"):
         at_least(name, getattr(config, name), 1, f"leave {name} out for its default")
     at_least("vllm_tensor_parallel_size", config.vllm_tensor_parallel_size, 1, "1 is one device per process")
     at_least("steps_per_generation", config.steps_per_generation, 1, "leave it out for gradient_accumulation_steps")
     at_least("top_k", config.top_k, 0, "0 samples among all tokens")
-    for name, low, high in (
-        ("temperature", 0.0, float("inf")),
-        ("top_p", 0.0, 1.0),
-        ("epsilon", 0.0, float("inf")),
-        ("epsilon_high", 0.0, float("inf")),
-        ("vllm_gpu_memory_utilization", 0.0, 1.0),
-    ):
-        value = getattr(config, name)
-        if value is not None and not (low < value <= high and value != float("inf")):
-            expected = "a number above 0" if high > 1 else "above 0, at most 1"
-            raise ConfigError(f"{name} is {value}", expected=expected, hint=f"leave {name} out for its default")
+    for name in ("temperature", "epsilon", "epsilon_high"):
+        within(name, getattr(config, name), "(0, inf)", "a number above 0", f"leave {name} out for its default")
+    for name in ("top_p", "vllm_gpu_memory_utilization"):
+        within(name, getattr(config, name), "(0, 1]", "above 0, at most 1", f"leave {name} out for its default")
     for name in ("beta", "kl_reward_coef"):
-        if not 0 <= getattr(config, name) < float("inf"):
-            found = f"{name} is {getattr(config, name)}"
-            raise ConfigError(found, expected="0 or more", hint="0 leaves the reference out")
+        within(name, getattr(config, name), "[0, inf)", "0 or more", "0 leaves the reference out")
     least = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
-    if config.delta is not None and not least <= config.delta < float("inf"):
-        raise ConfigError(
-            f"delta is {config.delta}",
-            expected=f"1 + epsilon_high, {least:g}, or more",
-            hint="verl's actor.clip_ratio_c is 3.0 by default; without --delta there is no bound",
-        )
+    hint = "verl's actor.clip_ratio_c is 3.0 by default; without --delta there is no bound"
+    within("delta", config.delta, f"[{least}, inf)", f"1 + epsilon_high, {least:g}, or more", hint)
     if len(config.reward_weights) not in (1, len(config.reward_funcs)):
         raise ConfigError(
             f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward_funcs)} reward functions",
@@ -271,22 +253,12 @@ def _check_numbers(config: GrpoConfig) -> None:
 
 
 def _check_server(config: GrpoConfig) -> None:
-    """Raise for an address that is none, or two.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise for an address that is none, or two."""
     for name in ("vllm_server_port", "vllm_group_port"):
-        port = getattr(config, name)
-        if port is not None and not 1 <= port <= 65535:
-            raise ConfigError(
-                f"{name} is {port}", expected="a port, 1 to 65535", hint=f"leave {name} out for its default"
-            )
-    timeout = config.vllm_server_timeout
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ConfigError(
-            f"vllm_server_timeout is {timeout}", expected="seconds, above 0", hint="leave it out for 240 seconds"
-        )
+        hint = f"leave {name} out for its default"
+        within(name, getattr(config, name), "[1, 65535]", "a port, 1 to 65535", hint)
+    hint = "leave it out for 240 seconds"
+    within("vllm_server_timeout", config.vllm_server_timeout, "(0, inf)", "seconds, above 0", hint)
     address = config.vllm_server_base_url
     if address is None:
         return

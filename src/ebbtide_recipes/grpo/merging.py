@@ -9,10 +9,9 @@ once and written back after each merge.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.distributed.tensor import DTensor
+
+from ebbtide_recipes.skeleton.trainer import local
 
 
 class FrozenWeights:
@@ -30,7 +29,7 @@ class FrozenWeights:
             if isinstance(module, BaseTunerLayer):
                 layers[module.get_base_layer()] = None
         self._kept = [
-            (layer, name, parameter, None if _in_4_bits(parameter) else _local(parameter).to("cpu", copy=True))
+            (layer, name, parameter, None if _in_4_bits(parameter) else local(parameter.detach()).to("cpu", copy=True))
             for layer in layers
             for name, parameter in layer.named_parameters(recurse=False)
             if not parameter.requires_grad
@@ -43,13 +42,8 @@ class FrozenWeights:
             if copy is None:
                 parameter.bnb_quantized = True  # PEFT's merge takes it away
             else:
-                _local(parameter).copy_(copy)
+                local(parameter.detach()).copy_(copy)
 
 
 def _in_4_bits(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "bnb_quantized")
-
-
-def _local(parameter: torch.nn.Parameter) -> Any:
-    tensor = parameter.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

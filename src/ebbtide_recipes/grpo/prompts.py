@@ -102,7 +102,6 @@ def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None
 
 
 def _is_solved(messages: object) -> bool:
-    """Whether messages end with the assistant."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 

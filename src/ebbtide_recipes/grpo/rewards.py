@@ -205,7 +205,6 @@ class Reward:
         return list(returned)
 
     def _number(self, value: Any, completion: Any) -> float | None:
-        """Return a reward as a number."""
         if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a tensor or an array of one number
             value = value.item() if getattr(value, "ndim", 0) == 0 else value
         if value is None:

@@ -27,11 +27,11 @@ from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo import positions, rollouts, unpadded
 from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
-from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.figures import Evaluation, equal_in_groups, summed
 from ebbtide_recipes.grpo.merging import FrozenWeights
 from ebbtide_recipes.grpo.reference import Reference
 from ebbtide_recipes.grpo.rewards import Reward, text_of
+from ebbtide_recipes.skeleton.dropout import without_dropout
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -130,10 +130,8 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             self._scored.clear()
 
     def _divergences(self) -> list[float]:
-        """Return the KL divergence of each completion; TRL scored the reference last.
-
-        Before it, TRL scored the generating weights, unless the one update has the same.
-        """
+        """Return the KL divergence of each completion."""
+        # TRL scored the reference last, and before it the generating weights, unless the one update has the same.
         *before, (args, kwargs, reference) = self._scored
         if before:
             log_probs = before[0][-1]
@@ -220,11 +218,9 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     @contextmanager
     def _together(self) -> Generator[None, None, None]:
-        """Let sharded ranks generate until the last is done.
-
-        Each forward gathers weights, so a rank that stopped at its own last token would deadlock the others.
-        transformers 5.23 handles this for models that it sharded itself, but not for those sharded by accelerate.
-        """
+        """Let sharded ranks generate until the last is done."""
+        # Each forward gathers weights, so a rank that stopped at its own last token would deadlock the others.
+        # transformers 5.23 handles this for models that it sharded itself, but not for those sharded by accelerate.
         if not self.is_fsdp_enabled:
             yield
             return

@@ -143,7 +143,6 @@ def _rollout(translation: Translation) -> None:
 
 
 def _reward(translation: Translation) -> None:
-    """Set the function that rewards."""
     path, name = (translation.text(f"custom_reward_function.{word}") for word in ("path", "name"))
     if path is not None:
         translation.set("reward_funcs", f"{path}:{name or 'compute_score'}", of="custom_reward_function.path")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ebbtide_recipes.grpo.dropout import without_dropout
+from ebbtide_recipes.skeleton.dropout import without_dropout
 
 ROUNDINGS = 8
 """How much more than a sequence before it one after it may change. With experts of Qwen3 both changed equally."""

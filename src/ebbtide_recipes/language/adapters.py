@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
-from ebbtide.base.extras import require
+from ebbtide.base.extras import check_installed
 from ebbtide_recipes.language.adapter_kinds import FILE, config_of, settings_in, settings_of
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ def check(config: LanguageConfig) -> None:
         ConfigError: There is no such kind of adapter, or a file has an unsupported setting.
         DataError: A file or folder is missing, or cannot be read.
     """
-    if config.train_type == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        require("bitsandbytes", extra="qlora", use="--train_type qlora")
+    if config.train_type == "qlora":
+        check_installed("bitsandbytes", extra="qlora", use="--train_type qlora")
     _ = config.adapter_kind  # reads its file or folder
 
 
@@ -127,10 +126,8 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
 
 
 def _in_float32(model: PeftModel, config: LanguageConfig) -> PeftModel:
-    """Convert what is trained besides adapters, in mixed precision: copies of modules and biases have the base's type.
-
-    accelerate does it under FSDP, which gathers a block's parameters in one piece.
-    """
+    """Convert what is trained besides adapters, in mixed precision: copies and biases have the base's type."""
+    # accelerate does it under FSDP, which gathers a block's parameters in one piece.
     if config.bf16 and config.fsdp_strategy == "none":
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
@@ -180,11 +177,6 @@ def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) -> None:
-    """Try adapters on an outline of the model.
-
-    Raises:
-        ConfigError: They do not fit.
-    """
     from peft import get_peft_model
 
     try:

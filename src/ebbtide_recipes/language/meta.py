@@ -168,40 +168,28 @@ def fill_sharded(trainer: Trainer, weights: Found) -> None:
     Raises:
         DataError: They cannot be read, or do not fit.
     """
-    accelerator = trainer.accelerator
-    narrow = {name: p.dtype for name, p in trainer.model.named_parameters() if p.is_meta}
-    shard = _by_version_2 if accelerator.is_fsdp2 else _by_version_1
-    filled = load_sharded(trainer.model, weights, shard=shard(accelerator), unexpected="ignore", allow_pickle=True)
-    _round(filled, narrow)
-    trainer.model = trainer.model_wrapped = filled  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _by_version_2(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    return lambda model: fsdp2_prepare_model(accelerator, model)
-
-
-def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
     from peft import PeftModel
     from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
+    accelerator: Any = trainer.accelerator
+
     def shard(model: nn.Module) -> nn.Module:
+        if accelerator.is_fsdp2:
+            return fsdp2_prepare_model(accelerator, model)
         if isinstance(model, PeftModel):
             update_fsdp_plugin_peft(model, accelerator)
         accelerator.state.fsdp_plugin.param_init_fn = empty_module(accelerator.device)
         return accelerator.prepare_model(model)
 
-    return shard
+    narrow = {name: p.dtype for name, p in trainer.model.named_parameters() if p.is_meta}
+    filled = load_sharded(trainer.model, weights, shard=shard, unexpected="ignore", allow_pickle=True)
+    _round(filled, narrow)
+    trainer.model = trainer.model_wrapped = filled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
-    """Round weights that accelerate widened before loading, as if widened afterwards.
-
-    Args:
-        model: Sharded and filled.
-        narrow: The types of its weights before it was sharded.
-    """
+    """Round weights that accelerate widened before loading, as if widened afterwards."""
     from ebbtide.load.targets import held_by
 
     with torch.no_grad():

@@ -15,6 +15,7 @@ from ebbtide.base.errors import ConfigError, DataError, EbbtideError, first_line
 from ebbtide_recipes.language import smollm2
 from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.skeleton.precision import dtype_name
+from ebbtide_recipes.skeleton.rows import check_builtin
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,12 +37,7 @@ def check(name: str) -> None:
         DataError: There is no such built-in model or local folder, or the folder holds no model.
     """
     if name.startswith("builtin:"):
-        if name not in BUILTIN:
-            raise DataError(
-                f"there is no model {name!r}",
-                expected=f"one of {', '.join(BUILTIN)}",
-                hint=nearest(name, BUILTIN) or "or a local folder, or a hub name",
-            )
+        check_builtin("model", name, BUILTIN, "or a local folder, or a hub name")
         return
     path = Path(name).expanduser()
     if path.is_dir():
@@ -81,7 +77,7 @@ def locate(name: str, *, use_hf: bool = True) -> str:
     path = Path(name).expanduser()
     if path.exists():
         return str(path)
-    return name if use_hf else hubs.modelscope_model(name)
+    return name if use_hf else hubs.from_modelscope("model", name)
 
 
 def _near(name: str) -> str:
@@ -189,13 +185,8 @@ def check_end(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check_tokenizer(config: LanguageConfig, source: ModelSource) -> None:
-    """Reject a tokenizer that cannot end or pad texts. Where nothing is padded, let it pad with a token of the model.
-
-    A trained model names its ``pad_token``, and one that has no embedding of it cannot be loaded.
-
-    Raises:
-        DataError: It ends no text, or pads with a token that the model does not have.
-    """
+    """Reject a tokenizer that cannot end or pad texts; where nothing is padded, give it a token of the model."""
+    # A trained model names its `pad_token`, and one that has no embedding of it cannot be loaded.
     tokenizer: Any = source.tokenizer
     count = tokens_of(source.config)
     if config.always_ends or tokenizer.pad_token is None:
@@ -291,11 +282,7 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
-    """Reject weights that are already quantised: they can be neither trained nor quantised again.
-
-    Raises:
-        ConfigError: They are.
-    """
+    """Reject weights that are already quantised: they can be neither trained nor quantised again."""
     if getattr(model_config, "quantization_config", None) is None:
         return
     if config.memory_efficient_init or config.train_type in ("full", "qlora"):

@@ -38,11 +38,9 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
 
 
 def _kept_apart(rows: list[Row]) -> Features:
-    """Return the columns' types, with chats as JSON.
-
-    A table would give every message, and every call of a tool, all others' fields, empty, and make all numbers of a
-    field floats. The JSON of ``datasets`` is pandas', which keeps ten decimals of a number: replace it by Python's.
-    """
+    """Return the columns' types, with chats as JSON."""
+    # A table would give every message, and every call of a tool, all others' fields, empty, and make all numbers of a
+    # field floats. The JSON of `datasets` is pandas', which keeps ten decimals of a number: replace it by Python's.
     from datasets import Dataset, Features, Json, List, arrow_writer
     from datasets.features import features
     from datasets.utils import json as helpers

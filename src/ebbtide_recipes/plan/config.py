@@ -13,6 +13,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton.rules import at_least, check_texts
 from ebbtide_recipes.video.config import VideoConfig
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -101,11 +102,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.gpus < 1:
-            raise ConfigError(f"gpus is {self.gpus}", expected="1 or more", hint="1 is the default")
-        for name in ("gpu", "out", "svg", "model"):
-            if getattr(self, name) is not None and not getattr(self, name).strip():
-                raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
+        at_least("gpus", self.gpus, 1, "1 is the default")
+        check_texts({name: getattr(self, name) for name in ("gpu", "out", "svg", "model")})
         _ = self.host_bytes, self.budget_bytes
         self._check_together()
         self.as_recipe()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ebbtide.planner.machines import Machine
     from ebbtide.planner.profile import Profile
     from ebbtide_recipes.plan.config import PlanConfig
-    from ebbtide_recipes.plan.result import Result
+    from ebbtide_recipes.plan.page import Result
 
 
 @quiet_bitsandbytes()
@@ -51,8 +51,8 @@ def main(
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised
     from ebbtide_recipes.plan.options import limits, options
+    from ebbtide_recipes.plan.page import Result
     from ebbtide_recipes.plan.picture import pareto
-    from ebbtide_recipes.plan.result import Result
 
     if (path := config.out) is not None:
         hint = "such as --out plan.json"
@@ -103,11 +103,6 @@ def _machine(config: PlanConfig, begin: Callable[[str], None]) -> Machine:
 
 
 def _simulated(config: PlanConfig, module: nn.Module, batch: dict[str, torch.Tensor], machine: Machine) -> Profile:
-    """Simulate a step of the model without weights.
-
-    Raises:
-        ConfigError: It cannot be simulated.
-    """
     from ebbtide.profiling.simulated import Job, forecast
     from ebbtide_recipes.plan.job import state_ratio
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.base.extras import installed
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
+from ebbtide.planner.machines import Machine
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
 from ebbtide.report.table import ABSENT, Table
 from ebbtide.report.text import grid
 from ebbtide_recipes.plan.config import PlanConfig
-from ebbtide_recipes.plan.options import ROOM, Option
-from ebbtide_recipes.plan.result import Result
+from ebbtide_recipes.plan.model import Outline
+from ebbtide_recipes.plan.options import ROOM, Limits, Option, best
+from ebbtide_recipes.plan.picture import Pareto
 
 GIB = 1024**3
 
@@ -45,6 +50,34 @@ _FLAGS = {
     ),
 }  # fmt: skip
 """Flags that plan and each recipe share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The result.
+
+    Attributes:
+        config: The request.
+        outline: The model.
+        machine: The machine to train on.
+        profile: The simulated step.
+        room: The memory to fit into.
+        options: The cost of each option.
+        pareto: The points of the picture; None: not requested.
+    """
+
+    config: PlanConfig
+    outline: Outline
+    machine: Machine
+    profile: Profile
+    room: Limits
+    options: Sequence[Option]
+    pareto: Pareto | None = None
+
+    @property
+    def recommended(self) -> Option | None:
+        """The recommended option; None: none fits."""
+        return best(self.options)
 
 
 def text(result: Result) -> str:

@@ -15,7 +15,8 @@ from ebbtide.base.files import json_object
 from ebbtide.wrap import find_blocks
 from ebbtide_recipes.plan.model import Outline
 from ebbtide_recipes.video import adapters
-from ebbtide_recipes.video.families import Condition, Family, check_size, family_of
+from ebbtide_recipes.video.families import Condition, check_size, family_of
+from ebbtide_recipes.video.objective import Denoiser, Draws
 from ebbtide_recipes.video.opening import open_source
 from ebbtide_recipes.video.source import Source
 
@@ -72,9 +73,10 @@ class VideoSubject:
         kinds = Counter(type(block).__name__ for block, _ in find_blocks(transformer, None))
         clips, (frames, height, width) = self._config.per_device_train_batch_size, self._size
         in_time, along = self._source.patch
+        condition = Condition(ratios=self._source.ratios)
         tokens = (self._latents[0] // in_time) * (self._latents[1] // along) * (self._latents[2] // along)
         return Outline(
-            module=_Loss(transformer, self._source.family, self._condition).train(),
+            module=_Loss(transformer, self._source.family, condition, Draws(), scheduler=None).train(),
             dtype=dtype,
             weights=sum(p.numel() for p in transformer.parameters()),
             trained=sum(p.numel() for p in transformer.parameters() if p.requires_grad),
@@ -107,23 +109,12 @@ class VideoSubject:
         in_time, along = self._source.ratios
         return (frames - 1) // in_time + 1, height // along, width // along
 
-    @property
-    def _condition(self) -> Condition:
-        return Condition(ratios=self._source.ratios)
 
-
-class _Loss(nn.Module):
+class _Loss(Denoiser):
     """A transformer and a loss that reads its whole prediction, as flow matching's does."""
 
-    def __init__(self, transformer: nn.Module, family: Family, condition: Condition) -> None:
-        super().__init__()
-        self.transformer, self._family, self._condition = transformer, family, condition
-
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, text: dict[str, torch.Tensor]) -> torch.Tensor:
-        dtype = next(self.transformer.parameters()).dtype
-        cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in text.items()}
-        predicted = self._family.predict(self.transformer, latents.to(dtype), timestep, cast, self._condition)
-        return nn.functional.mse_loss(predicted.float(), latents)
+        return nn.functional.mse_loss(self.predict(self.transformer, latents, timestep, text), latents)
 
 
 class _Alone(Source):

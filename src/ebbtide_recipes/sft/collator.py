@@ -214,13 +214,8 @@ class MediaCollator:
         return {int(token) for token in found if token is not None}
 
     def _answer(self, row: Row, text: Row) -> tuple[int, list[int] | None]:
-        """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on.
-
-        See [Note: prompts and completions apart]. ``None``: the row has no completion.
-
-        Raises:
-            DataError: One of them is the placeholder of a file.
-        """
+        """Return how many of a prompt's last tokens are joined with its completion, and the tokens from these on."""
+        # See [Note: prompts and completions apart]. `None`: the row has no completion.
         if "completion" not in text:
             return 0, None
         prompt, both = self._tokens(text["prompt"]), self._tokens(text["prompt"] + text["completion"])
@@ -246,11 +241,6 @@ class MediaCollator:
         return bool(begin) and not text.startswith(begin) and tokenizer("")["input_ids"] == [tokenizer.bos_token_id]
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
-        """Process texts and files into tensors.
-
-        Raises:
-            DataError: The processor does not take them.
-        """
         files: dict[str, Any] = {}
         images = [row.get("images", []) for row in rows]
         if any(images):
@@ -260,7 +250,7 @@ class MediaCollator:
             if videos:
                 frames, facts = zip(*videos, strict=True)
                 files |= {"videos": list(frames), "video_metadata": list(facts), "do_sample_frames": False}
-            rate = self._sampling_rate()
+            rate = int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
             sounds = [decode.sound(path, rate) for row in rows for path in row.get("audios", [])]
             if sounds:
                 files |= {"audio": sounds, "sampling_rate": rate}
@@ -290,16 +280,8 @@ class MediaCollator:
             return partial(reader.sample_frames, fps=rate)  # InternVL's does not look at its own
         return reader.sample_frames if count or getattr(reader, "do_sample_frames", None) else None
 
-    def _sampling_rate(self) -> int:
-        """Return the processor's sampling rate."""
-        return int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
-
     def _check_length(self, row: Row, ids: torch.Tensor, answer: int) -> None:
-        """Reject a row of which ``max_length`` would cut a file: the model would find fewer placeholders than features.
-
-        Raises:
-            DataError: It would, or it would cut anything and may not.
-        """
+        """Reject a row of which ``max_length`` would cut a file: its features would outnumber its placeholders."""
         if not self.cuts and len(ids) + answer > self.max_length:
             raise DataError(
                 f"{row[WHERE]} has {len(ids) + answer} tokens, and truncation is 'error'",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.tables import as_dataset
-from ebbtide_recipes.sft import media
+from ebbtide_recipes.sft import media, pydoc
 from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("ebbtide.sft")
 
 
-def _pydoc(seed: int) -> list[Row]:
-    from ebbtide_recipes.sft import pydoc
-
-    return pydoc.rows(seed)
-
-
-READER = Reader(builtin={"builtin:pydoc": _pydoc}, example=EXAMPLE)
+READER = Reader(builtin={"builtin:pydoc": pydoc.rows}, example=EXAMPLE)
 """Reads the data sets that ``sft`` knows."""
 
 
@@ -123,7 +117,6 @@ def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading)
 
 
 def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Reading) -> Dataset:
-    """Put data sets into one table."""
     shaped: list[Row] = []
     shapes: dict[str, str] = {}
     tools = not kinds and any(row.get("tools") for rows in parts.values() for row in rows)
@@ -139,7 +132,11 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
             hint="train on one after the other, or give them the same columns",
         )
     made = as_dataset(shaped, list(parts))
-    return media.as_images(made) if "images" in made.column_names else made
+    if "images" in made.column_names:  # opened when a batch needs them
+        from datasets import Image, List
+
+        made = made.cast_column("images", List(Image()))
+    return made
 
 
 def _shape(row: Row, name: str, pair: tuple[str, str] | None, *, chat: bool) -> tuple[Shape, frozenset[str]]:

@@ -33,7 +33,7 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
 
     with _opened(path, "video") as container:
         stream = container.streams.video[0]
-        count = stream.frames or _packets(container, stream)
+        count = stream.frames or _count(container, stream, lambda packet: True)  # some headers do not count them
         if not stream.average_rate or not count:
             raise DataError(
                 f"{path} has {count} frames and the frame rate {stream.average_rate}",
@@ -47,7 +47,8 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
         }  # fmt: skip
         wanted = _wanted(sampler, VideoMetadata(**facts))
         frames = _frames(container, set(wanted))
-        if set(wanted) - set(frames) and (unseen := _unseen(container, stream)):
+        # A clip cut without encoding begins with frames that the header counts and no player shows.
+        if set(wanted) - set(frames) and (unseen := _count(container, stream, lambda packet: packet.is_discard)):
             facts |= {"total_num_frames": count - unseen, "duration": (count - unseen) / rate}
             wanted = _wanted(sampler, VideoMetadata(**facts))
             frames = _frames(container, set(wanted))
@@ -103,17 +104,10 @@ def _opened(path: str, kind: str) -> Generator[Any]:
         ) from error
 
 
-def _packets(container: Any, stream: Any) -> int:
-    """Count the frames of a file whose header does not."""
-    count = sum(1 for packet in container.demux(stream) if packet.size)
+def _count(container: Any, stream: Any, counts: Callable[[Any], bool]) -> int:
+    """Count some of the frames of a file, by its packets."""
     container.seek(0)
-    return count
-
-
-def _unseen(container: Any, stream: Any) -> int:
-    """Count the frames that the header counts and no player shows: a clip cut without encoding begins with some."""
-    container.seek(0)
-    count = sum(1 for packet in container.demux(stream) if packet.size and packet.is_discard)
+    count = sum(1 for packet in container.demux(stream) if packet.size and counts(packet))
     container.seek(0)
     return count
 

@@ -81,13 +81,6 @@ def attach(row: Row, shaped: Row, kinds: Sequence[str], folder: Path, where: str
     return {**shaped, **written, **files, WHERE: where}
 
 
-def as_images(dataset: Dataset) -> Dataset:
-    """Convert a column of paths to images, which are opened when a batch needs them."""
-    from datasets import Image, List
-
-    return dataset.cast_column("images", List(Image()))
-
-
 def check_even(dataset: Dataset) -> None:
     """Reject a table where files of a kind are in some rows only, for ranks that share the weights under FSDP.
 

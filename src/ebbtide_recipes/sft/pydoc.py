@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ebbtide.base.errors import DataError
+from ebbtide_recipes.skeleton.rows import Row
 
 MODULES = """
 abc argparse array ast asyncio base64 bdb bisect bz2 calendar cmd code codecs codeop collections colorsys
@@ -33,7 +34,7 @@ weakref webbrowser wsgiref xml xmlrpc zipapp zipfile zipimport zoneinfo
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def rows(seed: int = 0) -> list[dict[str, str]]:
+def rows(seed: int = 0) -> list[Row]:
     """Return the question → answer pairs, sorted by question and then shuffled by the seed.
 
     Raises:
@@ -47,7 +48,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
             expected="the standard library as .py files",
             hint="use a Python that was installed with its sources, or pass a data set file",
         )
-    pairs = [{"question": question, "answer": answers[question]} for question in sorted(answers)]
+    pairs: list[Row] = [{"question": question, "answer": answers[question]} for question in sorted(answers)]
     random.Random(seed).shuffle(pairs)
     return pairs
 

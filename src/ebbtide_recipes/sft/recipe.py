@@ -133,14 +133,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
 
 
 def _check_head(outline: Any) -> None:
-    """Reject adapters of the output embeddings: TRL computes the loss from their weights.
-
-    Args:
-        outline: An ``outline`` of the model, on which the adapters were tried.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Reject adapters of the output embeddings: TRL computes the loss from their weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     head = outline.get_output_embeddings()
@@ -154,7 +147,6 @@ def _check_head(outline: Any) -> None:
 
 
 def _reading(config: SftConfig, source: ModelSource) -> Any:
-    """Return how rows are read for this model."""
     from ebbtide_recipes.sft.collator import taken_by
     from ebbtide_recipes.sft.data import Reading
 

@@ -106,7 +106,6 @@ def with_texts(row: Row) -> Row:
 
 
 def _with_text(call: Any) -> Any:
-    """Return a call with its arguments as JSON in a text."""
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         return call
     if not isinstance(arguments := function.get("arguments"), dict):

@@ -328,23 +328,18 @@ def _chat(row: Row) -> Row:
     messages = row["messages"] if "messages" in row else row["conversations"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise TypeError(f"{messages!r:.60} is no list of messages")
+    # A table gives a message the empty fields of all others.
     return {
         "messages": [
             _message(m["from"], m["value"]) | {name: m[name] for name in NOT_LEARNED if name in m}
             if "from" in m and "role" not in m
-            else _present(m)
+            else {name: value for name, value in m.items() if value is not None or name == "content"}
             for m in messages
         ]
     }
 
 
-def _present(message: Row) -> Row:
-    """A message without the empty fields that a table gave it."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
-
-
 def _message(role: str, content: str) -> dict[str, str]:
-    """One message of a chat."""
     if not isinstance(content, str):
         raise TypeError(f"{content!r:.60} is not text")
     return {"role": role, "content": content}

@@ -154,18 +154,8 @@ def _unmarked(error: Exception) -> DataError:
 
 
 def _learned(config: SftConfig, part: Any, rows: Dataset, named: str) -> Dataset:
-    """Leave out sequences without a token to learn from, and warn of them: their steps would only decay the weights.
-
-    Args:
-        config: The recipe's config.
-        part: What TRL made of the rows: it has removed some of these, but not of packed ones.
-        rows: The rows.
-        named: Their data sets, in words.
-
-    Raises:
-        DataError: No sequence is left.
-    """
-    made = len(part) if config.packing else len(rows)
+    """Leave out sequences without a token to learn from, with a warning: their steps would only decay the weights."""
+    made = len(part) if config.packing else len(rows)  # TRL has removed some of the rows, but none of packed ones
     if "labels" in part.column_names:  # the collator makes those of rows with files
         # Nothing predicts the first token.
         part = part.filter(lambda labels: any(label != -100 for label in labels[1:]), input_columns="labels")
@@ -231,11 +221,7 @@ def _refused(parts: Iterable[Dataset | None], processor: Any) -> str | None:
 
 
 def _check_lengths(rows: Dataset, names: Sequence[str], config: SftConfig) -> None:
-    """Count tokenised rows that are cut, or refuse them.
-
-    Raises:
-        DataError: Rows may not be cut, and some are too long.
-    """
+    """Count tokenised rows that are cut, or refuse them."""
     most, named = config.max_length, ", ".join(names)
     lengths = [] if config.packing else list(map(len, rows["input_ids"]))
     longer = [length for length in lengths if length > most]

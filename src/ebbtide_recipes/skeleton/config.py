@@ -262,7 +262,6 @@ class RecipeConfig:
         return getattr(self, name) != getattr(type(self), name)
 
     def _check_together(self) -> None:
-        """Reject contradictory values."""
         if self.gradient_checkpointing and self.activation_cpu_offload and self.policy not in (None, "minimal"):
             raise ConfigError(
                 f"policy is {self.policy!r} with gradient_checkpointing true",

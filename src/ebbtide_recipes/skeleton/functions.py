@@ -46,10 +46,8 @@ def load_function(place: str, names: Sequence[str], *, what: str, example: str) 
 
 
 def _module(path: Path) -> Any:
-    """Import a file once, as a module: what it defines can be pickled, and it finds the files in its folder.
-
-    Its folder stays at the end of ``sys.path``, for imports inside its functions.
-    """
+    """Import a file once, as a module: what it defines can be pickled, and it finds the files in its folder."""
+    # Its folder stays at the end of `sys.path`, for imports inside its functions.
     path = path.resolve()
     folder, name = str(path.parent), f"{path.stem}_of_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from ebbtide.base.errors import ConfigError, DataError, first_line
@@ -66,29 +66,16 @@ def check(config: RecipeConfig) -> None:
         )
 
 
-def modelscope_model(name: str) -> str:
-    """Return the folder of a model of ModelScope, fetched if need be.
+def from_modelscope(what: Literal["model", "data set"], name: str) -> str:
+    """Return the folder of a model or a data set of ModelScope, fetched if need be.
 
     Raises:
         DataError: It cannot be fetched.
     """
-    return _fetched("snapshot_download", name, "model")
-
-
-def modelscope_data(name: str) -> str:
-    """Return the folder of a data set of ModelScope, fetched if need be.
-
-    Raises:
-        DataError: It cannot be fetched.
-    """
-    return _fetched("dataset_snapshot_download", name, "data set")
-
-
-def _fetched(function: str, name: str, what: str) -> str:
-    """Call one of ModelScope's download functions."""
     modelscope: Any = importlib.import_module("modelscope")
+    fetch = "snapshot_download" if what == "model" else "dataset_snapshot_download"
     try:
-        return str(getattr(modelscope, function)(name))
+        return str(getattr(modelscope, fetch)(name))
     except Exception as error:  # its hub errors have no common root
         raise DataError(
             f"{what} {name!r} cannot be fetched from ModelScope: {first_line(error)}",

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,10 +104,7 @@ def quiet_hosts() -> Generator[None, None, None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
-        if interactive():
-            yield
-            return
-        with _without_bars():
+        with nullcontext() if interactive() else _without_bars():
             yield
 
 

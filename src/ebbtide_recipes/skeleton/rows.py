@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -115,19 +115,10 @@ class Reader:
         return _not_empty(rows, name)
 
     def _file(self, place: str) -> Path | None:
-        """Return the path of a local file that can be read by its suffix; ``None``: built in, or of a hub.
-
-        Raises:
-            DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
-        """
+        """Return the path of a local file that can be read by its suffix; ``None``: built in, or of a hub."""
         path = Path(place).expanduser()
         if place.startswith("builtin:"):
-            if place not in self.builtin:
-                raise DataError(
-                    f"there is no data set {place!r}",
-                    expected=f"one of {', '.join(self.builtin)}",
-                    hint=nearest(place, tuple(self.builtin)) or "or a file, or a hub name",
-                )
+            check_builtin("data set", place, tuple(self.builtin), "or a file, or a hub name")
         elif _is_file(path, place):
             _reader(path)
             return path
@@ -137,7 +128,7 @@ class Reader:
         """Read a split of a data set of a hub."""
         import datasets
 
-        place = named.place if use_hf else hubs.modelscope_data(named.place)
+        place = named.place if use_hf else hubs.from_modelscope("data set", named.place)
         try:
             with hubs.cached_without_network():
                 dataset = datasets.load_dataset(place, named.subset, split=named.split)
@@ -145,21 +136,25 @@ class Reader:
             first, *others = str(error).splitlines() or [repr(error)]
             raise DataError(
                 f"data set {named.place!r} is no local file and could not be loaded by that name: {first}",
-                expected=self._places,
+                expected=f"{', '.join(self.builtin)}, a {', '.join(SUFFIXES)} file, or a hub's NAME, also as "
+                "NAME:SUBSET:SPLIT",
                 hint=_listed(named, first, *others)
                 or self._near(named.place)
                 or f"without a network use a local file, or a data set fetched before; {ON_MODELSCOPE}",
             ) from error
         return list(map(_as_written, islice(dataset, named.limit)))
 
-    @property
-    def _places(self) -> str:
-        return f"{', '.join(self.builtin)}, a {', '.join(SUFFIXES)} file, or a hub's NAME, also as NAME:SUBSET:SPLIT"
-
     def _near(self, name: str) -> str:
         """Name the built-in data sets and local files with names like this one."""
         local = sorted(other.name for other in Path().iterdir() if other.suffix in SUFFIXES)
         return nearest(name, (*self.builtin, *local), count=1)
+
+
+def check_builtin(what: str, name: str, known: Sequence[str], other: str) -> None:
+    """Raise ``DataError`` unless a name that begins with ``builtin:`` is known; ``other`` is the hint for others."""
+    if name not in known:
+        found, hint = f"there is no {what} {name!r}", nearest(name, known) or other
+        raise DataError(found, expected=f"one of {', '.join(known)}", hint=hint)
 
 
 def _not_empty(rows: list[Row], name: str) -> list[Row]:

@@ -67,21 +67,24 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             hint="-1, the default, means --num_train_epochs",
         )
     for name, hint in _POSITIVE.items():
-        if values[name] is not None and not 0 < values[name] < float("inf"):
-            raise ConfigError(f"{name} is {values[name]!r}", expected="a number above zero", hint=hint)
+        within(name, values[name], "(0, inf)", "a number above zero", hint)
     for name, hint in _SHARES.items():
-        if not 0 <= values[name] < 1:
-            raise ConfigError(f"{name} is {values[name]!r}", expected="a share from 0 to below 1", hint=hint)
+        within(name, values[name], "[0, 1)", "a share from 0 to below 1", hint)
     for name in ("weight_decay", "max_grad_norm"):
-        if not 0 <= values[name] < float("inf"):
-            raise ConfigError(f"{name} is {values[name]!r}", expected="0 or more", hint=f"0 switches {name} off")
-    if values["fsdp_version"] not in (1, 2):
-        raise ConfigError(f"fsdp_version is {values['fsdp_version']}", expected="1 or 2", hint="2 is the default")
-    if not 0 <= values["seed"] < 2**32:
-        raise ConfigError(f"seed is {values['seed']}", expected="0 to 4294967295", hint="42 is the default")
+        within(name, values[name], "[0, inf)", "0 or more", f"0 switches {name} off")
+    within("fsdp_version", values["fsdp_version"], "[1, 2]", "1 or 2", "2 is the default")
+    within("seed", values["seed"], "[0, 4294967295]", "0 to 4294967295", "42 is the default")
 
 
 def at_least(name: str, value: int | None, least: int, hint: str) -> None:
     """Reject a number below its minimum."""
-    if value is not None and value < least:
-        raise ConfigError(f"{name} is {value}", expected=f"{least} or more", hint=hint)
+    within(name, value, f"[{least}, inf)", f"{least} or more", hint)
+
+
+def within(name: str, value: float | None, interval: str, expected: str, hint: str) -> None:
+    """Reject a number outside of an interval such as ``[0, 1)``, which has 0 and has not 1; and NaN."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = value is None or value > low or (value == low and interval[0] == "[")
+    below = value is None or value < high or (value == high and interval[-1] == "]")
+    if not (above and below):
+        raise ConfigError(f"{name} is {value!r}", expected=expected, hint=hint)

@@ -15,7 +15,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
-from ebbtide_recipes.skeleton.config import OF_OFFLOADING
+from ebbtide_recipes.skeleton.config import OF_OFFLOADING, OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
 from ebbtide_recipes.skeleton.trackers import project_named
@@ -204,10 +204,8 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
 
 
 def _put_aside(config: RecipeConfig, folder: Path) -> None:
-    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run.
-
-    Otherwise ``latest`` would find a checkpoint of the overwritten run.
-    """
+    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run."""
+    # Otherwise `latest` would find a checkpoint of the overwritten run.
     events = folder / EVENTS_FILE
     if checkpoints.resumes(config):
         if events.exists():
@@ -316,14 +314,7 @@ def offload_options(config: RecipeConfig) -> dict[str, Any]:
     """
     from ebbtide.arguments import check_choosers, options_of
 
-    flags: dict[str, Any] = {
-        "min_bytes": config.min_bytes,
-        "host_budget": config.host_budget,
-        "window": config.window,
-        "blocks": config.blocks,
-        "synchronous": config.synchronous,
-    }
-    options = {name: value for name, value in flags.items() if value not in (None, False)}
+    options: dict[str, Any] = {name: getattr(config, name) for name in OFFLOADING if config.is_set(name)}
     if config.tensor_filter is not None:
         place, colon, name = config.tensor_filter.rpartition(":")
         found = (place, [name]) if colon and place.endswith(".py") else (config.tensor_filter, _FILTERS)

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 VARIABLES = ("WANDB_PROJECT", "SWANLAB_PROJECT", "CLEARML_PROJECT", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME")
 """Where trackers look for a project's name; trackio takes it from the trainer's arguments."""
 
 
-@contextmanager
-def project_named(name: str | None) -> Generator[None, None, None]:
+def project_named(name: str | None) -> AbstractContextManager[None]:
     """Give trackers a project while they are set up and used; the environment is restored afterwards."""
-    before = {variable: os.environ.get(variable) for variable in VARIABLES}
-    if name is not None:
-        os.environ.update(dict.fromkeys(VARIABLES, name))
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
+    from accelerate.utils import patch_environment
+
+    return patch_environment(**({} if name is None else dict.fromkeys(VARIABLES, name)))
 
 
 def project_argument(kind: Any, name: str | None) -> dict[str, str]:

@@ -129,11 +129,7 @@ class RecordedTrainer(Trainer):
             fields["use_cache"] = trained
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones.
-
-        Raises:
-            DiskFullError: The disk is full.
-        """
+        """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones."""
         if self.config is None:
             super()._save_checkpoint(model, trial)
             return
@@ -233,11 +229,9 @@ class RecordedTrainer(Trainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights as ``from_pretrained`` does.
-
-        If a model's files and modules name weights differently (fused experts, vision-language models), transformers
-        would silently skip them and continue from the run's initial weights.
-        """
+        """Load a checkpoint's weights as ``from_pretrained`` does."""
+        # If a model's files and modules name weights differently (fused experts, vision-language models), transformers
+        # would silently skip them and continue from the run's initial weights.
         if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
             dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -364,6 +358,11 @@ def name_present_blocks(model: PreTrainedModel) -> None:
     model._no_split_modules = [name for name in model._no_split_modules or () if name in names]
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _fields(model: Any) -> dict[str, Any]:
     """Return what is set in a model's config, to change; nothing of a model without one."""
     config = getattr(model, "config", None)
@@ -372,10 +371,8 @@ def _fields(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _settings_as_published() -> Iterator[None]:
-    """Save settings of generation whatever is in them: transformers refuses some that published models have.
-
-    It refused all such settings (5.17), and later those in which the trainer has set the tokenizer's tokens.
-    """
+    """Save settings of generation whatever is in them: transformers refuses some that published models have."""
+    # In 5.17 it refused all such settings, later those in which the trainer has set the tokenizer's tokens.
     validate = GenerationConfig.validate
     GenerationConfig.validate = lambda *args, **kwargs: None
     try:

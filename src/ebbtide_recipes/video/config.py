@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.skeleton.config import RecipeConfig
-from ebbtide_recipes.skeleton.rules import at_least
+from ebbtide_recipes.skeleton.rules import at_least, within
 from ebbtide_recipes.video import fastvideo
 
 _COUNTS: Mapping[str, str] = {
@@ -178,28 +178,15 @@ def _check_mesh(config: VideoConfig) -> None:
 
 
 def _check(config: VideoConfig) -> None:
-    """Reject invalid values of the recipe's own flags."""
     for name, hint in _COUNTS.items():
         at_least(name, getattr(config, name), 1, hint)
     at_least("samples", config.samples, 0, "0 makes no samples")
     for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} is {value!r}", expected="a number above zero", hint=f"leave {name} out")
-    if not 0 <= config.caption_dropout <= 1:
-        raise ConfigError(
-            f"caption_dropout is {config.caption_dropout!r}", expected="a share from 0 to 1", hint="0.1 is usual"
-        )
-    if not -1 <= config.mode_scale <= _LARGEST_MODE_SCALE:
-        raise ConfigError(
-            f"mode_scale is {config.mode_scale!r}",
-            expected=f"a number from -1 to {_LARGEST_MODE_SCALE:.2f}: others leave the noise levels 0 to 1",
-            hint="1.29 is usual",
-        )
-    if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
-        raise ConfigError(
-            f"ema_decay is {config.ema_decay!r}", expected="a share from 0 to below 1", hint="0.999 is usual"
-        )
+        within(name, getattr(config, name), "(0, inf)", "a number above zero", f"leave {name} out")
+    within("caption_dropout", config.caption_dropout, "[0, 1]", "a share from 0 to 1", "0.1 is usual")
+    expected = f"a number from -1 to {_LARGEST_MODE_SCALE:.2f}: others leave the noise levels 0 to 1"
+    within("mode_scale", config.mode_scale, f"[-1, {_LARGEST_MODE_SCALE}]", expected, "1.29 is usual")
+    within("ema_decay", config.ema_decay, "[0, 1)", "a share from 0 to below 1", "0.999 is usual")
     if config.split_dataset_ratio:
         raise ConfigError("split_dataset_ratio is set", expected="no evaluation", hint=_FIXED["eval_dataset"])
     for name, hint in _FIXED.items():
@@ -232,8 +219,7 @@ def _check_distillation(config: VideoConfig) -> None:
             expected="1000 first, where there is only noise, and each step below the one before",
             hint="1000,757,522 are three steps of the student",
         )
-    if config.backwards not in (1, 2):
-        raise ConfigError(f"backwards is {config.backwards}", expected="1 or 2", hint="both give the same gradients")
+    within("backwards", config.backwards, "[1, 2]", "1 or 2", "both give the same gradients")
     if not config.distill and (config.teacher is not None or config.critic is not None):
         raise ConfigError(
             "teacher or critic is set without distill",

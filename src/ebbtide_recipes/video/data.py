@@ -81,7 +81,6 @@ def load(names: Sequence[str], *, seed: int) -> list[Clip]:
 
 
 def _listed(listing: Path) -> list[Clip]:
-    """Return the clips of a listing."""
     return [Clip(origin=path, caption=caption) for path, caption in listings.read(listing)]
 
 

@@ -14,13 +14,13 @@ nothing of it is saved for backward or offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ebbtide_recipes.skeleton.dropout import without_dropout
 from ebbtide_recipes.video.families import Condition, Family, Text
 from ebbtide_recipes.video.objective import STEPS, Denoiser, Draws, mix
 
@@ -76,7 +76,7 @@ class Distillation(Denoiser):
         latents = latents.float()
         with torch.set_grad_enabled(self.student_learns and torch.is_grad_enabled()):
             made = self._made(latents, text)
-        losses = {"critic_loss": self._critic_loss(made.detach(), text)}
+        losses = {"critic_loss": self.flow_loss(self.critic, made.detach(), text)}
         if self.student_learns:
             losses["student_loss"] = self._student_loss(made, text)
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
@@ -92,35 +92,18 @@ class Distillation(Denoiser):
         noisy = mix(latents, torch.randn_like(latents), sigmas)
         return _clean(noisy, self.predict(self.transformer, noisy, sigmas * STEPS, text), sigmas)
 
-    def _critic_loss(self, made: torch.Tensor, text: Text) -> torch.Tensor:
-        sigmas = self.draws.sigmas(len(made), made.device)
-        noise = torch.randn_like(made)
-        predicted = self.predict(self.critic, mix(made, noise, sigmas), sigmas * STEPS, text)
-        return nn.functional.mse_loss(predicted, noise - made)
-
     def _student_loss(self, made: torch.Tensor, text: Text) -> torch.Tensor:
         """Return a loss whose gradient is the direction from the critic's estimate to the teacher's."""
         with torch.no_grad():
             sigmas = self.draws.sigmas(len(made), made.device)
             noisy = mix(made, torch.randn_like(made), sigmas)
-            with _evaluated(self.critic):
+            with without_dropout(self.critic):
                 theirs = _clean(noisy, self.predict(self.critic, noisy, sigmas * STEPS, text), sigmas)
             wanted = _clean(noisy, self.predict(self.teacher, noisy, sigmas * STEPS, text), sigmas)
             dimensions = tuple(range(1, made.dim()))
             scale = (made - wanted).abs().mean(dimensions, keepdim=True).clamp_min(1e-6)
             target = made - (theirs - wanted) / scale
         return 0.5 * nn.functional.mse_loss(made, target)
-
-
-@contextmanager
-def _evaluated(part: nn.Module) -> Generator[None, None, None]:
-    """Disable dropout while open."""
-    training = part.training
-    part.eval()
-    try:
-        yield
-    finally:
-        part.train(training)
 
 
 def _clean(noisy: torch.Tensor, velocity: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from ebbtide.base.errors import DataError
 from ebbtide.track.parts import held_bytes
+from ebbtide_recipes.skeleton.trainer import local
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -58,7 +59,7 @@ class Average(TrainerCallback):
         """Write this process's part of the average into a checkpoint."""
         from safetensors.torch import save_file
 
-        tensors = {str(n): _local(t).contiguous().cpu() for n, t in enumerate(self._average.shadow_params)}
+        tensors = {str(n): local(t).contiguous().cpu() for n, t in enumerate(self._average.shadow_params)}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / _file(rank), metadata={"steps": str(self._average.optimization_step)})
 
@@ -92,21 +93,14 @@ class Average(TrainerCallback):
             with safe_open(path, framework="pt") as opened, torch.no_grad():
                 self._average.optimization_step = int(opened.metadata()["steps"])
                 for number, tensor in enumerate(self._average.shadow_params):
-                    local = _local(tensor)
-                    local.copy_(opened.get_tensor(str(number)).to(local))
+                    part = local(tensor)
+                    part.copy_(opened.get_tensor(str(number)).to(part))
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise DataError(
                 f"{path} holds no average of these weights: {str(error)[:200]}",
                 expected="the average of a run with --ema_decay, as many processes and the same training type",
                 hint="leave --ema_decay out, or resume with as many processes as wrote the checkpoint",
             ) from error
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a sharded tensor; any other as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _file(rank: int) -> str:

@@ -46,9 +46,7 @@ class Family:
     transformer: ClassVar[str]
     pipelines: ClassVar[tuple[str, ...]]
     text: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
-    """Names of the tensors that the pipeline's ``encode_prompt`` returns, in its order."""
-    text_places: ClassVar[tuple[int, ...]] = (0,)
-    """Their positions in what it returns."""
+    """Names of the first tensors that the pipeline's ``encode_prompt`` returns, in its order."""
     text_length: ClassVar[int] = 512
     frame_rate: ClassVar[float] = 16.0
     """Frames per second that clips are taken to have, unless the user says how many."""
@@ -76,7 +74,7 @@ class Family:
 
     def vae_channels(self, vae: Config) -> int:
         """Return the channels of the VAE's latents."""
-        return int(vae["z_dim"])
+        return int(vae["z_dim"] if "z_dim" in vae else vae["latent_channels"])
 
     def channels(self, transformer: Config) -> int:
         """Return the channels of the latents that a transformer takes."""
@@ -137,22 +135,13 @@ class Wan(Family):
             )
 
 
-class _WithLatentChannels(Family):
-    """A family whose VAE's config names the channels of its latents so."""
-
-    def vae_channels(self, vae: Config) -> int:
-        """Return the channels of the VAE's latents."""
-        return int(vae["latent_channels"])
-
-
-class HunyuanVideo(_WithLatentChannels):
+class HunyuanVideo(Family):
     """HunyuanVideo text-to-video."""
 
     name = "hunyuan_video"
     transformer = "HunyuanVideoTransformer3DModel"
     pipelines = ("HunyuanVideoPipeline",)
     text = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
-    text_places = (0, 1, 2)
     text_length = 256
     size = (129, 720, 1280)
 
@@ -180,14 +169,13 @@ class HunyuanVideo(_WithLatentChannels):
         return bool(transformer.get("guidance_embeds", True))
 
 
-class Ltx(_WithLatentChannels):
+class Ltx(Family):
     """LTX-Video text-to-video; latents travel as a sequence of tokens."""
 
     name = "ltx"
     transformer = "LTXVideoTransformer3DModel"
     pipelines = ("LTXPipeline",)
     text = ("prompt_embeds", "prompt_attention_mask")
-    text_places = (0, 1)
     text_length = 128
     frame_rate = 25.0
     size = (161, 512, 704)
@@ -226,14 +214,12 @@ class Ltx(_WithLatentChannels):
         return vae.decode(latents, latents.new_zeros(len(latents)), return_dict=False)[0]
 
 
-class CogVideoX(_WithLatentChannels):
+class CogVideoX(Family):
     """CogVideoX text-to-video: a diffusion model; its target is the v-prediction of its scheduler."""
 
     name = "cogvideox"
     transformer = "CogVideoXTransformer3DModel"
     pipelines = ("CogVideoXPipeline",)
-    text = ("prompt_embeds",)
-    text_places = (0,)
     text_length = 226
     size = (49, 480, 720)
     velocity = False

@@ -62,6 +62,10 @@ class Making:
     seed: int = 42
     dtype: torch.dtype = torch.float32
 
+    def check_size(self, source: Source) -> None:
+        """Raise ``ConfigError`` if the size does not make a whole number of tokens of a pipeline."""
+        check_size(self.frames, self.height, self.width, ratios=source.ratios, patch=source.patch)
+
 
 class Latents(Dataset[dict[str, Any]]):
     """The clips of a folder of latents.
@@ -172,17 +176,13 @@ def make(
         ConfigError: The size does not make a whole number of tokens.
         DiskFullError: The disk is full.
     """
-    check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
+    making.check_size(source)
     folder.mkdir(parents=True, exist_ok=True)
     request = _hash_of(source, making)
     mine, step = share
     wanted = sorted({clip.caption for clip in clips} | set(captions) | {""})[mine::step]
     absent = [caption for caption in wanted if not _done(folder / _text_file(caption), request)]
-    if absent:
-        with phase("text_encoder"), torch.no_grad():
-            texts = source.encode(absent, length=making.text_length, device=device, dtype=making.dtype)
-            for caption, text in zip(absent, texts, strict=True):
-                _write(folder / _text_file(caption), text, request)
+    _embed(folder, source, absent, making.text_length, request, device=device, dtype=making.dtype)
     named = {_clip_request(request, clip): clip for clip in clips}
     with phase("vae"), torch.no_grad():
         vae = source.vae(making.dtype).to(device)
@@ -236,13 +236,16 @@ def add_captions(
 ) -> None:
     """Embed captions that a folder of latents lacks: prompts of samples, in as many tokens as its own."""
     absent = [caption for caption in captions if not (folder / _text_file(caption)).is_file()]
-    if absent:
-        length = _manifest(folder)["request"]["text_length"]
+    _embed(folder, source, absent, _manifest(folder)["request"]["text_length"], "", device=device, dtype=dtype)
+
+
+def _embed(folder: Path, source: Source, captions: list[str], length: int | None, request: str, **options: Any) -> None:
+    """Write the embeddings of captions; the text encoders are loaded if there is one."""
+    if captions:
         with phase("text_encoder"), torch.no_grad():
-            for caption, text in zip(
-                absent, source.encode(absent, length=length, device=device, dtype=dtype), strict=True
-            ):
-                _write(folder / _text_file(caption), text, "")
+            texts = source.encode(captions, length=length, **options)
+            for caption, text in zip(captions, texts, strict=True):
+                _write(folder / _text_file(caption), text, request)
 
 
 def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
@@ -303,11 +306,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        DiskFullError: The disk is full.
-    """
+    """Write a file atomically."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

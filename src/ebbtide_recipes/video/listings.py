@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.errors import DataError, nearest
-from ebbtide_recipes.skeleton.rows import FIRST_ROWS, LARGEST_DOCUMENT_BYTES, reading, split_name
+from ebbtide_recipes.skeleton.rows import FIRST_ROWS, LARGEST_DOCUMENT_BYTES, check_builtin, reading, split_name
 
 VIDEOS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v", ".gif")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -54,9 +54,7 @@ def checked(name: str) -> Path:
     place, _ = split_name(name, of="clips")
     path = Path(place).expanduser()
     if place.startswith("builtin:"):
-        if place not in BUILTIN:
-            hint = nearest(place, BUILTIN) or "a folder or a listing will do too"
-            raise DataError(f"there is no data set {place!r}", expected=f"one of {', '.join(BUILTIN)}", hint=hint)
+        check_builtin("data set", place, BUILTIN, "a folder or a listing will do too")
         return path
     if not path.exists():
         others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -94,6 +94,13 @@ class Denoiser(nn.Module):
         cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in text.items()}
         return self.family.predict(part, latents.to(dtype), timestep, cast, self.condition).float()
 
+    def flow_loss(self, part: Any, latents: torch.Tensor, text: Text) -> torch.Tensor:
+        """Return flow matching's loss of a transformer, at noise levels that are drawn here."""
+        sigmas = self.draws.sigmas(len(latents), latents.device)
+        noise = torch.randn_like(latents)
+        predicted = self.predict(part, mix(latents, noise, sigmas), sigmas * STEPS, text)
+        return nn.functional.mse_loss(predicted, noise - latents)
+
     def dropped(self, text: Text) -> Text:
         """Replace some captions by the empty one."""
         if not self.draws.caption_dropout:
@@ -126,20 +133,12 @@ class FineTuning(Denoiser):
         text = self.dropped(text)
         latents = latents.float()
         if self.family.velocity:
-            return {"loss": self._flow(latents, text)}
+            return {"loss": self.flow_loss(self.transformer, latents, text)}
         return {"loss": self._diffusion(latents, text)}
 
-    def _flow(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
-        sigmas = self.draws.sigmas(len(latents), latents.device)
-        noise = torch.randn_like(latents)
-        predicted = self.predict(self.transformer, mix(latents, noise, sigmas), sigmas * STEPS, text)
-        return nn.functional.mse_loss(predicted, noise - latents)
-
     def _diffusion(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
-        """Return the loss of the v-prediction, at timesteps of the scheduler.
-
-        diffusers' CogVideoX script weights the error of the clean latents by 1 / (1 - alphas_cumprod): the same loss.
-        """
+        """Return the loss of the v-prediction, at timesteps of the scheduler."""
+        # diffusers' CogVideoX script weights the error of the clean latents by 1 / (1 - alphas_cumprod): the same loss.
         last = self.scheduler.config.num_train_timesteps
         timesteps = torch.randint(0, last, (len(latents),), device=latents.device)
         noise = torch.randn_like(latents)

@@ -34,7 +34,7 @@ def open_source(name: str, *, seed: int, use_hf: bool = True) -> Source:
             expected="a pipeline folder in diffusers' layout, a hub name, or " + " or ".join(builtin.NAMES),
             hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
         )
-    return Source(_fetched(name) if use_hf else Path(hubs.modelscope_model(name)))
+    return Source(_fetched(name) if use_hf else Path(hubs.from_modelscope("model", name)))
 
 
 def is_local(name: str) -> bool:

@@ -58,7 +58,7 @@ class Video(Recipe[VideoConfig]):
             if _has_latents(config):
                 latents.check(_latents_folder(config), source)
             else:
-                _check_size(_making(config, source, _made(config)), source)
+                _making(config, source, _made(config)).check_size(source)
         if config.backwards == 2 and (config.nproc_per_node or launch.world_size()) > 1:
             raise ConfigError(
                 "backwards is 2 with several processes",
@@ -102,11 +102,7 @@ RECIPE = Video()
 
 
 def _check_flags(config: VideoConfig, source: Source) -> None:
-    """Refuse flags that the pipeline's family has no use for.
-
-    Raises:
-        ConfigError: One of them is set.
-    """
+    """Refuse flags that the pipeline's family has no use for."""
     family, unused = source.family, []
     if not family.velocity:
         unused += [(name, "flow matching") for name in ("distill", "timestep_sampling", "flow_shift", *_DENSITIES)]
@@ -192,12 +188,6 @@ def _clips(config: VideoConfig, *, needed: bool) -> list[Clip] | None:
         if needed:
             raise
         return None
-
-
-def _check_size(making: Making, source: Source) -> None:
-    from ebbtide_recipes.video.families import check_size
-
-    check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
 
 
 def _latents(config: VideoConfig, source: Source, device: torch.device) -> Latents:
@@ -290,10 +280,8 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
 
 
 def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:
-    """Convert all weights to one type if FSDP gathers a block's parameters in one piece.
-
-    FSDP2 needs one type of the trained ones alone, so adapters stay in float32, where small steps are not lost.
-    """
+    """Convert all weights to one type if FSDP gathers a block's parameters in one piece."""
+    # FSDP2 needs one type of the trained ones alone, so adapters stay in float32, where small steps are not lost.
     if config.fsdp_strategy != "none":
         apart = config.trains_adapters and config.fsdp_version == 2
         for parameter in module.parameters():
@@ -303,11 +291,7 @@ def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoi
 
 
 def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
-    """Load a teacher or a critic.
-
-    Raises:
-        DataError: It is of another family than the student.
-    """
+    """Load a teacher or a critic."""
     from ebbtide_recipes.video.opening import open_source
 
     other = open_source(name, seed=config.seed, use_hf=config.use_hf)

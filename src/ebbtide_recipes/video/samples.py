@@ -208,7 +208,6 @@ def write(
 
 
 def _film(latents: torch.Tensor, source: Source, vae: Any) -> torch.Tensor:
-    """Return bytes ``[F, H, W, 3]`` of latents."""
     if vae is not None:
         return clips.as_bytes(source.family.decode(vae, latents.to(next(iter(vae.parameters()), latents).device))[0])
     shown = latents[0, :3].float()

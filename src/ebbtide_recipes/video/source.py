@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = str(folder)
-        self.index = _index(folder)
+        self.index = self._json(INDEX, "a pipeline's index") or {}
         self.transformer_config = self.config_of("transformer")
         if self.transformer_config is None:
             raise DataError(
@@ -55,10 +55,11 @@ class Source:
 
     def config_of(self, part: str) -> dict[str, Any] | None:
         """Return the config of a part; ``None`` if the pipeline has none."""
-        path = self.folder / part / "config.json"
-        if not path.is_file():
-            return None
-        return json_object(path, str(path), expected="a config", hint="fetch it again")
+        return self._json(f"{part}/config.json", "a config")
+
+    def _json(self, name: str, expected: str) -> dict[str, Any] | None:
+        path = self.folder / name
+        return json_object(path, str(path), expected=expected, hint="fetch it again") if path.is_file() else None
 
     @property
     def ratios(self) -> tuple[int, int]:
@@ -135,8 +136,7 @@ class Source:
         made: list[Text] = []
         for caption in captions:
             returned = pipeline.encode_prompt(prompt=caption, device=device, **arguments)
-            parts = [returned[place][0].cpu() for place in self.family.text_places]
-            made.append(dict(zip(self.family.text, parts, strict=True)))
+            made.append({name: part[0].cpu() for name, part in zip(self.family.text, returned, strict=False)})
         return made
 
     def vae_identity(self) -> str | None:
@@ -233,13 +233,6 @@ def quiet_bars() -> None:
         diffusers_logging.disable_progress_bar()
 
 
-def _index(folder: Path) -> Mapping[str, Any]:
-    path = folder / INDEX
-    if not path.is_file():
-        return {}
-    return json_object(path, str(path), expected="a pipeline's index", hint="fetch it again")
-
-
 def _layout_hint(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return "this is one model's folder: pass the folder above it"
@@ -253,7 +246,7 @@ def _identity(folders: Sequence[Path]) -> str:
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
         found.update(f"{path.parent.name}/{path.name}".encode())
-        if path.suffix == ".json" and path.name == "config.json":
+        if path.name == "config.json":
             config = json.loads(path.read_text(encoding="utf-8"))
             kept = {key: value for key, value in config.items() if not key.startswith("_") or key == "_class_name"}
             found.update(json.dumps(kept, sort_keys=True).encode())

@@ -288,10 +288,8 @@ def build(
 
 @contextmanager
 def _resharded(model: torch.nn.Module) -> Generator[None, None, None]:
-    """Reshard, at the end, the weights that FSDP2 leaves gathered after a forward without a backward.
-
-    The outermost module keeps its weights for a backward: the next forward would not see a later change of its shards.
-    """
+    """Reshard, at the end, the weights that FSDP2 leaves gathered after a forward without a backward."""
+    # The outermost module keeps its weights for a backward: the next forward would not see a change of its shards.
     from torch.distributed.fsdp import FSDPModule
 
     yield

@@ -25,7 +25,7 @@ from ebbtide_recipes.plan import model, page, picture
 from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.job import QUANTISED_BYTES, state_ratio
 from ebbtide_recipes.plan.options import Limits, Option, best, limits, options
-from ebbtide_recipes.plan.result import Result
+from ebbtide_recipes.plan.page import Result
 from ebbtide_recipes.sft.config import SftConfig
 
 GIB = 1024**3

@@ -16,7 +16,7 @@ from ebbtide.planner.table import load_plan
 from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import page
 from ebbtide_recipes.plan.config import PlanConfig
-from ebbtide_recipes.plan.result import Result
+from ebbtide_recipes.plan.page import Result
 from ebbtide_recipes.video.config import VideoConfig
 from tests.helpers import video_pipelines
 

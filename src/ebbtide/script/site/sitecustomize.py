@@ -51,11 +51,7 @@ class _WaitForTorch:
 
 
 def _arm() -> None:
-    """Import the switch, now that torch is imported.
-
-    Raises:
-        SystemExit: This Python has no ebbtide, or another version of it.
-    """
+    """Import the switch, now that torch is imported."""
     try:
         switch = importlib.import_module("ebbtide.script.switch")
     except ModuleNotFoundError as error:
