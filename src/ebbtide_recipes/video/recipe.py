@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, counted
 from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.recipe import Recipe
 from ebbtide_recipes.video.config import VideoConfig
@@ -231,6 +231,13 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             f"{source.name} has no VAE or no text encoder, and {folder} does not hold the latents of these clips",
             expected="both, to make them",
             hint="fetch the complete pipeline, or name existing latents: --latents_dir",
+        )
+    others = [] if same else latents.others(clips, folder, source, making)
+    if others and config.latents_dir is not None and not config.is_set("dataset"):
+        raise ConfigError(
+            f"{folder} holds {counted(len(others), 'unfinished clip')} of another data set, and no --dataset is set",
+            expected=f"the data set of these clips: those of {config.dataset[0]} would replace them",
+            hint="set --dataset to finish them, or name another --latents_dir",
         )
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
