@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, counted
+from ebbtide.base.units import format_size
 from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.recipe import Recipe
 from ebbtide_recipes.video.config import VideoConfig
@@ -239,6 +240,13 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             expected=f"the data set of these clips: those of {config.dataset[0]} would replace them",
             hint="set --dataset to finish them, or name another --latents_dir",
         )
+    if others and state.is_main_process:
+        size = format_size(sum(path.stat().st_size for path in others))
+        LOGGER.info(
+            "%s of other clips or flags (%s) stay in %s until the new ones are made; hint: to free the space at once, "
+            "remove clip-*.safetensors there",
+            counted(len(others), "latent file"), size, folder,
+        )  # fmt: skip
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
         if state.is_main_process and not latents.matches(folder, source, making, None):
