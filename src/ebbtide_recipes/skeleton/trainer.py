@@ -132,7 +132,7 @@ class RecordedTrainer(Trainer):
         """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones.
 
         Raises:
-            DiskFullError: The disk is full.
+            DiskError: The disk is full, or fails.
         """
         if self.config is None:
             super()._save_checkpoint(model, trial)
@@ -143,7 +143,7 @@ class RecordedTrainer(Trainer):
         if main and folder.exists():  # incomplete files of a killed run
             checkpoints.remove(folder)
         self.accelerator.wait_for_everyone()
-        try:
+        with checkpoints.writing(folder, output, remove_failed=main):
             super()._save_checkpoint(model, trial)
             self.save_more(folder)
             checkpoints.flush(folder)
@@ -151,12 +151,6 @@ class RecordedTrainer(Trainer):
             if main:
                 size, rows = self.args.world_size, len(self.train_dataset)
                 checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
-        except Exception as error:
-            if main:
-                checkpoints.remove(folder)
-            if full := checkpoints.not_saved(error, folder, output):
-                raise full from error
-            raise
         if main:
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
@@ -388,13 +382,9 @@ def save(trainer: RecordedTrainer, folder: Path) -> None:
     """Write the trained weights (or only the adapters) and the tokenizer; sharded weights are gathered first.
 
     Raises:
-        DiskFullError: The disk is full.
+        DiskError: The disk is full, or fails.
     """
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    try:
+    with checkpoints.writing(folder, folder, remove_failed=False):
         trainer.save_model(str(folder))
-    except Exception as error:
-        if full := checkpoints.not_saved(error, folder, folder):
-            raise full from error
-        raise
