@@ -197,8 +197,10 @@ class RecordedTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load what ``_save_rng_state`` saved."""
         super()._load_rng_state(checkpoint)
-        place = Path(checkpoint or "", _GENERATOR.format(self.args.process_index))
-        if self.args.device.type != "cpu" and place.is_file():
+        if checkpoint is None or self.args.device.type == "cpu":
+            return
+        place = Path(checkpoint, _GENERATOR.format(self.args.process_index))
+        if place.is_file():
             torch.get_device_module(self.args.device).set_rng_state(torch.load(place))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -195,6 +195,16 @@ def test_the_systems_reason_is_used_if_torch_chains_it(tmp_path: Path) -> None:
     assert isinstance(found, DiskFullError) and "File too large" in found.found
 
 
+def test_a_run_without_a_checkpoint_reads_no_generator_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = object.__new__(trainer_module.RecordedTrainer)
+    trainer.args = SimpleNamespace(device=torch.device("meta"), process_index=0)  # pyright: ignore
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "device_rng_state_0.pth").write_bytes(b"no generator")
+    trainer._load_rng_state(None)
+
+
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
     error = KeyError("state")
     assert checkpoints.not_saved(error, tmp_path, tmp_path) is None
