@@ -59,7 +59,7 @@ class Handle:
 
     @property
     def plan(self) -> SavablePlan:
-        """The current plan: ``explain()`` it, ``save("plan.json")`` it. A plan of your own is returned as it is."""
+        """The current plan: ``print`` it, ``save("plan.json")`` it. A plan of your own is returned as it is."""
         return cast("SavablePlan", self._engine.plan)
 
     @property

@@ -55,10 +55,10 @@ def _of_node(node: ast.AST) -> Iterator[str]:
         yield f"global {', '.join(node.names)}"
     elif isinstance(node, ast.ExceptHandler) and node.type is None:
         yield "bare except"
-    elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        name = getattr(node.exc.func, "id", getattr(node.exc.func, "attr", ""))
-        if name in ERRORS and not {"expected", "hint", None} & {k.arg for k in node.exc.keywords}:
-            yield f"{name} says neither what was expected nor what to do"
+    elif isinstance(node, ast.Call):
+        name, passed = getattr(node.func, "id", getattr(node.func, "attr", "")), {k.arg for k in node.keywords}
+        if name in ERRORS and None not in passed and not passed >= {"expected", "hint"}:
+            yield f"{name} lacks what was expected, or what to do"
     elif isinstance(node, Function):
         if (lines := _lines(node)) > FUNCTION_LINES:
             yield f"{node.name} has {lines} lines; at most {FUNCTION_LINES}"
@@ -118,7 +118,11 @@ def test_module_keeps_the_house_rules(path: Path) -> None:
         ("class C:\n    async def m(self, x) -> int: ...", "line 2: m has no annotation of x"),
         ("def f() -> None:\n" + "    pass\n" * 60, "line 1: f has 61 lines; at most 60"),
         ("x = 1\n" * 401, "the module has 401 lines; at most 400"),
-        ("raise ConfigError('no')", "line 1: ConfigError says neither what was expected nor what to do"),
+        ("raise ConfigError('no')", "line 1: ConfigError lacks what was expected, or what to do"),
+        (
+            "def f() -> ConfigError:\n    return ConfigError('no', hint='y')",
+            "line 2: ConfigError lacks what was expected, or what to do",
+        ),
         ("x = 1", "the module has no docstring"),
     ],
 )
@@ -128,7 +132,8 @@ def test_what_breaks_a_rule_is_found(source: str, finding: str) -> None:
 
 def test_what_keeps_the_rules_is_left_alone() -> None:
     body = '    """Say.\n\n    More.\n    """\n' + "    pass\n" * 59
-    source = f'"""Doc."""\n\ndef f(x: int, *a: int, **k: int) -> None:\n{body}\nraise ConfigError("x", hint="y")\n'
+    call = 'ConfigError("x", expected="z", hint="y")'
+    source = f'"""Doc."""\n\ndef f(x: int, *a: int, **k: int) -> None:\n{body}\nraise {call}\n'
     assert findings(source) == []
     assert findings("") == []
 

@@ -85,6 +85,12 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
     [
         (["run"], "there is no command; expected a command after --\nhint: such as `ebbtide run -- python train.py`"),
         (["run", "python", "a.py", "--lr", "1"], "no -- before 'python'; .*\nhint: ebbtide run -- python a.py --lr 1"),
+        (
+            ["run", "--out", "python", "python", "a.py"],
+            "before 'python'; .*\nhint: ebbtide run --out python -- python a.py",
+        ),
+        (["run", "--out=python", "python", "a.py"], "\nhint: ebbtide run --out=python -- python a.py"),
+        (["compare", "--out", "python", "python", "a.py"], "\nhint: ebbtide compare --out python -- python a.py"),
         (["run", "--steps", "3", "a.py"], "no -- before 'a.py'; .*\nhint: ebbtide run --steps 3 -- python a.py"),
         (["run", "--", "pyhton", "x.py"], "'pyhton' is no program; .*\nhint: did you mean 'python'"),
         (["run", "--", "accelerate", "launch"], "'accelerate' is no program; .*\nhint: accelerate is not on PATH: "),

@@ -310,6 +310,39 @@ def test_a_making_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
     assert latents.is_made(tmp_path / "latents")
 
 
+def test_unfinished_latents_are_not_replaced_by_those_of_the_built_in_data(tmp_path: Path) -> None:
+    folder, made = tmp_path / "clips", tmp_path / "latents"
+    folder.mkdir()
+    clips.write(folder / "one.mp4", shapes.draw(shapes.clips(1, 1)[0], 5, 16, 32), rate=8)
+    (folder / "one.txt").write_text("a circle")
+    own: dict[str, Any] = {"dataset": (str(folder),), "latents_dir": str(made), "max_steps": 1, **SMALL}
+    train(tmp_path / "a", **own)
+    (made / latents.MANIFEST).unlink()  # as if interrupted
+    [clip] = made.glob("clip-*")
+    unset: Any = {"dataset": VideoConfig().dataset}
+    with pytest.raises(ConfigError, match="holds 1 unfinished clip of another data set.*\nhint: set --dataset"):
+        train(tmp_path / "b", **{**own, **unset})
+    assert clip.exists() and not latents.is_made(made)
+    train(tmp_path / "c", **own)
+    clip.unlink()
+    (made / latents.MANIFEST).unlink()
+    train(tmp_path / "d", **{**own, **unset})  # nothing is replaced
+    (made / latents.MANIFEST).unlink()
+    train(tmp_path / "e", **{**own, **unset})  # unfinished clips of the built-in data
+
+
+def test_latents_of_other_flags_stay_until_the_new_ones_are_made(tmp_path: Path) -> None:
+    def messages() -> int:
+        return (tmp_path / "training.log").read_text().count("stay in")
+
+    train(tmp_path, **SMALL, max_steps=1)
+    before = len(list((tmp_path / "latents").glob("clip-*")))
+    assert before and not messages()
+    train(tmp_path, **{**SMALL, "num_frames": 9}, max_steps=1, overwrite_output_dir=True)
+    assert f"{before} latent files of other clips or flags (" in (tmp_path / "training.log").read_text()
+    assert len(list((tmp_path / "latents").glob("clip-*"))) == before and messages() == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [

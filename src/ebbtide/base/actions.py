@@ -151,6 +151,18 @@ class Plan(Protocol):
         ...
 
 
+class Explained:
+    """A plan that ``print`` explains."""
+
+    __slots__ = ()
+
+    def __str__(self: Plan) -> str:
+        return self.explain()
+
+    def __repr__(self: Plan) -> str:
+        return f"<{type(self).__name__}: {self.name}; explain() shows more>"
+
+
 STORAGE_ACTIONS = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 """The actions for a storage; for one whose plan never recomputes, all but the last."""
 

@@ -89,21 +89,28 @@ def check_json_name(path: Path, what: str, *, hint: str) -> None:
         raise DataError(f"{what} has another ending", expected="a name that ends in .json", hint=hint)
 
 
-def check_replaceable(path: Path, what: str, keys: AbstractSet[str], *, hint: str) -> None:
-    """Raise if a JSON file cannot be written, or would replace anything but an earlier result.
+def check_replaceable(path: Path, what: str, result: AbstractSet[str] | str, *, hint: str) -> None:
+    """Raise if a file cannot be written, or would replace anything but an earlier result.
 
     Args:
         path: The file.
         what: Name of the file in errors.
-        keys: Keys of every result.
+        result: Keys of every result in JSON, or how every other result begins.
         hint: Hint of errors.
 
     Raises:
         DataError: It cannot, or would.
     """
     check_writable(path, what, hint=hint)
-    check_json_name(path, what, hint=hint)
-    if path.exists() and path.stat().st_size:
-        expected = "a new file, or an earlier result"
-        if not keys <= json_object(path, what, expected=expected, hint=hint).keys():
-            raise DataError(f"{what} holds something else", expected=expected, hint=hint)
+    if not isinstance(result, str):
+        check_json_name(path, what, hint=hint)
+    if not path.exists() or not path.stat().st_size:
+        return
+    expected = "a new file, or an earlier result"
+    if isinstance(result, str):
+        with path.open("rb") as file:
+            same = file.read(len(result)) == result.encode()
+    else:
+        same = result <= json_object(path, what, expected=expected, hint=hint).keys()
+    if not same:
+        raise DataError(f"{what} holds something else", expected=expected, hint=hint)

@@ -203,15 +203,18 @@ class _Names:
         if len(self.refused) == 1 and self.unknown:
             [error] = self.unknown.values()
             raise error
+        expected = f"flags that `{self.prog} --help` shows"
         if len(self.refused) == 1:
             [(shown, hint)] = self.refused.items()
-            raise ConfigError(f"{shown} is not supported in this release", hint=hint)
+            raise ConfigError(f"{shown} is not supported in this release", expected=expected, hint=hint)
         if self.refused:
             lines = [f"{shown}: {hint}" for shown, hint in self.refused.items()]
             lines += [f"{self.page} lists the keys that are translated"] if self.unknown else []
             what = "unknown or not supported" if self.unknown else "not supported"
             raise ConfigError(
-                f"{len(self.refused)} flags are {what} in this release", hint="\n  ".join(["for each", *lines])
+                f"{len(self.refused)} flags are {what} in this release",
+                expected=expected,
+                hint="\n  ".join(["for each", *lines]),
             )
 
 

@@ -61,7 +61,8 @@ def build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
             hint = nearest(flag.text, known_names(wanted)) or help_
             raise ConfigError(f"{flag.shown} is {flag.text!r}", expected=in_words(wanted), hint=hint)
     shown = {flag.shown: flag.text for flag in values.values()}
-    raise ConfigError(f"the values {shown} do not make a {kind.__name__}", hint=help_)
+    found = f"the values {shown} do not make a {kind.__name__}"
+    raise ConfigError(found, expected="values that go together", hint=help_)
 
 
 def _bare(kind: type[Any], names: Sequence[str]) -> type[Any]:

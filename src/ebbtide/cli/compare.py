@@ -29,7 +29,7 @@ from ebbtide.cli.rounds import (
     check_packages,
     run_rounds,
 )
-from ebbtide.cli.run import EXAMPLE, no_command, split
+from ebbtide.cli.run import EXAMPLE, no_command, split, split_at_word
 
 MODES: dict[str, tuple[str, str]] = {
     "plain": ("false", "false"),
@@ -168,7 +168,7 @@ def run(argv: Sequence[str]) -> int:
         steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS))
         return compare_script(command, modes=modes, rounds=rounds, steps=steps, out=out).exit_code
     is_named = bool(arguments) and not arguments[0].startswith("-")
-    recipe = _recipe(arguments, rest[: rest.index(arguments[0])] if is_named else [])
+    recipe = _recipe(arguments, split_at_word(rest)[0] if is_named else [])
     if own.steps is not None:
         hint = f"--max_steps {own.steps}"
         raise ConfigError("--steps is set, and there is no script", expected="-- and a command after it", hint=hint)

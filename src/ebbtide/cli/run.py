@@ -68,8 +68,8 @@ def run(argv: Sequence[str]) -> int:
     flags, command = split(argv)
     words = parser.parse_known_args(flags)[1]
     if words and not command and not words[0].startswith("-"):
-        at = flags.index(words[0])
-        raise no_command(f"there is no -- before {words[0]!r}", "run", flags[at:], flags=flags[:at])
+        before, command = split_at_word(flags)
+        raise no_command(f"there is no -- before {command[0]!r}", "run", command, flags=before)
     own = parser.read(flags)
     check_command(command, verb="run")
     policy = _policy(own.policy)
@@ -99,6 +99,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]
+
+
+def split_at_word(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments at the first word that is no flag and no flag's value; each flag before it takes one."""
+    at = 0
+    while argv[at].startswith("-"):
+        at += 1 if "=" in argv[at] else 2
+    return list(argv[:at]), list(argv[at:])
 
 
 def check_command(command: Sequence[str], *, verb: str) -> None:

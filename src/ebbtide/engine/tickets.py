@@ -383,6 +383,7 @@ def modified_error(
     saved_at = f" saved at {where}" if where else ""
     return ModifiedInPlaceError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(size)}]{saved_at} is at version {found}; expected version {expected} instead",
+        f"[{kind} {list(size)}]{saved_at} is at version {found}",
+        expected=f"version {expected} instead",
         hint=hint,
     )

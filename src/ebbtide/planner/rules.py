@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.base.actions import ALWAYS, Action, Candidate
+from ebbtide.base.actions import ALWAYS, Action, Candidate, Explained
 from ebbtide.base.errors import ConfigError
 from ebbtide.config import POLICIES, Auto, Inputs, Keep, Minimal, Offload, Policy
 
@@ -19,7 +19,7 @@ No matrix product of a useful width is as cheap."""
 
 
 @dataclass(frozen=True)
-class PolicyPlan:
+class PolicyPlan(Explained):
     """The plan that a policy alone determines: see ``ebbtide.base.actions.StandingPlan`` and ``SavablePlan``."""
 
     policy: Policy

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
+from ebbtide.base.actions import ALWAYS, Action, Candidate, Explained, Plan, Site
 from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
@@ -60,7 +60,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TablePlan:
+class TablePlan(Explained):
     """Looks up the action of a site; unknown sites follow the heuristic.
 
     A batch that saves more than the profiled one keeps no more bytes: the excess is offloaded.

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.base.actions import Action, Candidate, Explained, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.base.weak import weakly
@@ -79,7 +79,7 @@ SHORTER = 4
 """Shorter steps that may pass until one as long as the step that triggered a measurement."""
 
 
-class MeasuredPlan:
+class MeasuredPlan(Explained):
     """The plan of ``Auto``. See [Note: Auto's steps].
 
     Args:

@@ -13,6 +13,8 @@ RUN_CLASSES = {"plain": "plain", "checkpointing": "checkpointing", "ebbtide": "e
 _SPARE_CLASSES = ("other-a", "other-b", "other-c", "other-d")
 _PHASES = ("forward", "backward", "optimizer")
 _SPARE_PHASES = ("phase-a", "phase-b", "phase-c", "phase-d")
+BEGINNING = '<svg xmlns="http://www.w3.org/2000/svg" class="eb" '
+"""Of every picture."""
 ACTIONS = ("kept", "offloaded", "recomputed", "checkpointed")
 
 STYLE = """
@@ -82,7 +84,7 @@ def polyline(points: Sequence[tuple[float, float]], color: str, also: str = "str
 def svg(width: float, height: float, pieces: Sequence[str], *, label: str) -> str:
     """Return a complete SVG with its own style, for a page or stand-alone."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="eb" viewBox="0 0 {width:g} {height:g}" '
+        f'{BEGINNING}viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(label, quote=True)}">'
         f"<style>{STYLE}</style>"
         f'<rect width="{width:g}" height="{height:g}" style="fill:var(--bg)"/>{"".join(pieces)}</svg>'

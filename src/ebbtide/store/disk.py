@@ -14,6 +14,7 @@ from ebbtide.store.aligned import BackingFile
 from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
+from ebbtide.store.faults import freed_error
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.protocol import Streamless
 from ebbtide.store.room import Room
@@ -96,7 +97,7 @@ class DiskSlot:
         tensor = self._work.take(self._parcel)
         if tensor is None:
             self._work.check(self._parcel)
-            raise DiskError("a slot was freed during a read", hint="keep its ticket alive")
+            raise freed_error(DiskError)
         return tensor
 
     def free(self) -> None:
@@ -194,6 +195,7 @@ class DiskTier(Streamless):
             raise ConfigError(
                 f"source is {source.dtype} of shape {tuple(source.shape)} on {source.device}",
                 expected="a contiguous, one-dimensional, not empty torch.uint8 tensor on the CPU",
+                hint="pass tensor.contiguous().view(-1).view(torch.uint8)",
             )
         parcel = Parcel(source, self._align_bytes)
         slot = DiskSlot(self, self._work, parcel)

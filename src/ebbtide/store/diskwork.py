@@ -27,7 +27,7 @@ from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import BufferPool
 from ebbtide.store.counters import TierCounters
-from ebbtide.store.faults import Fault, forked_error
+from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
 from ebbtide.store.parcel import Parcel, ParcelState, Read, discard
 from ebbtide.store.room import Room
 from ebbtide.store.waiting import wait_held
@@ -85,7 +85,7 @@ class DiskWork:
         if os.getpid() != self._pid:
             raise forked_error(self._pid)
         if self._closed:
-            raise DiskError("the disk tier is closed", hint="keep it open until the last backward is done")
+            raise closed_error("disk", DiskError)
         if self._broken is not None:
             raise self._broken.error()
 
@@ -99,7 +99,7 @@ class DiskWork:
         if parcel.fault is not None:
             raise parcel.fault.error()
         if parcel.state is ParcelState.DEAD:
-            raise DiskError("a slot is used after it was freed or cancelled", hint="keep its ticket alive")
+            raise freed_error(DiskError)
 
     def measure(self) -> tuple[int, int, int]:
         """Return the bytes of live slots' places, of draining places, and those that could still be parked."""
@@ -217,7 +217,7 @@ class DiskWork:
         while not happened():
             self.check_usable()
             if not wait_held(self._done, _WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
-                raise DiskError("a thread of the disk tier has died", hint="close this handle and open a new one")
+                raise ended_error()
             self._settle()
         self._counters.stalls.add_since(started)
 

@@ -1,11 +1,11 @@
-"""Errors of worker threads, kept until the next call."""
+"""Errors of worker threads, kept until the next call, and those that several tiers raise."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-from ebbtide.base.errors import DiskError, DiskFullError
+from ebbtide.base.errors import DiskError, DiskFullError, TargetError
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk, quota or file-size limit."""
@@ -47,3 +47,20 @@ def forked_error(owner: int) -> DiskError:
         expected="one tier per process: threads do not survive a fork",
         hint="in the child call handle.close() and enable_activation_offloading(model), or start it with 'spawn'",
     )
+
+
+def freed_error(kind: type[TargetError] = TargetError) -> TargetError:
+    """Return the error for a slot that is used too late."""
+    return kind("a slot was freed or cancelled, and is used", expected="a live slot", hint="keep its ticket alive")
+
+
+def closed_error(tier: str, kind: type[TargetError] = TargetError) -> TargetError:
+    """Return the error for a closed tier that is used."""
+    hint = "keep it open until the last backward is done"
+    return kind(f"the {tier} tier is closed", expected="an open one", hint=hint)
+
+
+def ended_error() -> DiskError:
+    """Return the error for a thread of the disk tier that ended without a word."""
+    hint = "close this handle and open a new one"
+    return DiskError("a thread of the disk tier has died", expected="all of them until the tier is closed", hint=hint)

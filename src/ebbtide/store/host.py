@@ -12,13 +12,14 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from ebbtide.base.errors import CapError, ConfigError, TargetError
+from ebbtide.base.errors import CapError, ConfigError
 from ebbtide.store.arena import Arena, ArenaState, Place
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import Device, StreamHandle
+from ebbtide.store.faults import closed_error, freed_error
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.hostcopies import HostCopies, Out, pieces
-from ebbtide.store.hostslot import HostSlot, freed_error
+from ebbtide.store.hostslot import HostSlot
 
 
 class HostTier:
@@ -126,6 +127,7 @@ class HostTier:
                 raise ConfigError(
                     f"source is {source.dtype} of shape {tuple(source.shape)}",
                     expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
+                    hint="pass tensor.contiguous().view(-1).view(torch.uint8)",
                 )
         found: dict[int, HostSlot | CapError] = {}
         for where in dict.fromkeys([source.device for source in sources]):
@@ -297,9 +299,7 @@ class HostTier:
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
-            raise TargetError(
-                "the host tier is closed", expected="an open one", hint="keep it open until the last backward is done"
-            )
+            raise closed_error("host")
         if slot is not None and slot.freed:
             raise freed_error()
 

@@ -17,9 +17,9 @@ from typing import Protocol
 
 import torch
 
-from ebbtide.base.errors import TargetError
 from ebbtide.store.arena import Place
 from ebbtide.store.device import EventHandle, StreamHandle
+from ebbtide.store.faults import freed_error
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +112,3 @@ class HostSlot:
         if self._tier is None:
             raise freed_error()
         return self._tier
-
-
-def freed_error() -> TargetError:
-    """Return the error for a slot that is used after it was freed."""
-    return TargetError("a slot is used after it was freed", hint="keep its ticket alive")

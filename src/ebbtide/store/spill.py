@@ -23,8 +23,9 @@ from ebbtide.base.errors import CapError, DiskError, DiskFullError, TargetError
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.disk import DiskTier
+from ebbtide.store.faults import freed_error
 from ebbtide.store.host import HostTier
-from ebbtide.store.hostslot import HostSlot, freed_error
+from ebbtide.store.hostslot import HostSlot
 from ebbtide.store.spillslot import SpillSlot, staged, stages
 
 _LOG = logging.getLogger("ebbtide.store")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError, first_line
 from ebbtide.base.extras import check_installed
-from ebbtide.base.files import check_replaceable, check_writable, write_text
+from ebbtide.base.files import check_replaceable, write_text
 from ebbtide.base.units import format_size
 from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
@@ -48,6 +48,7 @@ def main(
         check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
     machine = None if config.gpu is None else _machine(config, begin)  # a wrong name is refused before a model is read
     begin(f"reading the config of {config.name}")
+    from ebbtide.report.style import BEGINNING
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised
     from ebbtide_recipes.plan.options import limits, options
@@ -58,7 +59,7 @@ def main(
         hint = "such as --out plan.json"
         check_replaceable(Path(path).expanduser(), f"--out {path!r}", {"actions", "predicted"}, hint=hint)
     if (path := config.svg) is not None:
-        check_writable(Path(path).expanduser(), f"--svg {path!r}", hint="such as --svg plan.svg")
+        check_replaceable(Path(path).expanduser(), f"--svg {path!r}", BEGINNING, hint="such as --svg plan.svg")
     subject_of: Any = video.VideoSubject if config.recipe == "video" else model.Subject
     subject = subject_of(config.as_recipe())
     machine = machine or _machine(config, begin)

@@ -16,13 +16,16 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError, DiskFullError, first_line, nearest
+from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, first_line, nearest
+from ebbtide.base.units import format_size
 from ebbtide.cli.translation import FALSE, NOTHING
 
 if TYPE_CHECKING:
@@ -41,7 +44,9 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota", "Writer failed writing")
+_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
+_NO_REASON = ("Writer failed writing", "iostream error", "unexpected pos")
+"""Errors of torch.save after a failed write (torch 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,27 +237,73 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def not_saved(error: Exception, what: Path, output: Path) -> DiskFullError | None:
-    """Return the error to raise after a save that failed for a full disk; ``None``: it failed for another reason.
+@contextmanager
+def writing(folder: Path, output: Path, *, remove_failed: bool) -> Generator[None]:
+    """Raise an error with a hint if a save in the context fails because of the disk.
 
     Args:
-        error: The original.
-        what: What was being written.
+        folder: What is written.
         output: The run's output folder.
+        remove_failed: Remove the folder after a failed save.
+
+    Raises:
+        DiskError: The disk is full, or fails.
     """
-    if not says_full(error):
-        return None
+    try:
+        yield
+    except Exception as error:
+        failed = not_saved(error, folder, output)  # before anything is removed, which would free a full disk
+        if remove_failed:
+            remove(folder)
+        if failed is not None:
+            raise failed from error
+        raise
+
+
+def not_saved(error: Exception, what: Path, output: Path) -> DiskError | None:
+    """Return the error to raise after a save for which the disk failed; ``None``: it failed for another reason.
+
+    The disk must be as the save of ``what`` left it: torch.save loses the system's reason, so another file is written.
+    """
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    cause = next((x for x in chain if says_full(x)), None)
+    if cause is None:
+        if not any(word in str(x) for x in chain for word in _NO_REASON):
+            return None
+        cause = _write_error(output)
+    if cause is None or not says_full(cause):
+        reason = "torch.save does not report why" if cause is None else first_line(cause)
+        free = format_size(shutil.disk_usage(output).free)
+        return DiskError(
+            f"{what} could not be written: {reason} ({free} are free)",
+            expected="a disk that takes every byte",
+            hint=f"check its space, your quota and the system log; {resumable(output)}",
+        )
     remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
     return DiskFullError(
-        f"{what} could not be written: {first_line(error)}",
+        f"{what} could not be written: {first_line(cause)}",
         expected="room for it on the disk",
         hint=f"free some space, or {remedy}; {resumable(output)}",
     )
 
 
-def says_full(error: Exception) -> bool:
+def says_full(error: BaseException) -> bool:
     """Whether an error means a full disk; libraries report it in words."""
     return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
+
+
+def _write_error(folder: Path) -> OSError | None:
+    """Return the error of writing another file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def resumable(output: Path) -> str:

@@ -139,7 +139,7 @@ class RecordedTrainer(Trainer):
         if main and folder.exists():  # incomplete files of a killed run
             checkpoints.remove(folder)
         self.accelerator.wait_for_everyone()
-        try:
+        with checkpoints.writing(folder, output, remove_failed=main):
             super()._save_checkpoint(model, trial)
             self.save_more(folder)
             checkpoints.flush(folder)
@@ -147,12 +147,6 @@ class RecordedTrainer(Trainer):
             if main:
                 size, rows = self.args.world_size, len(self.train_dataset)
                 checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
-        except Exception as error:
-            if main:
-                checkpoints.remove(folder)
-            if full := checkpoints.not_saved(error, folder, output):
-                raise full from error
-            raise
         if main:
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
@@ -199,8 +193,10 @@ class RecordedTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load what ``_save_rng_state`` saved."""
         super()._load_rng_state(checkpoint)
-        place = Path(checkpoint or "", _GENERATOR.format(self.args.process_index))
-        if self.args.device.type != "cpu" and place.is_file():
+        if checkpoint is None or self.args.device.type == "cpu":
+            return
+        place = Path(checkpoint, _GENERATOR.format(self.args.process_index))
+        if place.is_file():
             torch.get_device_module(self.args.device).set_rng_state(torch.load(place))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -385,13 +381,9 @@ def save(trainer: RecordedTrainer, folder: Path) -> None:
     """Write the trained weights (or only the adapters) and the tokenizer; sharded weights are gathered first.
 
     Raises:
-        DiskFullError: The disk is full.
+        DiskError: The disk is full, or fails.
     """
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    try:
+    with checkpoints.writing(folder, folder, remove_failed=False):
         trainer.save_model(str(folder))
-    except Exception as error:
-        if full := checkpoints.not_saved(error, folder, folder):
-            raise full from error
-        raise

@@ -217,13 +217,18 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     draft = folder / f"{MANIFEST}.part"
     draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     draft.replace(folder / MANIFEST)
-    named = {item["file"] for item in items}
-    for path in folder.glob("clip-*.safetensors"):
-        if path.name not in named:
-            path.unlink()
+    for path in others(clips, folder, source, making):
+        path.unlink()
     for path in folder.glob("text-*.safetensors"):
         if not _done(path, request):
             path.unlink()
+
+
+def others(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> list[Path]:
+    """Return a folder's latents of other clips or settings, which ``finish`` removes."""
+    request = _hash_of(source, making)
+    named = {_clip_file(_clip_request(request, clip)) for clip in clips}
+    return [path for path in folder.glob("clip-*.safetensors") if path.name not in named]
 
 
 def add_captions(

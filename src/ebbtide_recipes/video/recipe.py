@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, counted
+from ebbtide.base.units import format_size
 from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.recipe import Recipe
 from ebbtide_recipes.video.config import VideoConfig
@@ -222,6 +223,8 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             expected="both, to make them",
             hint="fetch the complete pipeline, or name existing latents: --latents_dir",
         )
+    if not same:
+        _check_others(config, folder, latents.others(clips, folder, source, making), logs=state.is_main_process)
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
         if state.is_main_process and not latents.matches(folder, source, making, None):
@@ -239,6 +242,26 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
         latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_dtype(config, frozen=True))
     state.wait_for_everyone()
     return latents.Latents(folder)
+
+
+def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, logs: bool) -> None:
+    """Refuse to replace unfinished latents of a data set that is not set; log the space of others."""
+    if not others:
+        return
+    if config.latents_dir is not None and not config.is_set("dataset"):
+        raise ConfigError(
+            f"{folder} holds {counted(len(others), 'unfinished clip')} of another data set, and no --dataset is set",
+            expected=f"the data set of these clips: those of {config.dataset[0]} would replace them",
+            hint="set --dataset to finish them, or name another --latents_dir",
+        )
+    if logs:
+        LOGGER.info(
+            "%s of other clips or flags (%s) stay in %s until the new ones are made; hint: to free the space at once, "
+            "remove clip-*.safetensors there",
+            counted(len(others), "latent file"),
+            format_size(sum(path.stat().st_size for path in others)),
+            folder,
+        )
 
 
 def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:

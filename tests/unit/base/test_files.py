@@ -66,5 +66,9 @@ def test_only_an_earlier_result_is_replaced(tmp_path: Path) -> None:
     for content in ('{"hidden_size": 1, "name": 2}', "import os", "[1]"):
         with pytest.raises(DataError, match="expected a new file, or an earlier result\nhint: do this"):
             check("config.json", content)
+    with pytest.raises(
+        DataError, match="x holds something else; expected a new file, or an earlier result\nhint: do this"
+    ):
+        check_replaceable(tmp_path / "config.json", "x", "<svg ", hint="do this")
     with pytest.raises(DataError, match="ends in .json"):
         check_json_name(Path("plan"), "x", hint="do this")

@@ -148,11 +148,13 @@ def test_it_says_what_it_does_before_and_after(tmp_path: Path) -> None:
     bus = Bus()
     bus.subscribe(lambda kind, fields: told.append(f"{kind}: {fields['text']}"))
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    assert str(plan) == plan.explain() and repr(plan).startswith("<MeasuredPlan: auto; explain()")
     assert "3 steps" in plan.explain() and "max_slowdown=0.1" in plan.explain()
     with pytest.raises(ConfigError, match="not made yet"):
         plan.save(tmp_path / "plan.json")
     for _ in range(3):
         plan.saw_step(step())
+    assert str(plan) == plan.explain() and plan.table is not None and str(plan.table) == plan.table.explain()
     assert "predicted" in plan.explain()
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan.table

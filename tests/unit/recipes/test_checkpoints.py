@@ -7,6 +7,8 @@ import errno
 import json
 import logging
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
-from ebbtide.base.errors import ConfigError, DataError, DiskFullError
+from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, run
 from ebbtide_recipes.skeleton import trainer as trainer_module
@@ -152,6 +155,54 @@ def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error
     assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint
     old = make(tmp_path, 2)
     assert f"resume from {old}" in str(checkpoints.not_saved(error, new, tmp_path))
+
+
+def torch_error(path: Path) -> Exception:
+    """Return the error of ``torch.save`` that may not write more than a page."""
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        torch.save(torch.zeros(9999), path)
+    except Exception as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    raise RuntimeError("it was written")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, None])
+def test_the_reason_that_torch_loses_is_found_by_writing_another_file(
+    code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_number: int) -> None:
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+
+    error = torch_error(tmp_path / "optimizer.pt")
+    assert not checkpoints.says_full(error)
+    monkeypatch.setattr(os, "fsync", fsync)
+    found = checkpoints.not_saved(error, tmp_path / "checkpoint-4", tmp_path)
+    assert isinstance(found, DiskError)
+    assert isinstance(found, DiskFullError) == (code in (errno.ENOSPC, errno.EDQUOT))
+    assert (os.strerror(code) if code else "torch.save does not report why") in found.found and found.hint
+
+
+def test_the_systems_reason_is_used_if_torch_chains_it(tmp_path: Path) -> None:
+    error = RuntimeError("unexpected pos 704 vs 598")  # as for a file whose name has letters beyond ASCII
+    error.__context__ = OSError(errno.EFBIG, "File too large")
+    found = checkpoints.not_saved(error, tmp_path / "checkpoint-4", tmp_path)
+    assert isinstance(found, DiskFullError) and "File too large" in found.found
+
+
+def test_a_run_without_a_checkpoint_reads_no_generator_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = object.__new__(trainer_module.RecordedTrainer)
+    trainer.args = SimpleNamespace(device=torch.device("meta"), process_index=0)  # pyright: ignore
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "device_rng_state_0.pth").write_bytes(b"no generator")
+    trainer._load_rng_state(None)
 
 
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:

@@ -583,6 +583,10 @@ def test_the_points_are_in_the_json_and_the_picture_in_its_file(qwen: str, tmp_p
     assert recipe.draw(drawn, str(tmp_path / "plan.svg")).startswith("drawn    ")
     assert (tmp_path / "plan.svg").read_text().startswith("<svg ")
     assert page.as_values(result)["pareto"] is None
+    found(qwen, svg=str(tmp_path / "plan.svg"))  # a picture may be drawn once more
+    (tmp_path / "plan.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"/>')  # of another tool
+    with pytest.raises(DataError, match="plan.svg' holds something else"):
+        found(qwen, svg=str(tmp_path / "plan.svg"))
     with pytest.raises(DataError, match="cannot be written"):
         recipe.draw(drawn, str(tmp_path))
 
