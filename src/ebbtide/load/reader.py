@@ -17,10 +17,8 @@ mapped file that shrinks kills the process instead of raising, and its pages cou
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import math
-import mmap
 import os
 import random
 import threading
@@ -33,7 +31,7 @@ from ebbtide.base.errors import DataError
 from ebbtide.load.header import CheckpointEntry, state_of
 from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
-from ebbtide.store.pages import give_pages
+from ebbtide.store.pages import give_pages, resident_pages
 from ebbtide.store.share import free_memory_bytes
 
 ALIGN_BYTES = 4096
@@ -48,6 +46,7 @@ CACHED_SHARE = 0.5
 """Part of a file in the page cache from which on it is read through it."""
 FREE_SHARE = 0.5
 """Part of the free memory that a checkpoint may take in the page cache."""
+_SAMPLES = 64
 
 
 class CheckpointFile:
@@ -349,22 +348,9 @@ def cached_share(fd: int) -> float:
     size_bytes = os.fstat(fd).st_size
     if size_bytes == 0:
         return 1.0
-    pages = -(-size_bytes // mmap.PAGESIZE)
-    found = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
+    if (pages := resident_pages(fd, size_bytes)) is None:
         return 1.0
-    try:
-        if libc.mincore(address, size_bytes, found) != 0:
-            return 1.0
-    finally:
-        libc.munmap(address, size_bytes)
-    share = sum(bytes(found).translate(_LOW_BIT)) / pages
+    share = sum(pages) / len(pages)
     return share if share < 1 else _sampled_share(fd, size_bytes)
 
 
@@ -383,7 +369,3 @@ def _sampled_share(fd: int, size_bytes: int) -> float:
         except (OSError, AttributeError):  # the file system or the platform has no such reads
             return 1.0
     return cached / _SAMPLES
-
-
-_SAMPLES = 64
-_LOW_BIT = bytes(i & 1 for i in range(256))
