@@ -265,15 +265,7 @@ class SpillTier:
                 raise slot
 
     def _pass_on(self, disk: DiskTier, *, wait: bool = False) -> bool:
-        """Write arrived stages to disk, and free the stages whose bytes are on disk.
-
-        Args:
-            disk: The disk tier.
-            wait: Whether to wait until a stage is freed, if there is one.
-
-        Returns:
-            Whether there may be more room than before.
-        """
+        """Write arrived stages to disk, and free those whose bytes are there; return whether there may be more room."""
         freed = False
         # An entry is removed after its step, so an interrupted step is repeated. Slots may be freed in other threads
         # meanwhile; errors from their places are not the disk's fault.
