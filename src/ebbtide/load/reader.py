@@ -355,11 +355,8 @@ def cached_share(fd: int) -> float:
 
 
 def _sampled_share(fd: int, size_bytes: int) -> float:
-    """Return which part of a sample of places in a file can be read without waiting; 1 where that is unknown.
-
-    A read that fails still makes the kernel fetch its page, so the places differ from call to call.
-    """
-    begin, cached = random.Random().random(), 0
+    """Return which part of a sample of places in a file can be read without waiting; 1 where that is unknown."""
+    begin, cached = random.Random().random(), 0  # a read that fails still makes the kernel fetch its page
     for sample in range(_SAMPLES):
         try:
             place = int((sample + begin) * size_bytes / _SAMPLES)

@@ -203,13 +203,10 @@ class Saving:
         return {}
 
     def _finish(self, files: Files) -> dict[str, Any]:
-        """Rename the drafts, write the index, and remove files of an earlier save of this name.
-
-        An index of files that are replaced is removed first: a killed save leaves no mixture that loads.
-        """
+        """Rename the drafts, write the index, and remove files of an earlier save of this name."""
         index = f"{self._name}.safetensors{INDEX_SUFFIX}"
         try:
-            if any((self._folder / file).exists() for file in files):
+            if any((self._folder / file).exists() for file in files):  # a killed save leaves no mixture that loads
                 (self._folder / index).unlink(missing_ok=True)
             for file in files:
                 (self._folder / (file + _DRAFT)).replace(self._folder / file)
