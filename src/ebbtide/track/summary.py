@@ -121,15 +121,12 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
 
 
 def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float | None:
-    """Return the median rate of the steps; where not every step generates, the rate over all whole rollouts.
-
-    A rollout that several steps learn from is generated in the first of them, which a median would leave out.
-    """
+    """Return the median rate of the steps; where not every step generates, the rate over all whole rollouts."""
     phases = [event for event in _all(events, "phase") if event.get("name") == _GENERATION]
     generating = {event.get("step") for event in phases if event.get("edge") == "begin"}
     begins = [index for index, step in enumerate(timed) if step.get("step") in generating]
     shared = bool(generating) and len(begins) < len(timed)
-    if shared:
+    if shared:  # a median would leave out the first step of a rollout, which generates it
         timed = timed[begins[0] : begins[-1]] if begins else []
     known = [(s["tokens"], s["seconds"]) for s in timed if s.get("tokens") is not None and s.get("seconds")]
     if not known or len(known) < len(timed):
@@ -140,12 +137,9 @@ def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float
 
 
 def _steps(events: Sequence[Event]) -> list[Event]:
-    """Return the steps; a loss or tokens that a step lacks are those that were logged after it.
-
-    A trainer that resumes, or that trains a second time, numbers its steps otherwise, so times decide.
-    """
+    """Return the steps; a loss or tokens that a step lacks are those that were logged after it."""
     steps = _all(events, "step")
-    ends = [step["t"] for step in steps]
+    ends = [step["t"] for step in steps]  # numbers do not decide: a resumed trainer has others
     logged: dict[int, dict[str, Any]] = {}
     for event in _all(events, "log"):
         at = bisect_right(ends, event["t"]) - 1
@@ -255,14 +249,12 @@ def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tu
 def _outside(
     events: Sequence[Event], steady: Steady, path: Path, inside: dict[str, Any], least: float
 ) -> dict[str, Any]:
-    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants].
-
-    The floor is the last sample before the forward, so it contains nothing of the forward. If the heap was trimmed, the
-    run's own samples are used: the sampler may sample in the middle of trimming.
-    """
+    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants]."""
     # An overwritten folder may still hold samples of the previous run.
     curve = [(e["t"], e["rss_bytes"]) for e in read_events(path) if e["t"] >= events[0]["t"]]
+    # The last sample before the forward contains nothing of it.
     view = _view(events, steady, curve, least, before=lambda times, begin: bisect_left(times, begin) - 1, at=_nearest)
+    # The sampler may sample in the middle of trimming.
     if steady.trimmed and inside["activation_bytes"] is not None:
         view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
     return view
