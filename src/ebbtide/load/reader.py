@@ -39,6 +39,7 @@ CHUNK_BYTES = 2 << 20
 BATCH_BYTES = 8 << 20
 """Wanted bytes from which on spans become a job of a thread: handing jobs over costs as much as reading little ones."""
 READERS = 4
+"""Threads; each has a staging buffer of ``CHUNK_BYTES``."""
 RUN_BYTES = 64 << 10
 """Runs at least this long are read by themselves; shorter ones with what lies between them."""
 SLACK = 1.25
@@ -133,7 +134,6 @@ class SliceReader:
 
     Args:
         entries: Where tensors lie.
-        readers: Threads; each has a staging buffer of ``CHUNK_BYTES``.
         shared: Tensors of which other ranks of this machine read the same bytes.
         ahead: This machine's ranks need the whole checkpoint, so that the kernel may read ahead.
         pinned: Staging memory that an accelerator copies from at its full rate.
@@ -143,7 +143,6 @@ class SliceReader:
         self,
         entries: Mapping[str, CheckpointEntry],
         *,
-        readers: int = READERS,
         shared: Callable[[str], bool] = lambda key: False,
         ahead: bool = True,
         pinned: bool = False,
@@ -153,8 +152,7 @@ class SliceReader:
         self._files: dict[tuple[str, bool], CheckpointFile] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._readers = readers
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="ebbtide-load")
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="ebbtide-load")
         self._stopped = False
 
     def __enter__(self) -> SliceReader:
@@ -176,7 +174,7 @@ class SliceReader:
         waiting: set[Future[int]] = set()
         try:
             for batch in self._batches(pieces):
-                if len(waiting) >= 2 * self._readers:
+                if len(waiting) >= 2 * READERS:
                     waiting = self._settle(waiting, done)
                 waiting.add(self._pool.submit(self._read_batch, batch))
             while waiting:
