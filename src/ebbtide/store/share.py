@@ -69,7 +69,7 @@ def free_memory_bytes(*, root: Path = Path("/")) -> int:
 
 
 def _machine(root: Path) -> Memory:
-    fields = _fields(root / "proc/meminfo", unit=1024)
+    fields = fields_of(root / "proc/meminfo", unit=1024)
     total = fields.get("MemTotal:")
     if total is None:  # not Linux: free memory is unknown; assume half
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -105,7 +105,7 @@ def _group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> li
     limit, used = _number(folder / limit_name), _number(folder / used_name)
     if limit is None or used is None:
         return []
-    reclaimable = _fields(folder / "memory.stat").get(cache_name, 0)
+    reclaimable = fields_of(folder / "memory.stat").get(cache_name, 0)
     return [Memory(limit_bytes=limit, free_bytes=limit - used + min(reclaimable, used))]
 
 
@@ -116,7 +116,8 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _fields(path: Path, *, unit: int = 1) -> dict[str, int]:
+def fields_of(path: Path, *, unit: int = 1) -> dict[str, int]:
+    """Return the lines of a file that are a name and a number; none without the file."""
     try:
         rows = [line.split() for line in path.read_text().splitlines()]
     except OSError:
