@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from ebbtide.base.actions import Action
 from ebbtide.planner.profile import BlockProfile, Profile
-from ebbtide.planner.simulate import Assignment
 from ebbtide.planner.solve import GRAIN, Search, Solution
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
@@ -45,7 +44,8 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
 
 def with_hooks(found: Solution) -> Solution:
     """Return the solution with the time of its hooks added to the predicted step."""
-    hooks = _hook_seconds(found.profile, found.assignment)
+    planned = zip(found.profile.blocks, found.assignment, strict=True)
+    hooks = sum(block.hook_seconds for block, actions in planned if any(a is not Action.KEEP for a in actions))
     predicted = found.predicted
     return replace(
         found,
@@ -54,14 +54,6 @@ def with_hooks(found: Solution) -> Solution:
             step_seconds=predicted.step_seconds + hooks,
             overhead_seconds=predicted.overhead_seconds + hooks,
         ),
-    )
-
-
-def _hook_seconds(profile: Profile, assignment: Assignment) -> float:
-    return sum(
-        block.hook_seconds
-        for block, actions in zip(profile.blocks, assignment, strict=True)
-        if any(action is not Action.KEEP for action in actions)
     )
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ebbtide.base.actions import Site, Unit
 from ebbtide.base.errors import ConfigError
 
+_OF_BLOCKS = "forward_seconds", "backward_seconds", "forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
@@ -114,11 +116,8 @@ class Profile:
             _check(name, getattr(self, name))
         _check("store_bytes", self.store_bytes or 0)
         for block in self.blocks:
-            _check(f"forward_seconds of {block.name}", block.forward_seconds)
-            _check(f"backward_seconds of {block.name}", block.backward_seconds)
-            _check(f"forward_base_bytes of {block.name}", block.forward_base_bytes)
-            _check(f"backward_base_bytes of {block.name}", block.backward_base_bytes)
-            _check(f"checkpoint_base_bytes of {block.name}", block.checkpoint_base_bytes)
+            for name in _OF_BLOCKS:
+                _check(f"{name} of {block.name}", getattr(block, name))
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)
