@@ -50,7 +50,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
     begin = _last(events, "run_begin") or {}
-    end = _last(events, "run_end")
+    end, plan = _last(events, "run_end"), _last(events, "plan", "verdict")
     outside = folder / OUTSIDE_FILE
     steady = steady_steps(events, warm_up)
     activations = _activations(events, steady)
@@ -66,7 +66,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         "peak_host_bytes": host,
         **activations,
         **_copies(events, steady),
-        "plan": _plan(events),
+        "plan": {"name": plan.get("name"), "text": plan.get("text")} if plan else None,
         "inside": inside,
         "phases": phase_figures(events, _best_curve(events, outside, begin), steady),
         "status": end["status"] if end else "killed",
@@ -96,8 +96,8 @@ def _all(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["event"] == kind]
 
 
-def _last(events: Sequence[Event], kind: str) -> Event | None:
-    return next((event for event in reversed(events) if event["event"] == kind), None)
+def _last(events: Sequence[Event], *kinds: str) -> Event | None:
+    return next((event for event in reversed(events) if event["event"] in kinds), None)
 
 
 def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
@@ -232,11 +232,6 @@ def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         # Each model has events of its own; one may copy nothing.
         **{name: next(filter(None, (event.get(name) for event in stats)), None) for name in _RATES},
     }
-
-
-def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
-    plan = next((event for event in reversed(events) if event["event"] in ("plan", "verdict")), None)
-    return {"name": plan.get("name"), "text": plan.get("text")} if plan else None
 
 
 def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tuple[float, int]]:
