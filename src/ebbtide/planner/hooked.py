@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.base.actions import Action
-from ebbtide.planner.profile import BlockProfile, Profile
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import GRAIN, Search, Solution
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
@@ -59,9 +59,8 @@ def with_hooks(found: Solution) -> Solution:
 
 def _first(profile: Profile, count: int) -> Profile:
     """Return a profile in which all but the first blocks must keep their tensors."""
-
-    def kept(block: BlockProfile) -> BlockProfile:
+    blocks = list(profile.blocks)
+    for place, block in enumerate(blocks[count:], count):
         units = (replace(unit, movable=False, recompute_seconds=None, recompute_flops=None) for unit in block.units)
-        return replace(block, units=tuple(units), checkpointable=False)
-
-    return replace(profile, blocks=(*profile.blocks[:count], *map(kept, profile.blocks[count:])))
+        blocks[place] = replace(block, units=tuple(units), checkpointable=False)
+    return replace(profile, blocks=tuple(blocks))

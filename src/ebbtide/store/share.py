@@ -30,10 +30,8 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
         root: The folder of ``proc`` and ``sys``.
         ranks: Ranks on this node; ``None``: ``LOCAL_WORLD_SIZE``, else one.
     """
-    if ranks is None:
-        ranks = ranks_of(os.environ)
-    found = [_machine(root), *_groups(root)]
-    return share_of(min(x.limit_bytes for x in found), min(x.free_bytes for x in found), ranks)
+    ranks = ranks_of(os.environ) if ranks is None else ranks
+    return share_of(memory_limit_bytes(root=root), free_memory_bytes(root=root), ranks)
 
 
 def ranks_of(environment: Mapping[str, str]) -> int:

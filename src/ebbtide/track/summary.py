@@ -56,7 +56,9 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     activations = _activations(events, steady)
     on_cpu = begin.get("device") == "cpu"
     least = _least(events, steady) if on_cpu else -math.inf
-    inside = _inside(events, steady, "rss_bytes" if on_cpu else "device_bytes", least)
+    field = "rss_bytes" if on_cpu else "device_bytes"
+    own = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
+    inside = _view(events, steady, own, least, before=_next, at=_next)  # samples are taken just after each edge
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
@@ -253,12 +255,6 @@ def _outside(
     if steady.trimmed and inside["activation_bytes"] is not None:
         view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
     return view
-
-
-def _inside(events: Sequence[Event], steady: Steady, field: str, least: float) -> dict[str, Any]:
-    """Do the same with the run's own samples, which are taken just after each edge."""
-    curve = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
-    return _view(events, steady, curve, least, before=_next, at=_next)
 
 
 def _view(
