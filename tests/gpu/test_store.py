@@ -22,7 +22,7 @@ from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.location import filesystem_of
 from ebbtide.store.pinned import pinned_memory
-from ebbtide.store.spillslot import SpillSlot
+from ebbtide.store.spill import SpillSlot
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import delay, memory_limited_to, needs_limit, needs_sleep
 from tests.helpers.handles import enable_over

@@ -1218,7 +1218,7 @@ MUTANTS = (
     Mutant(
         "load: trained copies begin as the base",
         "ebbtide/load/names.py",
-        "adapters_of(model) - _copies_of_base(wanted, entries)",
+        "adapters_of(model) - (copies - entries.keys())",
         "adapters_of(model)",
         ("tests/unit/load/test_adapters.py",),
     ),

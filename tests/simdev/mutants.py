@@ -39,7 +39,7 @@ MUTANTS = (
     without(
         "synchronous copies wait for the stream that saved",
         "hostcopies.py",
-        "self.device.wait(now, self.device.record(compute))",
+        "device.wait(now, device.record(compute))",
     ),
     without("filling waits for the place", "host.py", "self.device.synchronize(event)"),
     without("taking waits for the copy-in", "host.py", "self.copies.wait_once(compute, ahead.done)"),

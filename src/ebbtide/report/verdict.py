@@ -57,7 +57,8 @@ def _against(summary: Summary, plain: Summary) -> str:
     facts: list[str] = []
     if ours is not None and theirs:
         less = theirs - ours
-        change = "unchanged" if abs(less) < NOISE_BYTES else f"{_signed(-less)} ({100 * abs(less) / theirs:.0f} %)"
+        change = f"{'−' if less > 0 else '+'}{size(abs(less))} ({100 * abs(less) / theirs:.0f} %)"
+        change = "unchanged" if abs(less) < NOISE_BYTES else change
         facts.append(f"peak {change}")
     if (times := ratio_value(summary, plain)) is not None:
         facts.append(f"step {100 * (times - 1):+.0f} %".replace("-", "−"))
@@ -75,10 +76,6 @@ def _alone(summary: Summary) -> list[str]:
     if summary.get("step_seconds_median") is not None:
         facts.append(f"step {number(summary['step_seconds_median'], '{:.3f} s')}")
     return [*facts, f"peak {size(peak)}"]
-
-
-def _signed(count: float) -> str:
-    return ("−" if count < 0 else "+") + size(abs(count))
 
 
 def prediction(run: Run) -> Table:

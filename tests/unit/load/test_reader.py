@@ -49,7 +49,7 @@ def test_boxes_are_what_the_file_holds(
     turned = torch.zeros(5, 301, 37, dtype=dtype).permute(1, 2, 0)
     found.append((Box.full(whole.shape), turned))
     counted: list[int] = []
-    with SliceReader(entries, readers=2) as reader:
+    with SliceReader(entries) as reader:
         reader.read([Piece(key="x", box=box, into=into) for box, into in found], counted.append)
     assert sum(counted) == sum(box.numel for box, _ in found) * dtype.itemsize
     assert all(torch.equal(into, box.of(whole)) for box, into in found)

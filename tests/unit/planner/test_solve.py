@@ -12,9 +12,8 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.planner import solve
 from ebbtide.planner.bound import Bound
-from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.profile import Profile, Rates, _spread
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.sites import _spread
 from ebbtide.planner.solve import Search
 from tests.helpers.profiles import alike, fit, profiles, qwen3_8b, shrink, unit
 

@@ -21,8 +21,7 @@ from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
-from ebbtide.store.spill import SpillTier
-from ebbtide.store.spillslot import SpillSlot
+from ebbtide.store.spill import SpillSlot, SpillTier
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
