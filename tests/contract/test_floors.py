@@ -1,4 +1,4 @@
-"""The floors: imports go down only, and the check that says so would find one that goes up."""
+"""The floors: imports go down only, and the check would find one that goes up."""
 
 from __future__ import annotations
 

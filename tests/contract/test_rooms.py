@@ -1,4 +1,4 @@
-"""CONTRIBUTING's table of packages, the rooms of the house, is complete."""
+"""CONTRIBUTING's table of packages is complete."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FACES = {"src/ebbtide/__init__.py", "src/ebbtide/__main__.py"}
 
 
 def listed(page: str) -> set[str]:
-    """Return the paths in the first column of the table of rooms."""
+    """Return the paths in the first column of the table of packages."""
     table = page.partition("## Packages")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`src/[^|]*) \|", table, re.MULTILINE)
     return {path.rstrip("/") for cell in cells for path in re.findall(r"`([^`]+)`", cell)}
 
 
 def standing() -> set[str]:
-    """Return the rooms in the source: folders, and modules outside of folders."""
+    """Return the packages in the source: folders, and modules outside of folders."""
     core, recipes = SRC / "ebbtide", SRC / "ebbtide_recipes"
     rooms = [
         *core.glob("*.py"),
