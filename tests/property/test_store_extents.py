@@ -1,4 +1,4 @@
-"""Places in the file never overlap, never leak, and always merge."""
+"""Places in the file never overlap or leak, and always merge."""
 
 from __future__ import annotations
 
