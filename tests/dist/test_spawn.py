@@ -35,7 +35,7 @@ def die_on_rank_0() -> None:
 
 def hang_on_rank_1() -> int:
     if dist.get_rank() == 1:
-        dist.recv(torch.zeros(1), src=0)  # nobody sends
+        dist.recv(torch.zeros(1), src=0)  # no rank sends
     return dist.get_rank()
 
 
@@ -58,7 +58,7 @@ def results() -> dict[str, CaseResult]:
         "dies": (die_on_rank_0, ()),
         "unpicklable": (unpicklable, ()),
     }
-    # Only the one that waits for it has the short limit: on a busy machine any case may take as long.
+    # Only the case that must time out has the short limit: on a busy machine any other may take as long.
     hangs = run_cases({"hangs": (hang_on_rank_1, ())}, 2, timeout_seconds=HANG_SECONDS)
     return {**run_cases(cases, 2, timeout_seconds=60.0), **hangs}
 
