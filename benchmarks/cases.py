@@ -171,7 +171,7 @@ def against_plain(rows: Sequence[Row]) -> list[list[float]]:
     """Return, for each row, its timed steps divided by those of the plain row before it, step by step.
 
     Args:
-        rows: As a book has them: the cases of each lockstep begin with plain training.
+        rows: As a book has them: the cases of each lockstep begin with ordinary training.
     """
     found: list[list[float]] = []
     plain: Row | None = None

@@ -1,6 +1,6 @@
 """Predictions of plans, measurements, and their distance to the bound: the least time that any schedule could take.
 
-Each case is a process of its own (``benchmarks/case.py``, with its gate): plain training, ``Auto`` with several
+Each case is a process of its own (``benchmarks/case.py``, with its gate): ordinary training, ``Auto`` with several
 slowdowns, and ``Auto`` with budgets between the least memory that these took and that of ordinary training. The bound
 is the linear program's, at the rates and times that the case itself measured for its plan. The cases of a
 model run in lockstep, and each step is divided by the ordinary step of the same number. The timed steps are those under

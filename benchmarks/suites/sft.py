@@ -1,4 +1,4 @@
-"""Fine-tuning a real model: memory, step time and losses of plain training, checkpointing, and ebbtide.
+"""Fine-tuning a real model: memory, step time and losses of ordinary training, checkpointing, and ebbtide.
 
 SmolLM2-135M-Instruct, sequences of 384 tokens made from the standard library's docstrings, float32; every mode runs in
 fresh processes, in turn; memory is watched from outside, and nothing is set in the environment. The command is that of

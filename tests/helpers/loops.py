@@ -70,7 +70,7 @@ def train(
 
     Args:
         program: What is trained.
-        setting: What ebbtide is told; None: plain training.
+        setting: What ebbtide is told; None: ordinary training.
         around: Make the context of every forward.
     """
     with _as_it_was():
