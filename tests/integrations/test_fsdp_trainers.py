@@ -10,7 +10,7 @@ from tests.helpers.spawn import CaseResult, run_cases
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.ranks import accelerate_case, trainer_case
 
-pytestmark = pytest.mark.timeout(1200)  # many cases in one group of ranks; each has its own limit
+pytestmark = pytest.mark.timeout(1200)  # many cases in one group of ranks, each with its own limit
 
 KINDS = ("trainer", "sft", "dpo", "reward")
 CHECKPOINTED = {"activation_checkpointing": True}

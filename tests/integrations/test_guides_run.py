@@ -1,4 +1,4 @@
-"""The Python of the quick start, run as it stands there, on a tiny model; and the plan of the page on plans."""
+"""The Python of the quick start, run unchanged on a tiny model; and the plan of the page on plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks() -> list[str]:
 
 
 def names(place: Path) -> dict[str, Any]:
-    """What the page leaves to its reader: a model, an optimizer, rows, a loop."""
+    """Names that the page leaves to its reader: a model, an optimizer, rows, a loop."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place)

@@ -1,4 +1,4 @@
-"""The recipe with ebbtide on: the losses of plain training, bit by bit, and a record of what was saved."""
+"""The recipe with ebbtide on: bitwise the losses of ordinary training, and a record of the savings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integrations.conftest import make_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sequences of 256 tokens make storages that are worth moving (64 KiB and more)."""
+    """Sequences of 256 tokens, for storages that are worth moving (64 KiB and more)."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-llama-256"), positions=256)
 
 
