@@ -34,7 +34,7 @@ ERRORS = [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError]
 
 
 class Bomb:
-    """Goes off at the ``when``-th call, once."""
+    """Raises once, at the ``when``-th call."""
 
     def __init__(self, error: type[BaseException], when: int = 0) -> None:
         self.error, self.when, self.calls = error, when, 0
@@ -107,7 +107,7 @@ def assert_recovers(engine: Engine, data: tuple[Tensor, Tensor, Tensor]) -> None
 
 
 def attempt(error: type[BaseException], work: Callable[[], Any]) -> None:
-    """Run what must raise; leave nothing of the traceback behind."""
+    """Run code that must raise; leave nothing of the traceback behind."""
     try:
         work()
     except error as raised:
@@ -153,7 +153,7 @@ def test_an_exception_in_a_hook(
             except error:
                 pass
             else:
-                assert bomb.calls <= when, "it went off and was swallowed"
+                assert bomb.calls <= when, "it was raised and swallowed"
         assert_recovers(engine, data)
 
 
@@ -163,7 +163,7 @@ def test_an_exception_in_a_hook(
 def test_an_exception_in_the_middle_of_a_hook(
     place: str, when: int, error: type[BaseException], data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
-    """Half-made tickets and entries die without a word."""
+    """Half-made tickets and entries die silently."""
     from ebbtide.engine import engine as engine_module
     from ebbtide.engine import recompute as recompute_module
     from ebbtide.engine.layout import Layout
@@ -319,7 +319,7 @@ def test_a_change_in_place_of_what_stays_names_the_block(kept: str) -> None:
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_that_an_interrupt_kept_from_its_hooks_holds_nothing(block: int, monkeypatch: Any) -> None:
-    """Between a block's beginning and its hooks nobody but the pass knows the run, and the run holds itself."""
+    """Between a block's beginning and its hooks only the pass knows the run, and the run holds itself."""
     from ebbtide.engine.run import begin_block
     from ebbtide.wrap import attach
     from tests.helpers.handles import training

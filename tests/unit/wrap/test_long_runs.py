@@ -1,4 +1,4 @@
-"""What a run leaves behind: after its first steps, a step leaves no object that the one before did not."""
+"""Leftovers of a run: after its first steps, a step leaves no objects that the previous one did not."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _growth(counts: list[int]) -> int:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What is let go must be gone at once: large trainers switch the collector off."""
+    """Released objects must die at once: large trainers switch the collector off."""
     gc.collect()
     gc.disable()
     yield

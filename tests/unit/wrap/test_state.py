@@ -1,4 +1,4 @@
-"""The state of a block's objects: when it is used again, and that it then has what the objects hold."""
+"""The state of a block's objects: when it is reused, and that it then matches the objects."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_long_list_is_too_much_and_not_copied(kind: Callable[[range], Any]) ->
 
 
 class Lazy(dict):
-    """Counts what it holds when it is read."""
+    """Computes its length when it is read."""
 
     def __len__(self) -> int:
         raise TypeError("not read yet")
