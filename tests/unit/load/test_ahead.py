@@ -1,4 +1,4 @@
-"""Bringing a checkpoint into the page cache ahead of the reader: every byte by one rank, and nothing depends on it."""
+"""Reading a checkpoint into the page cache ahead of the reader: each byte by one rank; nothing depends on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def finished(ahead: ReadAhead) -> None:
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Have the parts of files noted that are fetched."""
+    """Record the fetched parts of files."""
     spans: list[tuple[str, int, int]] = []
 
     def noted(fd: int, offset_bytes: int, nbytes: int) -> int:
@@ -60,7 +60,7 @@ def test_ranks_together_fetch_every_byte_once(
         finished(ReadAhead(entries, part, parts))
         by_part.append(fetched_bytes(spans) - before)
     assert sum(by_part) == sum(e.nbytes for e in entries)
-    assert max(by_part) - min(by_part) <= 2 * SMALL_BLOCK  # a file's blocks are dealt out from the first rank on
+    assert max(by_part) - min(by_part) <= 2 * SMALL_BLOCK  # a file's blocks are distributed from the first rank on
     assert all(end - begin <= SMALL_BLOCK for _, begin, end in spans)
     for file in {e.file for e in entries}:
         found = sorted((begin, end) for path, begin, end in spans if path == os.path.realpath(file) and end > begin)

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what the library writes is read alike, what lies is refused before a byte is used."""
+"""Headers of safetensors files: read like the library's; false headers are refused before a byte is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated checkpointing, against figures worked out by hand."""
+"""Simulated checkpointing, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def profile(count: int = 4, *, input_bytes: int = 10, other_bytes: int = 90, tur
 
 
 def test_the_last_block_holds_all_inputs_and_what_it_saves() -> None:
-    # Four inputs of 10, the last block's other 90, and 7 beside: its input is the storage that it was called with.
+    # Four inputs of 10, the last block's other 90, and 7 of base: its input is the storage of its argument.
     assert checkpointed_peak(profile()) == 4 * 10 + 90 + 7
 
 
@@ -67,7 +67,7 @@ def able(found: Profile) -> Profile:
 
 
 def dear(*, recompute_seconds: float = 5.0) -> Profile:
-    """Return blocks whose forward takes a second, whose recipes take five, over a link that hides nothing."""
+    """Return blocks with a forward of 1 s and recipes of 5 s, over a link that hides nothing."""
     units = (dataclasses.replace(unit("input", 10), block_input=True), unit("other", 90, recompute_seconds))
     return able(alike(8, units, SLOW, beside=7))
 

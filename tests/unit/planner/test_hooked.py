@@ -1,4 +1,4 @@
-"""Plans that know what hooks cost. All times are made up."""
+"""Plans that know the cost of hooks. All times are made up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATES = Rates(out_bytes_per_second=10 * MB, in_bytes_per_second=10 * MB)
 
 
 def step(hook_seconds: float, count: int = 16) -> Profile:
-    """Blocks of 3 s, each of which saves 200 MB, half of them recomputed in 0.1 s."""
+    """Return blocks of 3 s that each save 200 MB, half of which is recomputed in 0.1 s."""
     profile = alike(count, (unit("light", 100 * MB, 0.1), unit("dear", 100 * MB)), RATES)
     return replace(profile, blocks=tuple(replace(block, hook_seconds=hook_seconds) for block in profile.blocks))
 

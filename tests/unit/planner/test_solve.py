@@ -1,4 +1,4 @@
-"""Choosing: budgets hold, slowdowns hold, and neither costs more than it must."""
+"""Choosing a plan: budgets and slowdowns hold, and neither costs more than necessary."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_slowdown_holds(profile: Profile, slowdown: float) -> None:
 def test_no_plan_offloads_more_than_the_store_holds(
     profile: Profile, store_bytes: int, share: float, slowdown: float
 ) -> None:
-    """Not even if executions of one block share their actions, and a plan remains if it holds nothing."""
+    """Not even if executions of one block share their actions; with an empty store there is still a plan."""
     blocks = [replace(block, name=f"b{place % 2}") for place, block in enumerate(profile.blocks)]
     for step in (profile, replace(profile, blocks=tuple(blocks))):
         step = replace(step, store_bytes=store_bytes)

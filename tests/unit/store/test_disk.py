@@ -1,4 +1,4 @@
-"""The disk tier does what [Note: a slot's life] promises, whatever the disk, the caller or the system does."""
+"""The disk tier keeps the promises of [Note: a slot's life], whatever the disk, the caller or the system does."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskT
     assert write_gate.came.wait(60)
     slot.free()
     slot.free()
-    assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]  # nobody's, and the write still uses it
+    assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]  # it has no owner, and the write still uses it
     write_gate.open()
     tier.park(noise(MIB)).wait_parked()  # one writer: the first write has ended
     gc.collect()
@@ -134,7 +134,7 @@ def test_a_dropped_slot_gives_its_place_back(tier: DiskTier) -> None:
 
 
 def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
-    # As when a ticket dies through the garbage collector in a thread that is inside the tier.
+    # For example if the garbage collector frees a ticket in a thread that is inside the tier.
     slot = tier.park(noise(MIB))
     slot.wait_parked()
     freeing = threading.Thread(target=slot.free)
@@ -318,7 +318,7 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
     assert torch.equal(slot.take(), source)
     slot.free()
     assert tier.used_bytes == 0
-    assert tier.counters.in_bytes == MIB  # the interrupted read was taken up again, not done twice
+    assert tier.counters.in_bytes == MIB  # the interrupted read was continued, not done twice
 
 
 def test_after_close(disk: Path) -> None:
@@ -472,7 +472,7 @@ def test_refused_direct_io_is_said_once_and_served_buffered(
         source = noise(MIB + 3)
         assert torch.equal(tier.park(source).take(), source)
         assert not tier.direct
-        monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, which the page cache hides until then
+        monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, hidden by the page cache until then
         slot = tier.park(source)
         with pytest.raises(DiskError, match="Input/output error"):
             slot.wait_parked()

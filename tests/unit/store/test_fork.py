@@ -1,4 +1,4 @@
-"""Children of a training process: none touches the parent's store, and the parent goes on as if there were none."""
+"""Children of a training process: none touches the parent's store, and the parent continues undisturbed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_child_forked_between_forward_and_backward(tier: str, policy: str) -> 
         graph = [model(x).square().sum()]
 
         def drop_everything() -> None:
-            graph.clear()  # tickets die here: their slots are the parent's
+            graph.clear()  # tickets die here: their slots belong to the parent
             trainee.handle.stats()
             trainee.handle.close()
 

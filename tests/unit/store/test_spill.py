@@ -32,7 +32,7 @@ from tests.helpers.slots import park
 from tests.unit.store.test_host import produce
 
 KIB = 1 << 10
-BUDGET = 64 * KIB  # 8 KiB of it are the stage
+BUDGET = 64 * KIB  # 8 KiB of it are the staging buffer
 
 
 @contextlib.contextmanager
@@ -248,7 +248,7 @@ def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) 
 
 
 def test_an_interrupt_anywhere_loses_nothing(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # a destructor was struck
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # a destructor was interrupted
     with spilling(disk) as (device, tier):
 
         def work() -> None:
