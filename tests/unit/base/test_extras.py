@@ -1,4 +1,4 @@
-"""Packages that are not there, too old, or broken: said where they are first used."""
+"""Missing, old or broken packages: reported at their first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIREMENTS = [
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Says which versions are installed, beside those that are."""
+    """Fake versions of installed packages, in addition to the real ones."""
     real = importlib.metadata.version
 
     def pretend(**versions: str) -> None:

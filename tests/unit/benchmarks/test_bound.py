@@ -1,4 +1,4 @@
-"""The suite of plans: which cases it tries, and what its table says of what came."""
+"""The suite of plans: its cases, and its table of results."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number,
         parent.send_signal(number)
         assert parent.wait(60) == code
     child = read_events(record)[0]["pid"]
-    assert str(out) not in command_line_of(child)  # another process may have its number by now
+    assert str(out) not in command_line_of(child)  # its number may belong to another process
     assert read_events(record)[-1]["status"] == "interrupted"
     assert json.loads((out / "summary.json").read_text())["modes"][0]["rounds"] == 0
     assert not (out / "round-2").exists()
@@ -258,7 +258,7 @@ def command_line_of(pid):
 
 
 def wait_until(condition, process):
-    """Wait for another process to get somewhere: bounded, and at once over if it ended."""
+    """Wait for another process to reach a state, for a limited time, or until it ends."""
     wake, until = threading.Event(), time.monotonic() + 60
     while not condition():
         assert process.poll() is None, "the process ended early"

@@ -21,7 +21,7 @@ from tests.unit.doctor.made_up import SERVER, SMALL, changed
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a made-up machine in the place of this one; returns what was asked of it."""
+    """Replace this machine with a made-up one; return the requests to it."""
     asked: list[tuple[str, str | None]] = []
 
     def install(facts: Facts) -> list[tuple[str, str | None]]:

@@ -27,7 +27,7 @@ def test_text_and_json_are_printed(tmp_path, capsys):
 
 
 def test_bytes_that_are_no_characters_and_a_narrow_terminal_end_no_report(tmp_path):
-    """As a command's arguments may hold, which Python reads as lone surrogates."""
+    """A command's arguments may hold such bytes, which Python reads as lone surrogates."""
     write_run(tmp_path)
     for name in ("run.jsonl", "summary.json"):
         text = (tmp_path / name).read_text()

@@ -1,4 +1,4 @@
-"""The whole examination, with a machine whose rates are made up, and what fails in it."""
+"""The complete examination of a machine with made-up rates, and its failures."""
 
 from __future__ import annotations
 

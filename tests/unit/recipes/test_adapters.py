@@ -1,4 +1,4 @@
-"""Which adapters are trained: by a kind's name, by a file, by a folder of those trained before."""
+"""Which adapters are trained: by the name of a kind, by a file, or by a folder of trained ones."""
 
 from __future__ import annotations
 

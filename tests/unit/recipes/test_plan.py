@@ -1,4 +1,4 @@
-"""What training would take: the model from its config, the options side by side, what is said of them."""
+"""What training would need: the model from its config, the options side by side, the messages about them."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_way_that_barely_fits_is_the_last_resort() -> None:
     assert best([fast]) is fast
 
 
-# What is said
+# Messages
 
 
 def test_the_page_says_that_nothing_was_measured(result: Result) -> None:
@@ -309,7 +309,7 @@ def test_the_builtin_models_shape_is_known_without_its_weights(monkeypatch: pyte
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's, where training puts them on
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's, where training adapts
 def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
     config = SftConfig(model=qwen, train_type="lora", lora_rank=4, target_modules=("q_proj", "v_proj"))
     read = model.read(config)
@@ -406,7 +406,7 @@ def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(
     with pytest.raises(DataError, match="there is no model folder './nothing'; .*\nhint: .*check the path"):
         found("./nothing")
     with pytest.raises(DataError, match="\nhint: without a network use a local folder, or a model fetched before$"):
-        found("nofolder")  # no word of --use_hf, which plan has not
+        found("nofolder")  # does not name --use_hf, which plan lacks
     with pytest.raises(ConfigError, match="machine is 'h2000'"):
         found("./nothing", gpu="h2000")
 
@@ -538,7 +538,7 @@ def test_under_fsdp_gradients_of_earlier_micro_batches_are_whole(qwen: str) -> N
 
 
 def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
-    """Trainers call models without one; what it holds would count as saved."""
+    """Trainers call models without one; its contents would count as saved."""
     assert not any("CatBackward" in u.site.node for b in result.profile.blocks for u in b.units)
 
 

@@ -1,4 +1,4 @@
-"""FSDP's settings as flags, words and the seeds' files say them."""
+"""FSDP's settings from flags, words and other trainers' files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    assert config.memory_efficient_init is True  # accelerate's word for it
+    assert config.memory_efficient_init is True  # accelerate's name for it
 
 
 @pytest.mark.parametrize(

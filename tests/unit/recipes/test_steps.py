@@ -1,4 +1,4 @@
-"""What a step's line says of stalls, and which order of clips an epoch has."""
+"""The stalls in a step's line, and the order of clips in an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents on disk: a full disk, broken files, and what tells one VAE from another."""
+"""Latents on disk: a full disk, broken files, and the identity of a VAE."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAKING = Making(data=("builtin:moving-shapes#2",), frames=3, height=16, width=16
 
 @contextmanager
 def files_at_most(size: int) -> Iterator[None]:
-    """Let no file grow beyond a size, as a full disk would not."""
+    """Limit the size of files, as a full disk does."""
     import signal
 
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
