@@ -29,11 +29,11 @@ def standing() -> set[str]:
     return {room.relative_to(ROOT).as_posix() for room in rooms if room.name != "__pycache__"} - FACES
 
 
-def test_every_room_is_in_the_table_and_stands() -> None:
+def test_the_table_lists_every_package_and_no_other() -> None:
     assert listed((ROOT / "CONTRIBUTING.md").read_text()) == standing()
 
 
-def test_a_room_left_out_is_noticed() -> None:
+def test_a_package_left_out_is_noticed() -> None:
     table = "## Packages\n\n| package | contents |\n| --- | --- |\n| `src/a/`, `src/b.py` | x |\n"
     page = f"{table}\n## More\n\n| `src/c` | y |\n"
     assert listed(page) == {"src/a", "src/b.py"}

@@ -300,7 +300,7 @@ def four() -> dict[str, CaseResult]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_ranks_that_are_told_the_same_agree(two: dict[str, CaseResult], wrapper: str) -> None:
+def test_ranks_with_equal_settings_agree(two: dict[str, CaseResult], wrapper: str) -> None:
     assert two[f"same {wrapper}"].values() == ["agreed"] * 2
     for said in two[f"policy {wrapper}"].values():
         assert "policy is 'offload" in said and "on rank 0, but 'inputs" in said

@@ -234,7 +234,7 @@ def results() -> dict[str, CaseResult]:
     return run_cases(cases, 2, timeout_seconds=90.0)
 
 
-def test_one_rank_that_wishes_it_has_all_run_again_what_has_collectives(results: dict[str, CaseResult]) -> None:
+def test_one_rank_that_wants_it_has_all_checkpoint_blocks_with_collectives(results: dict[str, CaseResult]) -> None:
     values = results["units in blocks"].values()
     check(values, blocks=LAYERS)
     assert [found["minimal"].checkpointed for found in values] == [LAYERS, LAYERS]
@@ -261,7 +261,7 @@ def test_collectives_that_no_module_tells_of_are_not_repeated_by_one_rank_alone(
     assert one == other
 
 
-def test_where_no_rank_wishes_it_nothing_is_run_again(results: dict[str, CaseResult]) -> None:
+def test_where_no_rank_wants_it_nothing_is_checkpointed(results: dict[str, CaseResult]) -> None:
     values = results["short"].values()
     check(values, blocks=LAYERS)
     assert [found["minimal"].checkpointed for found in values] == [0, 0]

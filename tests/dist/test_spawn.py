@@ -81,7 +81,7 @@ def test_every_case_starts_from_the_same_seed_on_every_rank(results: dict[str, C
     assert results["random"].values() == [torch.rand(()).item()] * 2
 
 
-def test_an_exception_is_told_with_its_rank_and_traceback(results: dict[str, CaseResult]) -> None:
+def test_an_exception_is_reported_with_its_rank_and_traceback(results: dict[str, CaseResult]) -> None:
     with pytest.raises(SpawnError, match=r"(?s)case 'raises': rank 1 raised.*fail_on_rank_1.*rank 1 cannot"):
         results["raises"].values()
 
@@ -91,7 +91,7 @@ def test_a_hang_is_a_failure_with_the_stack_of_who_hangs(results: dict[str, Case
         results["hangs"].values()
 
 
-def test_a_death_is_told_with_its_exit_code_what_was_written_and_the_stack(results: dict[str, CaseResult]) -> None:
+def test_a_death_is_reported_with_its_exit_code_output_and_stack(results: dict[str, CaseResult]) -> None:
     with pytest.raises(SpawnError, match=r"(?s)rank 0 died with exit code -6.*its last words.*in die_on_rank_0"):
         results["dies"].values()
 

@@ -136,7 +136,7 @@ DEVICE_NODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(
     "node", [pytest.param(n, marks=pytest.mark.needs_cuda if "Fused" in n else ()) for n in DEVICE_NODES]
 )
-def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) -> None:
+def test_what_only_devices_compute_is_recomputed(node: str, dtype: torch.dtype) -> None:
     device, make = torch.accelerator.current_accelerator(), DEVICE_NODES[node]
     module = make.to(device, dtype) if isinstance(make, nn.Module) else None
 

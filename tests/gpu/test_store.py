@@ -107,7 +107,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> No
 
 
 @needs_sleep
-def test_what_nobody_took_goes_back_and_comes_again(tier: HostTier) -> None:
+def test_an_unread_prefetch_is_dropped_and_repeated(tier: HostTier) -> None:
     source = noise(4 * MIB)
     slot = park(tier, source)
     before = torch.accelerator.memory_allocated()
@@ -120,7 +120,7 @@ def test_what_nobody_took_goes_back_and_comes_again(tier: HostTier) -> None:
     assert torch.equal(slot.take(), source)
 
 
-def test_stalls_are_told_by_block() -> None:
+def test_stalls_are_reported_by_block() -> None:
     """With a window of one byte compute waits for every copy: each block's forward and backward has its stall."""
     model, x = _model(), _batch()
     plain = _step(model, x)

@@ -259,7 +259,7 @@ def test_a_reward_function_that_raises_stops_the_run(model: Path, tmp_path: Path
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "error"
 
 
-def test_equal_rewards_are_said_once_and_then_now_and_then(
+def test_equal_rewards_are_logged_once_and_then_rarely(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ebbtide_recipes.grpo import trainer

@@ -151,7 +151,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     assert events(tmp_path)[-1]["status"] == "error"
 
 
-def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
+def test_a_step_whose_loss_is_no_number_can_be_skipped(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_model, tmp_path / "one", max_steps=1, save=True, weight_decay=0.1)

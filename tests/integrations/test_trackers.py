@@ -98,7 +98,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-def test_wandb_is_given_the_project(model: Path, tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_project(model: Path, tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     train(model, tmp_path, report_to=("wandb",), project_name="gsm8k", **OURS)
     [(_, settings)] = [call for call in wandb.calls if call[0] == "init"]
@@ -106,7 +106,7 @@ def test_wandb_is_given_the_project(model: Path, tmp_path: Path, wandb: Any, mon
     assert "WANDB_PROJECT" not in os.environ
 
 
-def test_wandb_is_told_every_step_field(model: Path, tmp_path: Path, wandb: Any) -> None:
+def test_wandb_gets_every_step_field(model: Path, tmp_path: Path, wandb: Any) -> None:
     losses = train(model, tmp_path, report_to=("wandb",), run_name="mine", **OURS)
     assert [call for call in wandb.calls if call[0] == "init"] == [("init", {"project": "huggingface", "name": "mine"})]
     logged = [values for name, values in wandb.calls if name == "log" and "train/loss" in values]

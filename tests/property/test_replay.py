@@ -72,7 +72,7 @@ def step(graph: Graph, engine: Engine) -> tuple[Observed, object]:
     st.integers(0, 99),
     st.sampled_from([0, 1, 100, 1 << 20]),
 )
-def test_a_changed_graph_is_looked_at_anew(
+def test_a_changed_graph_is_analysed_again(
     pair: tuple[Graph, Graph], order: list[bool], seed: int, window_bytes: int
 ) -> None:
     """The same bits, and the same bytes under the same actions at the same sites, as without any memo."""

@@ -248,7 +248,7 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
 
 @settings(max_examples=4)
 @given(st.lists(st.integers(256 << 10, 9 << 20), min_size=4, max_size=12))
-def test_no_more_is_pinned_than_is_parked(sizes: list[int]) -> None:
+def test_no_more_is_pinned_than_is_offloaded(sizes: list[int]) -> None:
     """Held ≤ 1.03 x offloaded from 64 MiB on, and nothing is pinned after the first step, for any sizes."""
     device = FakeDevice(1e12, 1e12)
     tier, sizes = HostTier(device), sizes * (1 + (70 << 20) // sum(sizes))

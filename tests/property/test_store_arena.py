@@ -81,7 +81,7 @@ COPIES = st.lists(
 
 
 @given(COPIES)
-def test_who_takes_bytes_is_told_of_every_copy_that_runs_in_them(actions: list[tuple[str, int, int]]) -> None:
+def test_the_taker_of_bytes_sees_every_copy_that_runs_in_them(actions: list[tuple[str, int, int]]) -> None:
     device = FakeDevice(1.0, 1.0)  # so slow that no copy finishes
     arena, places = Arena(device, 1024), list[Place]()
     streams = [device.side_stream(CPU, f"s{number}") for number in range(3)]

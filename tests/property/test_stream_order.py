@@ -239,7 +239,7 @@ def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatc
     assert device.found, mistake
 
 
-def test_a_place_given_back_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_freed_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CheckedDevice(1e9, 1e9)
     tier = HostTier(device)
     slot = park(tier, torch.zeros(1000, dtype=torch.uint8))

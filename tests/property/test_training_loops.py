@@ -161,7 +161,7 @@ def test_plain_training_repeats_itself(program: Program, hooks: bool) -> None:
         assert not any(difference(a, b) for a, b in zip(one.steps, other.steps, strict=True))
 
 
-def test_a_training_that_differs_is_told() -> None:
+def test_a_training_that_differs_is_reported() -> None:
     program, setting = Program(steps=2), Setting()
     plain, got = train(program), train(program, setting)
     assert judge(program, setting, plain, got) == ""

@@ -74,7 +74,7 @@ def test_the_window_grows_again_when_there_is_room() -> None:
     assert window.in_bytes == 1 << 19
 
 
-def test_copies_ahead_leave_the_allocator_what_it_keeps() -> None:
+def test_prefetches_leave_the_allocator_its_cache() -> None:
     """On a nearly full card the allocator releases its cache in no step after the first two."""
     model, x = _model(width=128, depth=6), _batch(width=128, tokens=4096)
     plain = _step(model, x)
@@ -120,7 +120,7 @@ def test_the_first_step_pins_the_memory_of_all_blocks_at_once() -> None:
     assert stats.store["host_pinned_bytes"] <= 1.03 * stats.store["host_most_parked_bytes"]
 
 
-def test_a_recompute_without_room_gives_up_what_was_brought_in_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recompute_without_room_discards_prefetched_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
     plain, refused = _step(model, x), list[int]()
     with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, window="1MiB") as handle:
@@ -161,7 +161,7 @@ def test_events_keep_time_only_where_somebody_reads_it() -> None:
         assert events()[0] == 0
 
 
-def test_copies_that_are_asked_for_together_share_their_events() -> None:
+def test_copies_that_are_requested_together_share_their_events() -> None:
     """With a window of one byte each copy is requested alone; with the usual one in groups."""
     model, x = _model(width=64, depth=6), _batch(width=64, tokens=256)
     plain = _step(model, x)

@@ -145,7 +145,7 @@ def counted(call: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
     return run
 
 
-def test_a_recipe_is_not_used_before_the_device_has_said_that_it_is_right() -> None:
+def test_a_recipe_is_not_used_before_the_device_has_confirmed_it() -> None:
     model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
     plain, recomputed = _step(model, x), list[int]()
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1MiB") as handle:

@@ -127,7 +127,7 @@ def test_any_sequence_gives_the_bytes_that_went_in(number: int, streams: int, se
         tier.close()
 
 
-def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> None:
+def test_a_copy_out_runs_on_its_own_stream_during_compute(tier: HostTier) -> None:
     park(tier, pattern(MIB, 1)).free()  # makes streams and host memory
     out, _ = tier.copies._side_streams(DEVICE)
     source, before = pattern(MIB, 7), counters()["copies_async"]
@@ -141,7 +141,7 @@ def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> Non
     assert tier.have_parked([slot]) and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
 
 
-def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
+def test_a_source_is_dropped_once_it_is_copied_out_or_compute_waits(tier: HostTier) -> None:
     with held(tier.copies._side_streams(DEVICE)[0]):
         slots = [park(tier, pattern(MIB, i)) for i in range(2)]
         parked, held_before = tier.have_parked([slots[0]]), slots[0].source is not None
@@ -177,7 +177,7 @@ def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> 
     tier.close()
 
 
-def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
+def test_released_host_memory_waits_for_its_copies(tier: HostTier) -> None:
     """Chunks are released only when no copy uses them: the arena waits for copies when it is closed."""
     park(tier, pattern(MIB, 1)).free()
     with held(tier.copies._side_streams(DEVICE)[0]):

@@ -486,7 +486,7 @@ def test_verify_compares_and_finds_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, "offload", "minimal", "auto", "keep"])
-def test_the_context_stands_where_save_on_cpu_stands(policy: str | None) -> None:
+def test_the_context_is_a_drop_in_for_save_on_cpu(policy: str | None) -> None:
     tiny = build("block")
     expected = tiny.step()
     call = tiny.model.forward

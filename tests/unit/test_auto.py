@@ -253,7 +253,7 @@ def test_where_memory_counts_two_graphs_together_keep_no_more_than_the_plan() ->
             torch.stack([output.logits.float().square().mean() for output in outputs]).sum().backward()
 
 
-def test_a_larger_batch_is_measured_anew() -> None:
+def test_a_larger_batch_is_measured_again() -> None:
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:

@@ -338,7 +338,7 @@ def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypa
         assert began[0] - start == pytest.approx(BLOCKS, rel=0.01)
 
 
-def test_blocks_without_hooks_are_told_of_like_others(dear_hooks: list[str]) -> None:
+def test_blocks_without_hooks_are_reported_like_others(dear_hooks: list[str]) -> None:
     told: list[tuple[str, str]] = []
     timed = Timed(max_slowdown=0.05)
     with timed.handle:

@@ -79,7 +79,7 @@ def test_what_goes_wrong_is_the_rows_status(error: Exception, status: str, monke
     assert with_way(monkeypatch, prepare).status == status
 
 
-def test_a_package_that_is_not_there_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_way(monkeypatch, lambda model: iter(()), package="no-such-peer").status == (  # type: ignore[arg-type]
         "not installed: pip install no-such-peer"
     )

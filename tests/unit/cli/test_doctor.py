@@ -113,7 +113,7 @@ def test_what_was_not_measured_is_not_written(machine: Any, capsys: pytest.Captu
         (["--jsno"], "did you mean '--json'"),
     ],
 )
-def test_bad_arguments_are_told_before_anything_is_measured(
+def test_bad_arguments_are_refused_before_anything_is_measured(
     machine: Any,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],

@@ -183,7 +183,7 @@ def test_every_rule_has_its_cases_and_its_own_code() -> None:
     assert all(re.fullmatch(r"EBB\d{3}", rule.code) for rule in RULES)
 
 
-def test_a_cause_is_told_once() -> None:
+def test_a_cause_is_reported_once() -> None:
     broken = {"machine": None, "unmeasured": "disk path '/x' lies on tmpfs", "disk__refused": "likewise"}
     assert codes(changed(SMALL, **broken, disk__filesystem="tmpfs")) == ["EBB010"]
     assert codes(changed(SMALL, **broken)) == ["EBB011"]

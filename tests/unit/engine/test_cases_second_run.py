@@ -344,7 +344,7 @@ LOUD = {"an_attribute_of_the_next_forward", "a_buffer_of_the_next_forward", "a_b
 """Where a second run may refuse, with an error of ours that says what to do: what it needs is not there any more."""
 
 
-def test_the_blocks_of_these_cases_are_run_again() -> None:
+def test_the_blocks_of_these_cases_are_checkpointed() -> None:
     model, x = Model(Block), torch.randn(4, WIDTH)
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks="layers.*") as handle:
         for _ in range(2):

@@ -105,7 +105,7 @@ def test_weights_that_die_in_another_thread_while_they_are_copied_are_left_out()
     assert own._copy(weight.untyped_storage(), weight) in (0, weight.nbytes)
 
 
-def test_a_sparse_parameter_beside_a_watched_one_is_left_to_the_optimizer() -> None:
+def test_a_sparse_parameter_next_to_a_watched_one_is_left_to_the_optimizer() -> None:
     weight, sparse = parameter(4, 4), nn.Parameter(torch.eye(4).to_sparse())
     optimizer = torch.optim.SGD([weight, sparse], lr=1.0)
     weight.grad, sparse.grad = torch.ones(4, 4), torch.eye(4).to_sparse()

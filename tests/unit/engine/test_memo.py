@@ -145,7 +145,7 @@ class _Alternates:
         return "keep, then offload"
 
 
-def test_a_plan_that_changes_its_mind_is_asked_each_time() -> None:
+def test_a_plan_that_may_change_is_queried_each_time() -> None:
     def program(leaves: Leaves) -> list[Tensor]:
         return [leaves["x"].sin().exp().tanh()]
 
@@ -190,7 +190,7 @@ def passes(engine: Engine, count: int) -> tuple[int, int]:
     return stats.kept_bytes, stats.offloaded_bytes
 
 
-def test_a_plan_that_stands_is_asked_once_until_its_limit_is_reached() -> None:
+def test_a_standing_plan_is_queried_once_until_its_limit_is_reached() -> None:
     plan = _KeepsSome(288)
     with open_engine(plan, window_bytes=1) as engine:
         assert [passes(engine, 1) for _ in range(4)] == [(288, 0)] * 4

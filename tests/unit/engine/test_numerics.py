@@ -232,7 +232,7 @@ def test_training_goes_on_under_every_setting(setting: Setting, policy: str) -> 
 
 
 @pytest.mark.parametrize("first", [nothing, *PRECISIONS, *FLAGS], ids=_names)
-def test_a_recompute_puts_back_what_it_found(first: Setting) -> None:
+def test_a_recompute_restores_the_previous_numerics(first: Setting) -> None:
     first()
     numerics, shown = current_numerics(), _shown()[: len(NODES)]
     for setting in (nothing, *PRECISIONS, *FLAGS):
@@ -324,7 +324,7 @@ def test_a_recompute_runs_under_the_numerics_of_its_forward(
 
 
 @pytest.mark.parametrize("setting", [*PRECISIONS, *FLAGS], ids=_names)
-def test_a_block_that_is_run_again_runs_under_the_numerics_of_its_forward(setting: Setting) -> None:
+def test_a_checkpointed_block_runs_under_the_numerics_of_its_forward(setting: Setting) -> None:
     if setting is double:
         pytest.skip("weights of another dtype than the data")
     runs: list[Any] = []

@@ -81,7 +81,7 @@ def test_two_losses_with_a_step_between_their_backwards(optimizer: str) -> None:
     check(lambda: only_biases(Stack(Mlp(), Mlp(), Mlp()), OPTIMIZERS[optimizer]), two_losses, steps=5)
 
 
-def test_what_was_copied_before_a_step_is_said_once_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_made_before_a_step_are_logged_once_and_released(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "ebbtide.engine"):
         train(lambda: Gan(OPTIMIZERS["fused"]), Gan.step, 3, policy="minimal")
     assert caplog.text.count("were copied before an optimizer step") == 1

@@ -253,7 +253,7 @@ def test_a_rule_that_turns_wrong_is_an_error_in_its_first_backward() -> None:
             assert got.error == (RestoreError, "backward"), verify
 
 
-def test_a_new_length_is_not_compared_anew_and_new_numerics_are() -> None:
+def test_a_new_length_is_not_compared_again_and_new_numerics_are() -> None:
     with open_engine(REMAKE, rules=rules_with(right)) as engine:
         compared = []
         trusted = engine.trust._compare

@@ -221,7 +221,7 @@ def _names(node: torch.autograd.graph.Node) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("node", CASES)
-def test_a_value_is_made_again(node: str, dtype: torch.dtype) -> None:
+def test_a_value_is_recomputed(node: str, dtype: torch.dtype) -> None:
     if node == "AvgPool3DBackward0" and dtype is torch.bfloat16:
         pytest.skip("torch pools bfloat16 volumes on devices only")
     if node == "GroupedMmBackward0" and not MULTIPLIES_GROUPS:

@@ -149,7 +149,7 @@ def test_waits_of_a_block_that_runs_twice_are_taken_out_once() -> None:
     assert [block.backward_seconds for block in step.blocks] == [1.0, 1.0]
 
 
-def test_what_others_hold_is_there_anyway() -> None:
+def test_memory_of_others_counts_as_base() -> None:
     scene, one = Scene(memory=True), Pass()
     held = {name: storage() for name in ("a", "b", "kept")}
 
@@ -348,7 +348,7 @@ class Spans(Scene):
         self.spend(50.0)  # the optimizer, the data
 
 
-def test_passes_are_timed_and_told_two_later() -> None:
+def test_passes_are_timed_and_reported_two_later() -> None:
     scene = Spans(memory=True)
     for seconds in (1.0, 2.0, 3.0):
         scene.step(seconds, peak=int(seconds))
@@ -390,7 +390,7 @@ def test_without_memory_the_kernels_time_is_not_asked_for() -> None:
     assert [span.system_seconds for span in scene.told] == [None]
 
 
-def test_a_pass_is_told_when_the_next_begins_if_the_device_has_come_to_its_end() -> None:
+def test_a_pass_is_reported_when_the_next_begins_if_the_device_has_finished_it() -> None:
     scene = Spans()
     scene.clock.ahead = True
     scene.step(1.0)

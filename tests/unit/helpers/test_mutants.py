@@ -33,7 +33,7 @@ def test_a_mutant_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
     assert copy.read_text() != (ROOT / "src" / mutant.file).read_text()
 
 
-def test_a_text_that_is_not_there_once_is_refused() -> None:
+def test_a_text_that_does_not_occur_once_is_refused() -> None:
     with pytest.raises(ValueError, match="found 0 times"):
         apply(Mutant("gone", "ebbtide/engine/guard.py", "no such text", "", ()), ROOT / "src")
 
@@ -43,6 +43,6 @@ def test_a_mutant_under_which_the_tests_do_not_end_is_noticed(monkeypatch: pytes
     assert killed_by(MUTANTS[0]) == NO_END
 
 
-def test_names_are_given_once() -> None:
+def test_names_are_unique() -> None:
     names = [mutant.name for mutant in (*MUTANTS, *OF_THE_STORE)]
     assert len(names) == len(set(names))

@@ -128,9 +128,7 @@ def test_a_checkpoint_that_does_not_fit_is_left_to_the_reader(
     assert spans == []
 
 
-def test_a_file_that_is_gone_is_left_to_the_reader(
-    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deleted_file_is_left_to_the_reader(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:
     os.unlink(entries[0].file)
     spans = noting(monkeypatch)
     finished(ReadAhead(entries, 0, 1))

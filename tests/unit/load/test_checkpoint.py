@@ -127,7 +127,7 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()], ids=["nothing", "an empty folder"])
-def test_where_there_is_no_checkpoint_that_is_said(tmp_path: Path, make: object) -> None:
+def test_a_missing_checkpoint_is_reported(tmp_path: Path, make: object) -> None:
     make(tmp_path / "here")  # type: ignore[operator]
     with pytest.raises(DataError, match="hint: .*file system"):
         open_checkpoint(tmp_path / "here")

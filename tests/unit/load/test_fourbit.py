@@ -105,7 +105,7 @@ def test_a_weight_that_no_checkpoint_has_is_refused(values: dict[str, torch.Tens
         ebbtide.load_sharded(meta())
 
 
-def test_scales_that_are_damaged_are_told(values: dict[str, torch.Tensor]) -> None:
+def test_damaged_scales_are_reported(values: dict[str, torch.Tensor]) -> None:
     saved = dict(ebbtide.load_sharded(meta(), values).state_dict())
     saved["0.weight.quant_state.bitsandbytes__nf4"] = torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(DataError, match="'0.weight' has scales that its library rejects"):

@@ -181,7 +181,7 @@ def test_buffers_of_a_given_model_are_those_that_it_has_now() -> None:
         ebbtide.load_sharded(meta(rotary="silent"), given.state_dict())
 
 
-def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) -> None:
+def test_all_mismatches_are_reported_at_once(values: dict[str, torch.Tensor]) -> None:
     del values["embed.weight"]
     values |= {"spare": torch.ones(1), "head.weight": torch.ones(10, 5), "norm.bias": torch.ones(4, dtype=torch.int8)}
     model = meta()

@@ -112,7 +112,7 @@ def test_and_within_a_slowdown() -> None:
     assert not any(Action.CHECKPOINT in actions for actions in shrink(dear(), 0.01).assignment)
 
 
-def test_cheap_recipes_are_not_given_up_for_a_second_run() -> None:
+def test_cheap_recipes_are_not_replaced_by_a_checkpoint() -> None:
     for found in (fit(dear(recompute_seconds=0.01), 450), shrink(dear(recompute_seconds=0.01), 0.1)):
         assert not any(Action.CHECKPOINT in actions for actions in found.assignment)
 

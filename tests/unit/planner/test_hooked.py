@@ -41,7 +41,7 @@ def test_the_promise_holds_with_hooks(slowdown: float, hook_seconds: float) -> N
     assert found.predicted.peak_bytes >= bare.predicted.peak_bytes
 
 
-def test_where_hooks_on_all_blocks_are_too_dear_the_first_ones_are_treated() -> None:
+def test_where_hooks_on_all_blocks_cost_too_much_the_first_ones_get_them() -> None:
     found = shrink_hooked(step(0.3), 0.05)  # 2.4 s, and hooks on all blocks would cost 4.8 s
     which = list(map(treated, found.assignment))
     assert any(which) and which == sorted(which, reverse=True)

@@ -94,7 +94,7 @@ def test_small_steps_whose_handling_does_not_pay_keep_everything() -> None:
     assert found.predicted.kept_bytes == 4 * 1010
 
 
-def test_what_is_nearly_free_to_recompute_is_recomputed_and_what_is_dear_is_offloaded() -> None:
+def test_cheap_recomputes_are_recomputed_and_costly_ones_offloaded() -> None:
     rates = Rates(out_bytes_per_second=100.0, in_bytes_per_second=1e12)
     profile = alike(8, (unit("light", 100, 1e-4), unit("dear", 100, 5.0)), rates, window_bytes=400)
     found = shrink(profile, 0.01)

@@ -98,7 +98,7 @@ def test_what_lives_counts_until_it_dies(machine: FakeMachine) -> None:
     assert machine.take_peak_bytes() == 1000
 
 
-def test_what_is_beside_is_not_counted_twice() -> None:
+def test_base_memory_is_not_counted_twice() -> None:
     with without_bytes():
         weight, other = fake(100), fake(100)
         machine = FakeMachine(MACHINE, 1000)

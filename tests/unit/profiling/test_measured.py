@@ -69,7 +69,7 @@ def test_recomputes_that_the_step_did_are_taken_out_of_its_backward() -> None:
     assert profile.step_seconds == pytest.approx(4 * 3.0 + 0.75)
 
 
-def test_memory_beside_is_what_was_measured_less_what_the_schedule_holds() -> None:
+def test_base_memory_is_the_measured_peak_less_what_the_schedule_holds() -> None:
     measured = step(peak=10**9)
     profile = profile_of(measured, RATES, None)
     again = simulate(profile, [[unit.action for unit in block.units] for block in measured.blocks])
@@ -128,7 +128,7 @@ def test_steps_that_differ_are_not_mixed() -> None:
     assert plan.profile is not None and len(plan.profile.blocks) == 4
 
 
-def test_a_budget_is_fitted_with_what_is_there_beside() -> None:
+def test_a_budget_is_fitted_with_base_memory() -> None:
     plan = MeasuredPlan(Auto(memory_budget=1_500 * MB), tier(), 100 * MB, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=1_300 * MB))

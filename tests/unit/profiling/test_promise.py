@@ -412,7 +412,7 @@ def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None
     assert [len(block.units) for block in plan.profile.blocks] == [3] + [2] * 11
 
 
-def test_other_blocks_are_measured_anew() -> None:
+def test_other_blocks_are_measured_again() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     for count in (4, 4, 3, 4, 3):
         plan.saw_step(many(count))
@@ -548,7 +548,7 @@ def test_backwards_without_copies_show_the_machines_speed() -> None:
     assert found(0, Action.OFFLOAD, plain=last) > 1.1
 
 
-def test_forwards_beside_copies_do_not_show_the_machines_speed() -> None:
+def test_forwards_during_copies_do_not_show_the_machines_speed() -> None:
     """Everything that ran during the copies of the third block took 1.3 times as long: the plan is the cause."""
     plan = judged_plan()
     assert plan._check is not None
@@ -991,7 +991,7 @@ def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None
     assert (hooked == 0) is (budget == 10_000 * MB)
 
 
-def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.profiling.measured.reserved_bytes", lambda tier: 3 * 1024**3)
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     carry_out(plan, *[13.0] * CHECKED, peak=1024**3)

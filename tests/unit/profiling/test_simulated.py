@@ -88,7 +88,7 @@ library for the work space of recurrent layers."""
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SOME)))
-def test_every_family_saves_on_paper_what_it_saves_in_measured_steps(name: str) -> None:
+def test_every_family_saves_in_simulation_what_it_saves_in_measured_steps(name: str) -> None:
     tiny = build(name, **PRECISIONS["bf16"])
     if name in ASK_FOR_VALUES:
         with pytest.raises(ConfigError, match="reads a tensor's values"):
@@ -105,7 +105,7 @@ def test_every_family_saves_on_paper_what_it_saves_in_measured_steps(name: str) 
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_what_is_saved_on_paper_is_what_is_saved_in_measured_steps(name: str) -> None:
+def test_simulated_saved_tensors_are_those_of_measured_steps(name: str) -> None:
     tiny = build(name, **PRECISIONS["bf16"])
     assert saved(on_paper(tiny)) == saved(measured(tiny))
 
@@ -271,7 +271,7 @@ def test_weights_that_are_shared_stay_shared() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "keep", "offload", "inputs", "minimal"])
-def test_a_plan_made_on_paper_is_carried_out(policy: str, tmp_path: Path) -> None:
+def test_a_simulated_plan_is_carried_out(policy: str, tmp_path: Path) -> None:
     tiny = build("llama", **PRECISIONS["bf16"])
     plain = tiny.step()
     plan = plan_of(tiny.model, tiny.inputs, policy=policy, machine="h200")

@@ -95,7 +95,7 @@ def test_another_kind_of_adapters_is_refused(tmp_path: Path) -> None:
     assert find(tmp_path, train_type="adapter", adapter_config="boft") is not None
 
 
-def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_processes_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, 4)
     config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest")
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
@@ -106,7 +106,7 @@ def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert f"was written with {two} and is resumed with {one}" in caplog.text
 
 
-def test_other_rows_seeds_and_batches_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_rows_seeds_and_batches_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make(tmp_path, 4, sealed=False)
     checkpoints.seal(folder, SftConfig(), step=4, world_size=2, rows=40)
     config = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
@@ -144,7 +144,7 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
         RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
     ],
 )
-def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Exception) -> None:
     new = tmp_path / "checkpoint-4"
     first = checkpoints.not_saved(error, new, tmp_path)
     assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint

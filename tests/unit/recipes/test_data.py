@@ -506,7 +506,7 @@ def test_rows_that_are_trained_in_order_keep_it_when_others_are_held_out() -> No
     assert list(same["number"]) == list(held["number"])
 
 
-def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_rows_than_requested_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     name = write(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(3)])
     load(f"{name}#3")
     assert caplog.messages == []

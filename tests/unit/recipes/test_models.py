@@ -245,7 +245,7 @@ def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_adapters_are_those_asked_for() -> None:
+def test_adapters_are_those_of_the_config() -> None:
     made = adapters.chosen(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
     assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
     assert adapters.chosen(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"

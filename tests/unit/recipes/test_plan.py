@@ -177,7 +177,7 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
     )
 
 
-def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result) -> None:
+def test_blocks_that_the_rules_cover_badly_are_checkpointed_by_minimal(result: Result) -> None:
     few = tuple(
         dataclasses.replace(
             b, units=tuple(dataclasses.replace(u, recompute_seconds=None, recompute_flops=None) for u in b.units)
@@ -331,7 +331,7 @@ def test_adapters_take_less_than_full_training(qwen: str) -> None:
     assert "--train_type lora" in page.text(lora)
 
 
-def test_experts_can_be_run_on_paper(write: Write) -> None:
+def test_experts_can_be_simulated(write: Write) -> None:
     moe = write(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     text = page.text(found(moe))
     assert "4 x Qwen3MoeDecoderLayer, 4 experts" in text
@@ -417,7 +417,7 @@ def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_done(tmp_pa
             recipe.main(PlanConfig(model="/nowhere", gpu="h200", out=str(path)))
 
 
-def test_what_has_no_effect_is_said(qwen: str) -> None:
+def test_flags_without_effect_are_reported(qwen: str) -> None:
     said: list[str] = []
     recipe.main(PlanConfig(model=qwen, gpu="h200", max_length=512, lora_rank=4), said.append)
     assert said == ["--lora_rank has no effect here: recipe is sft, train_type full"]
@@ -436,7 +436,7 @@ def test_a_machine_without_devices_has_neither_ranks_nor_a_host(
     assert "(float32; all trained)" in text
 
 
-def test_a_step_that_cannot_be_run_on_paper_is_said_to_be_so(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_simulated_is_reported(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object, **named: object) -> None:
         raise RuntimeError("a shape that is wrong\nand more")
 

@@ -155,7 +155,9 @@ def test_words_that_ask_for_nothing_leave_everything_as_it_is(words: str) -> Non
     assert trainer_settings(config) == {}
 
 
-def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = written(tmp_path, {"use_orig_params": True, "sync_module_states": False})
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         settings = trainer_settings(resolved(SftConfig(fsdp_config=file)))["fsdp_config"]

@@ -299,7 +299,7 @@ def test_a_value_without_a_meaning_here_is_refused_by_its_key(word: str, hint: s
         (sft, "data.train_batch_sizes=8", "did you mean 'data.train_batch_size', 'data.micro_batch_size'"),
     ],
 )
-def test_a_key_in_no_table_is_said_to_be_verls(read: Any, word: str, near: str) -> None:
+def test_an_unknown_key_is_reported_as_verls(read: Any, word: str, near: str) -> None:
     key, section = word.partition("=")[0], word.partition(".")[0]
     with pytest.raises(ConfigError) as caught:
         read(word)
@@ -432,7 +432,7 @@ def test_the_processes_of_all_nodes_share_a_batch(monkeypatch: pytest.MonkeyPatc
         grpo(*batch(16, 8, 4, 4, 2, "trainer.nnodes=1"))
 
 
-def test_trackers_are_given_the_project_and_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_the_project_and_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("WANDB_PROJECT", "mine")

@@ -190,7 +190,7 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
 
 
-def test_savings_within_the_noise_are_not_given_as_numbers(tmp_path: Path) -> None:
+def test_savings_within_the_noise_are_not_shown_as_numbers(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain", height=100 * MIB)).summary
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=103 * MIB)).summary
     assert "peak unchanged" in verdicts([plain, ours], ["plain", "ebbtide"], {})[0]
@@ -200,7 +200,7 @@ def test_savings_within_the_noise_are_not_given_as_numbers(tmp_path: Path) -> No
     assert saved_percent({"device": "cpu", "inside": {"activation_bytes": 50 * MIB}}, plain) == pytest.approx(50.0)
 
 
-def test_the_prediction_stands_beside_the_measurement_with_what_a_step_spends(tmp_path: Path) -> None:
+def test_prediction_and_measurement_are_shown_with_the_parts_of_a_step(tmp_path: Path) -> None:
     run = device_run(tmp_path)
     assert step_costs(run) == {
         "stalls": 0.5, "recomputing (host time)": 0.25, "copying out, during compute": 0.5,

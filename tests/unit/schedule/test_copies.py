@@ -204,7 +204,7 @@ def test_a_source_that_was_changed_is_marked() -> None:
     assert entry.source is None and entry.tainted
 
 
-def test_turn_around_withdraws_what_has_not_begun() -> None:
+def test_the_start_of_backward_cancels_copies_that_have_not_begun() -> None:
     waiting, flying = Entry(), Entry()
     out = copy_out(100, Tier(can_cancel=True))
     pass_ = offer(out, waiting, flying)
@@ -216,7 +216,7 @@ def test_turn_around_withdraws_what_has_not_begun() -> None:
     assert flying.source is not None
 
 
-def test_turn_around_of_one_pass_leaves_the_copies_of_another() -> None:
+def test_the_start_of_backward_of_one_pass_leaves_the_copies_of_another() -> None:
     first, second = Entry(), Entry()
     out = copy_out(100, Tier(can_cancel=True))
     one, _ = offer(out, first), offer(out, second)
@@ -319,7 +319,7 @@ def test_what_lost_its_memory_while_it_was_held_is_not_copied() -> None:
     assert emptied.slot is None and out.held_bytes == 10
 
 
-def test_a_store_that_withdraws_holds_nothing_back() -> None:
+def test_a_store_that_cancels_holds_nothing_back() -> None:
     out = copy_out(20, Tier(can_cancel=True))
     one_pass(out, 4)
     entries = [Entry() for _ in range(4)]
@@ -327,7 +327,7 @@ def test_a_store_that_withdraws_holds_nothing_back() -> None:
     assert begun(entries) == [True] * 4
 
 
-def test_what_the_store_cannot_take_stays_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_that_the_store_refuses_stay_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     out = copy_out(20, Tier(error=CapError("no room", hint="make some")))
     entries = [Entry() for _ in range(3)]
     offer(out, *entries)
@@ -396,7 +396,7 @@ def test_what_was_held_back_is_copied_after_the_stream_that_made_it() -> None:
     assert [compute for _, compute in tier.asked] == ["a", "a", "b", "b", "a", "a"]
 
 
-def test_turn_around_forgets_what_is_gathered() -> None:
+def test_the_start_of_backward_drops_gathered_copies() -> None:
     tier = Tier()
     out, entry, other = copy_out(1000, tier), Entry(), Entry()
     pass_ = gather(out, entry)
@@ -461,7 +461,7 @@ def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_
         assert tier.brought == brought and flow.ahead_bytes == 100
 
 
-def test_what_two_blocks_saved_is_brought_in_once() -> None:
+def test_a_tensor_that_two_blocks_saved_is_copied_in_once() -> None:
     for can_cancel, brought in ((False, [2]), (True, [1, 1])):
         tier, both, first = Tier(can_cancel=can_cancel), away(10), away(10)
         flow = copy_in(Run([both], Run([first, both])), Window(100), tier)
@@ -519,7 +519,7 @@ def test_what_is_larger_than_the_window_comes_alone() -> None:
     assert small.slot.asked == ["prefetch"]
 
 
-def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
+def test_copy_in_skips_resident_and_dead_entries() -> None:
     here, recomputed, gone, wanted, lives = Entry(Slot()), away(), away(), away(), away()
     recomputed.restored = torch.zeros(1)
     lives.live_storage = torch.zeros(1).untyped_storage()  # another owner keeps it: it is read from there
@@ -558,7 +558,7 @@ def test_an_entry_that_dies_in_another_thread_while_all_are_discarded_is_left_ou
     assert flow.ahead_bytes == 0
 
 
-def test_what_blocks_before_did_not_come_for_is_put_back() -> None:
+def test_prefetched_entries_that_earlier_blocks_never_read_are_discarded() -> None:
     entries = [away() for _ in range(4)]
     runs: list[Any] = []
     for entry in entries:
@@ -650,7 +650,7 @@ def test_a_tensor_costs_as_much_whether_few_are_held_back_or_many() -> None:
     assert costs[-1] == costs[1], (costs[1], costs[-1])
 
 
-def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_withdrawn() -> None:
+def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_cancelled() -> None:
     entries = [Entry() for _ in range(4)]
     out = copy_out(40)
     out.end_forward(offer(out, Entry()))

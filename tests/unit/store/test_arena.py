@@ -257,7 +257,7 @@ class Watched(dict[int, Any]):
         return super().values()
 
 
-def test_bytes_given_back_are_guarded_until_the_copies_before_the_mark_are_done() -> None:
+def test_freed_bytes_are_guarded_until_the_copies_before_the_mark_are_done() -> None:
     device = FakeDevice(1e3, 1e3)
     arena = Arena(device, 4096)
     out = device.side_stream(torch.device("cpu"), "out")

@@ -80,7 +80,7 @@ def test_memory_of_another_is_not_touched() -> None:
     assert give_pages(mmap.PAGESIZE, 100)  # nothing is mapped there: the system refuses
 
 
-def test_another_system_than_linux_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_than_linux_are_not_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("ebbtide.store.pages._libc", lambda: None)
     assert give_pages(mmap.PAGESIZE, 100) == errno.ENOSYS

@@ -155,7 +155,7 @@ def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[B
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_park_that_was_interrupted_never_frees_a_place_of_another(tier: DiskTier) -> None:
+def test_an_interrupted_copy_out_never_frees_a_place_of_another(tier: DiskTier) -> None:
     """A shell may keep the exception for long, and with it the slot that was never returned."""
     source, count = noise(UNIT), 0
     for held, where in interrupted(lambda: tier.park(source)):
@@ -174,7 +174,7 @@ def test_a_park_that_was_interrupted_never_frees_a_place_of_another(tier: DiskTi
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_place_is_free_wherever_its_burial_was_interrupted(tier: DiskTier, prefetched: bool) -> None:
+def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, prefetched: bool) -> None:
     kept: list[DiskSlot] = []  # a place must not wait for its slot to die
 
     def work() -> None:
@@ -197,7 +197,7 @@ def test_a_place_is_free_wherever_its_burial_was_interrupted(tier: DiskTier, pre
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_place_is_free_wherever_its_withdrawal_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
+def test_a_place_is_free_wherever_its_cancellation_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
     begun, kept = tier.park(noise(UNIT)), list[DiskSlot]()
     assert write_gate.came.wait(60)
     used = tier.used_bytes

@@ -64,7 +64,7 @@ def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room(
     assert len(calls) == 3 and device.violations == []
 
 
-def test_each_backward_asks_anew() -> None:
+def test_each_backward_queries_again() -> None:
     device = Asked(1e9, 1e9, device_limit_bytes=MIB)
     tier = HostTier(device)
     for asked in (1, 2):
@@ -77,7 +77,7 @@ def test_each_backward_asks_anew() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["prefetch", "end"])
-def test_a_cache_that_was_given_back_refuses_one_prefetch(ends: bool) -> None:
+def test_a_released_cache_refuses_one_prefetch(ends: bool) -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
     device.flushes = 3  # before anything was copied in
     headroom = Headroom(device)
@@ -90,7 +90,7 @@ def test_a_cache_that_was_given_back_refuses_one_prefetch(ends: bool) -> None:
     headroom.take([4 * MIB], CPU)
 
 
-def test_a_cache_that_each_forward_gives_back_refuses_one_prefetch_at_most() -> None:
+def test_a_cache_that_each_forward_releases_refuses_one_prefetch_at_most() -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
     headroom, refused = Headroom(device), 0
     for _ in range(6):
@@ -103,6 +103,6 @@ def test_a_cache_that_each_forward_gives_back_refuses_one_prefetch_at_most() -> 
     assert refused == 1
 
 
-def test_a_device_that_does_not_tell_refuses_nothing() -> None:
+def test_a_device_with_unknown_memory_refuses_nothing() -> None:
     headroom = Headroom(FakeDevice(1e9, 1e9))
     headroom.take([1 << 50], CPU)

@@ -58,7 +58,7 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     assert device.live_bytes == 0
 
 
-def test_a_slot_that_is_asked_for_twice_together_is_copied_once() -> None:
+def test_a_slot_that_is_requested_twice_together_is_copied_once() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     slots = [park(tier, produce(device, 300)) for _ in range(2)]
@@ -69,7 +69,7 @@ def test_a_slot_that_is_asked_for_twice_together_is_copied_once() -> None:
     assert device.violations == [] and tier.counters.in_bytes == 600
 
 
-def test_places_are_used_again_and_nothing_new_is_asked_for() -> None:
+def test_places_are_reused_and_nothing_new_is_allocated() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=1024)
     for _ in range(5):
@@ -277,7 +277,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done() -> None:
     assert tier.used_bytes == 0 and alive() is None and device.violations == []
 
 
-def test_what_nobody_took_is_put_back_and_comes_again() -> None:
+def test_an_unread_prefetch_is_discarded_and_repeated() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)

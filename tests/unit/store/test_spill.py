@@ -185,7 +185,7 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
                 ask()
 
 
-def test_slots_die_in_any_thread_while_others_are_parked(disk: Path) -> None:
+def test_slots_die_in_any_thread_while_others_are_copied_out(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         dying: list[Any] = []
         done = threading.Event()

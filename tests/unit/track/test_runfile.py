@@ -101,7 +101,7 @@ def test_how_a_run_ended_is_written(tmp_path, error, status, text):
     assert not bus.active
 
 
-def test_a_second_run_in_the_same_folder_is_refused_unless_asked_for(tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused_by_default(tmp_path):
     with RunFile(tmp_path, bus=Bus(), mode="first"):
         pass
     with (
@@ -327,7 +327,7 @@ def test_the_reader_adds_descendants_and_ends_with_its_process():
     assert of_child.rss_bytes() is None
 
 
-def test_the_sampler_ends_when_its_process_is_gone():
+def test_the_sampler_ends_with_its_process():
     seen = threading.Event()
 
     class Gone(MemoryReader):

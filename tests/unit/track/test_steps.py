@@ -402,7 +402,7 @@ def test_a_handle_that_is_closed_or_dropped_leaves_no_source_behind(closed: bool
     assert not BUS.ask("stats")
 
 
-def test_a_tiny_model_that_offloads_nothing_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tiny_model_that_offloads_nothing_gets_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     with ebbtide.enable_activation_offloading(model, policy="offload"):
         list(loop(model, adam(model), steps=1))

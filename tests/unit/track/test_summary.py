@@ -107,7 +107,7 @@ def test_a_comparison_says_how_many_steps_warm_up(tmp_path):
     assert summarise(tmp_path, warm_up=6)["warm_up_steps"] == 1
 
 
-def test_a_plan_told_after_the_last_step_has_no_warm_up(tmp_path):
+def test_a_plan_recorded_after_the_last_step_has_no_warm_up(tmp_path):
     events = [begin(), *phases(1, 1.0), *phases(2, 10.0), event(20.0, "plan", name="auto", text="what it became")]
     assert run(tmp_path, events)["warm_up_steps"] == 1
 

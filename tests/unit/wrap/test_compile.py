@@ -79,7 +79,7 @@ def test_a_compiled_wrapper_in_the_stack_is_a_block(when: str) -> None:
         assert {site.block_kind for site, _ in handle._engine.last_pass.sites} == {"Block"}
 
 
-def test_enabling_does_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enabling_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:

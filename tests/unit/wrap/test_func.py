@@ -73,7 +73,7 @@ def test_a_transform_gives_plain_results(name: str, policy: str) -> None:
         assert_nothing_left(handle._engine)
 
 
-def test_what_a_transform_passes_through_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transform_that_is_not_offloaded_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model, x = gated_model(), torch.randn(4, WIDTH)
     caplog.set_level(logging.WARNING, logger="ebbtide")
     with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):

@@ -100,7 +100,7 @@ def test_hooks_inside_a_block_that_take_all_it_saves_are_refused(around: Around,
 
 @needs_slots
 @pytest.mark.parametrize("part", [taken, lambda f, x: saved_tensors_hooks_of_their_own(f, x), taken_and_checkpointed])
-def test_hooks_inside_a_block_that_take_a_part_are_said_once(part: Around, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_inside_a_block_that_take_a_part_are_logged_once(part: Around, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Stack(Layer(a_part=part), Layer())
     expected = train(model)

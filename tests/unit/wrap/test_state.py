@@ -102,7 +102,7 @@ def test_a_state_is_not_used_again_after_a_change(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if change != "an object's dictionary"])
-def test_what_changed_since_is_put_back_and_taken_again(change: str) -> None:
+def test_changes_since_are_restored_and_recorded_again(change: str) -> None:
     block = _block()
     before = State(block.modules())
     assert before.now() is before

@@ -182,7 +182,7 @@ def test_modules_of_one_thread_are_not_taken_for_the_others(policy: str) -> None
         assert_nothing_left(handle._engine)
 
 
-def test_the_second_thread_runs_plainly_to_its_end_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_second_thread_runs_without_hooks_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The first thread's pass ends while the second is inside its first block."""
     meet: list[Meet] = [nowhere]
     model, threads = attending_model(meet), Threads()
@@ -261,7 +261,7 @@ def test_a_thread_that_fails_gives_its_turn_back(error: BaseException, caplog: p
     assert "in thread" not in caplog.text
 
 
-def test_an_evaluation_beside_training_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_during_training_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     meet: list[Meet] = [nowhere]
     model, threads = attending_model(meet), Threads()
     x, y = torch.randn(4, WIDTH), torch.randn(7, WIDTH)
