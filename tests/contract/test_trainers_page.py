@@ -1,4 +1,4 @@
-"""The page of trainers: its versions are those of the other pages, its code compiles and has the lines it claims."""
+"""The page of trainers: its versions match the other pages, its code compiles and has the claimed number of lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sections(page: str) -> dict[str, list[str]]:
 
 
 def lines_of(code: str) -> int:
-    """Count the lines of some code, imports left out."""
+    """Count the lines of some code without its imports."""
     return len([line for line in code.splitlines() if line.strip() and not re.match(r"(from \S+ )?import ", line)])
 
 

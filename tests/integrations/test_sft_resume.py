@@ -1,4 +1,4 @@
-"""Saving, going on, evaluating, and what goes wrong on the way."""
+"""Saving, resuming, evaluating, and failures on the way."""
 
 from __future__ import annotations
 
@@ -151,19 +151,19 @@ def test_a_loss_that_is_no_number_stops_the_run(
     assert events(tmp_path)[-1]["status"] == "error"
 
 
-def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
+def test_a_step_whose_loss_is_no_number_can_be_skipped(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_model, tmp_path / "one", max_steps=1, save=True, weight_decay=0.1)
     spoil(monkeypatch, 2)
     losses = train(tiny_model, tmp_path / "two", max_steps=2, save=True, weight_decay=0.1, nan_loss="skip")
-    assert losses[2] == "nan"  # strict JSON writes it so
+    assert losses[2] == "nan"  # its form in strict JSON
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert "the loss of step 2 is nan: the step is skipped" in (tmp_path / "two" / "training.log").read_text()
 
 
 class Spoiled(torch.autograd.Function):
-    """Passes a value on, and a gradient that is not finite back."""
+    """Passes a value through, and returns a gradient that is not finite."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ def test_kills_at_drawn_instants_lose_nothing(
     done: set[str] = set()
     for run in runs:
         assert run["losses"] == {step: whole[step] for step in run["losses"]}
-        # It goes on behind the last whole checkpoint, and no checkpoint is lost: they are never fewer steps.
+        # It resumes after the last complete checkpoint, and no checkpoint is lost: the step never decreases.
         assert list(run["losses"])[:1] in ([], [str(run["from"] + 1)])
         done |= set(run["losses"])
     assert done == set(whole)

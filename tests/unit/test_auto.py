@@ -114,7 +114,7 @@ def test_a_plan_is_made_where_graphs_are_dropped_in_between(dropped: int) -> Non
     tiny = build("mlp")
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
         for _ in range(3 * STEPS):
-            for _ in range(dropped):  # as a critic does, which detaches what the generator made
+            for _ in range(dropped):  # like a critic, which detaches the generator's output
                 tiny.loss()
             tiny.loss()[0].backward()
         assert table_of(handle).predicted.step_seconds > 0
@@ -204,12 +204,12 @@ def test_where_memory_counts_steps_are_measured_again_once_the_optimizer_has_its
         made = plans_made(act, 40)
     assert min(made) < 12
     assert [number for number in made if number >= 12][:1] == [15], "one pass after it, two are measured"
-    assert max(made) < 24, "and never again"
+    assert max(made) < 24, "and never after that"
 
 
 @CLEARS
 def test_where_memory_counts_the_state_of_each_optimizer_is_measured() -> None:
-    """One of another model that steps each time is not mistaken for the model's own, which steps late."""
+    """Another model's optimizer that steps each time is not mistaken for the model's own, which steps late."""
     tiny, other = build("llama"), torch.nn.Linear(2, 2)
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (tiny.model, other)]
     with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")):
@@ -253,7 +253,7 @@ def test_where_memory_counts_two_graphs_together_keep_no_more_than_the_plan() ->
             torch.stack([output.logits.float().square().mean() for output in outputs]).sum().backward()
 
 
-def test_a_larger_batch_is_measured_anew() -> None:
+def test_a_larger_batch_is_measured_again() -> None:
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
@@ -268,7 +268,7 @@ def test_a_larger_batch_is_measured_anew() -> None:
 
 
 def test_without_room_for_more_a_larger_batch_is_offloaded() -> None:
-    """Between a larger batch and the plan made for it, no more is kept than the old plan said."""
+    """Between a larger batch and its new plan, no more is kept than under the old plan."""
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
@@ -408,7 +408,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_blocks_of_which_a_loaded_plan_keeps_everything_run_without_hooks(hooked: list[str]) -> None:
-    """As under the handle that made it. The first pass shows what they save."""
+    """Like under the handle that made it. The first pass shows their saved tensors."""
     tiny, plan = build("llama"), keeping()
     plain, (first, *others) = tiny.step(), list(dict.fromkeys(name for name, _ in plan.actions))
     mixed = replace(plan, actions={
@@ -430,7 +430,7 @@ def test_blocks_of_which_a_loaded_plan_keeps_everything_run_without_hooks(hooked
 
 
 def test_under_a_loaded_plan_a_longer_batch_and_graphs_that_overlap_run_with_hooks(hooked: list[str]) -> None:
-    """Else they would keep more than was planned."""
+    """Otherwise they would keep more than planned."""
     tiny, count = build("llama"), len(build("llama").block_list())
     with ebbtide.enable_activation_offloading(tiny.model, policy=keeping(0.5), min_bytes=0) as handle:
         for _ in range(3):
@@ -447,7 +447,7 @@ def test_under_a_loaded_plan_a_longer_batch_and_graphs_that_overlap_run_with_hoo
 
 
 def test_of_what_a_plan_keeps_or_offloads_no_recipe_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes cost the host more than anything else that is done for a saved tensor."""
+    """Recipes are the largest host cost of a saved tensor."""
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     built: list[int] = []
     recipe = Builder.recipe

@@ -1,4 +1,4 @@
-"""The table: every row of two machines, and what stands where nothing is known."""
+"""The table: every row of two machines, and the cells of unknown values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved tensor costs the host: calls of our Python functions are counted, for they do not vary as times do."""
+"""The host cost of a saved tensor: calls of our Python functions are counted, because times vary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCK = Block(name="chain", kind="chain", index=0, count=1, weights=tuple)
     ],
 )
 def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:
-    """Each saved tensor is a storage of its own, the dearest kind; what a pass and a block cost is spread over them."""
+    """Each saved tensor is a separate storage, the costliest kind; costs of passes and blocks are spread over them."""
     host = HostTier(FakeDevice(1e12, 1e12), budget_bytes=1 << 30)
     tier = SpillTier(host, DiskTier, budget_bytes=1 << 30)  # as users get it
     engine = Engine(plan_for(policy), tier, Options(min_bytes=0, window_bytes=1 << 19), Bus())

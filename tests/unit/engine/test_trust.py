@@ -104,14 +104,14 @@ def test_what_a_device_answers_later_is_raised_before_an_optimizer_steps() -> No
     trust.require(torch.tensor(False), lambda: RestoreError("wrong"))
     with pytest.raises(RestoreError, match="wrong"):
         trust.settle()
-    trust.settle()  # said once
+    trust.settle()  # logged once
 
 
 # In training
 
 
 class Clamped(nn.Module):
-    """Changes, under no_grad, a value that nobody saved."""
+    """Changes, under no_grad, an unsaved value."""
 
     def __init__(self, on: bool) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_change_that_begins_late_is_an_error_and_the_site_is_offloaded_from_th
 
 
 class Doubled(torch.autograd.Function):
-    """Its backward changes what it saved."""
+    """Its backward changes its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A plan is held to its promise: against plain blocks, by steps that carried it out. All times are made up."""
+"""A plan is held to its promise: by comparing steps that carried it out with plain blocks. All times are made up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RATES = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
 
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiles here are larger than some machines' free memory."""
+    """Fake enough free memory: the profiles here are larger than some machines'."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 10**12)
 
 
@@ -81,7 +81,7 @@ def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:
 
 
 def carry_out(plan: MeasuredPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
-    """Let passes of these lengths carry the plan out, after those that settle; return whether more are wanted."""
+    """Let passes of these lengths carry the plan out, after the settling ones; return whether more are wanted."""
     more = True
     for one in (*[99.0] * SETTLING, *seconds):
         assert more
@@ -103,14 +103,14 @@ def test_plain_blocks_are_the_first_of_each_kind_where_there_is_room() -> None:
 
 
 def stand_in() -> Any:
-    """Return what stands where the timer stands."""
+    """Return a stand-in for the timer."""
     return SimpleNamespace(
         plain=frozenset(), unhooked=None, spans=untimed(), expected_bytes=0, planned=lambda nbytes: None
     )
 
 
 def untimed() -> Any:
-    """Return what stands where the timer of whole passes stands."""
+    """Return a stand-in for the timer of whole passes."""
     return SimpleNamespace(tail_peak_bytes=None, want=lambda *, wanted: None)
 
 
@@ -132,7 +132,7 @@ def test_of_many_blocks_a_quarter_runs_plain_up_to_four(count: int, plain: int) 
     [
         (10**12, 10**12, {0, 1, 2}),
         (10**12, ROOM * 200 * MB, {0}),
-        (1_000 * MB, 10**12, {0}),  # the budget has no room for any, the machine has: one, in this step only
+        (1_000 * MB, 10**12, {0}),  # the budget has no room for one, the machine has: one, in this step only
         (1_000 * MB, 100 * MB, set[int]()),
         (None, 100 * MB, set[int]()),
     ],
@@ -166,7 +166,7 @@ def test_blocks_of_another_size_are_not_compared() -> None:
 
 
 def test_times_are_quartiles() -> None:
-    """What hooks cost is taken to be the upper quartile of it, what plain training takes the lower."""
+    """What hooks cost is taken to be the upper quartile of it, what ordinary training takes the lower."""
     before = many(12)
     plain = {0: (0.8, 2.0), 1: (0.6, 2.0), 2: (0.7, 1.0)}
     blocks = [
@@ -245,7 +245,7 @@ def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
 
 @pytest.mark.parametrize("seconds", [13.5, 60.0])
 def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's own event comes before any step that judges it."""
+    """The event of the plan comes before any step that judges it."""
     found: list[tuple[str, str]] = []
     monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 700 * MB)
     bus = Bus()
@@ -262,7 +262,7 @@ def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPat
 
 
 def test_noise_is_not_a_missed_promise() -> None:
-    """The shortest but one is within what was promised: a busy machine, not the plan."""
+    """The second shortest keeps the promise: the machine is busy, the plan is right."""
     plan = planned(Auto(max_slowdown=0.1))
     before = plan.table
     assert not carry_out(plan, 13.5, 13.6, 30.0, 30.0, 30.0)
@@ -293,7 +293,7 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
 
 
 def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
-    """Not none at once: the price of a checkpoint is that of the measured ones."""
+    """Fewer, not none at once: the price of a checkpoint is that of the measured ones."""
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     units = (replace(unit("", Action.KEEP), block_input=True), unit("dear", Action.KEEP, 30.0))
     units = tuple(replace(one, movable=False, nbytes=number * MB) for number, one in zip((1, 100), units, strict=True))
@@ -315,7 +315,7 @@ def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
 
 
 def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
-    """Prices that explain one plan need not explain the next: else the last one, too, would be just too slow."""
+    """Prices that explain one plan need not explain the next: else the last one would be slightly too slow as well."""
     plan, shares = planned(Auto(max_slowdown=0.2)), list[float]()
     for _ in range(3):
         check = plan._check
@@ -385,7 +385,7 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
 
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
 def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None:
-    """Of the second step only the ratios count: the plan is of the first, in which all blocks had hooks."""
+    """Only the ratios of the second step count: the plan is for the first, in which all blocks had hooks."""
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     second = sized(many(12), factor)
     plain = [replace(b, units=(), plain=True, forward_seconds=0.5 * factor, backward_seconds=2.0 * factor)
@@ -399,7 +399,7 @@ def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None
 
 
 def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None:
-    """Several blocks save the same tensor, such as an embedding of the time: it is the first one's with hooks."""
+    """Several blocks save the same tensor, such as a time embedding: it belongs to the first one with hooks."""
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     first, *others = many(12).blocks
     shared = replace(unit("time", Action.OFFLOAD), nbytes=MB // 2)
@@ -412,7 +412,7 @@ def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None
     assert [len(block.units) for block in plan.profile.blocks] == [3] + [2] * 11
 
 
-def test_other_blocks_are_measured_anew() -> None:
+def test_other_blocks_are_measured_again() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     for count in (4, 4, 3, 4, 3):
         plan.saw_step(many(count))
@@ -501,7 +501,7 @@ def slow_backwards(span: Span, factor: float) -> Span:
 
 @pytest.mark.parametrize("slower", [1.05, 1.5])
 def test_a_pass_of_other_blocks_is_judged_by_those_that_the_plan_knows(slower: float) -> None:
-    """As with layers that are dropped at random: the step that the plan was made from had dropped some, too."""
+    """For example with layers that are dropped at random: the measured step had dropped some, too."""
     plan = judged_plan()
     check = plan._check
     assert check is not None
@@ -540,16 +540,16 @@ def test_backwards_without_copies_show_the_machines_speed() -> None:
         assert one is not None
         return one.seconds / solution.profile.step_seconds
 
-    # All backwards took 1.3 times as long, those of ordinary training, too: nothing is slower than that.
+    # All backwards took 1.3 times as long, ordinary ones too: the plan is not slower.
     assert found(last, Action.RECOMPUTE, plain=0) == pytest.approx(1.0)
     assert found(last, Action.OFFLOAD, plain=0) == pytest.approx(1.0)
     assert found(0, Action.RECOMPUTE, plain=last) == pytest.approx(1.0)
-    # Behind a block that offloads, a slower backward may be the doing of its copies.
+    # Behind a block that offloads, its copies may be the cause of a slower backward.
     assert found(0, Action.OFFLOAD, plain=last) > 1.1
 
 
-def test_forwards_beside_copies_do_not_show_the_machines_speed() -> None:
-    """All that ran beside the copies of the third block took 1.3 times as long: that is the plan's doing."""
+def test_forwards_during_copies_do_not_show_the_machines_speed() -> None:
+    """Everything that ran during the copies of the third block took 1.3 times as long: the plan is the cause."""
     plan = judged_plan()
     assert plan._check is not None
     solution = plan._check.solution
@@ -589,7 +589,7 @@ def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
 
 
 def judged_after(plan: MeasuredPlan, *slower: float) -> int:
-    """Return after how many passes no more are wanted, or the plan is another; 0: not yet."""
+    """Return after how many passes no more are wanted, or the plan changes; 0: not yet."""
     before = plan.table
     for number, one in enumerate((99.0, *slower)):  # the first settles
         if not plan.saw_span(span_of(plan, one, plain=(3, 5, 7, 9))) or plan.table is not before:
@@ -598,7 +598,7 @@ def judged_after(plan: MeasuredPlan, *slower: float) -> int:
 
 
 def test_two_passes_that_agree_show_that_a_promise_is_kept() -> None:
-    """One may have been lucky, and the verdict is final."""
+    """One pass may have been lucky, and the verdict is final."""
     plan = judged_plan()
     assert judged_after(plan, 1.05) == 0
     assert plan._check is not None and plan._check.add(span_of(plan, 1.05, plain=(3, 5, 7, 9))) is not None
@@ -607,7 +607,7 @@ def test_two_passes_that_agree_show_that_a_promise_is_kept() -> None:
 
 @pytest.mark.parametrize(("over", "passes"), [(-0.001, 2), (0.005, CHECKED), (0.03, 2)])
 def test_the_promise_is_no_percent_more_than_was_promised(over: float, passes: int) -> None:
-    """Where it takes up to a percent of the step more, no two passes show a miss: the median of five does."""
+    """If a step takes up to one percent more, two passes cannot show a miss; the median of five can."""
     plan = judged_plan(slowdown=0.1)
     check = plan._check
     assert check is not None
@@ -662,7 +662,7 @@ def kept_bytes(plan: MeasuredPlan) -> int:
 
 
 def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
-    """Judge one plan after the other, each by a pass whose blocks with hooks take so much longer; return what it kept.
+    """Judge one plan after the other, each by a pass whose hooked blocks are this much slower; return the kept bytes.
 
     A plan takes two passes to be judged.
     """
@@ -677,10 +677,10 @@ def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
 def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
     unknown: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where two graphs are alive in every backward, which no span is made of."""
+    """For example if two graphs are alive in every backward, which gives no span."""
     plan = judged_plan()
     plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=untimed())  # type: ignore[assignment]
-    complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
+    complete = span_of(plan, 1.5, plain=(3,))  # one such pass gives no verdict
     recorded: list[tuple[str, Any]] = []
     plan._bus.subscribe(lambda kind, fields: recorded.append((kind, fields)))
     other = replace(complete, blocks=tuple(replace(block, name=f"other.{block.name}") for block in complete.blocks))
@@ -748,7 +748,7 @@ def test_a_plan_that_was_corrected_does_not_do_more_again() -> None:
 
 
 def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
-    """Prices that noise made far too high: what they really are is tried, and everything is kept if it must be."""
+    """Noise made the prices far too high: the real ones are tried, and everything is kept if necessary."""
     for slower, expected in ((1.001, False), (1.5, True)):
         plan = judged_plan(slowdown=0.03)
         assert plan._check is not None and "replaced by a plan" in plan.explain()
@@ -787,7 +787,7 @@ def test_a_plan_offloads_no_more_than_host_memory_holds(monkeypatch: pytest.Monk
 
 
 def test_a_plan_spills_only_where_no_other_fits_the_budget() -> None:
-    """The disk behind host memory is slower, and how much is not known."""
+    """The disk behind host memory is slower by an unknown factor."""
     profile = replace(alike(4, (make_unit("a", 100 * MB),), RATES, window_bytes=MB), store_bytes=200 * MB)
     for budget, spills in ((350 * MB, False), (250 * MB, True)):
         found = fit_with_reserve(profile, budget).predicted
@@ -797,7 +797,7 @@ def test_a_plan_spills_only_where_no_other_fits_the_budget() -> None:
 def test_a_budget_above_what_the_device_has_is_that_of_the_device(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget within it is the user's own, and takes from the share for fragments."""
+    """A budget within it is the user's own, and uses the share for fragments."""
     most = planned(Auto(memory_budget="1TiB"), peak=1_300 * MB)
     assert most.table is not None and most._check is not None and most._check.keeps
     device = int((1 - FRAGMENTS) * (1 + FRAGMENTS) * most.table.predicted.peak_bytes)
@@ -857,7 +857,7 @@ def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> 
 
 
 def test_a_part_of_the_budget_is_left_free() -> None:
-    """Small storages that nothing hides, so that the peak comes close to what is allowed."""
+    """Small storages whose copies nothing hides, so that the peak comes close to the limit."""
     slow = Rates(out_bytes_per_second=MB, in_bytes_per_second=MB)
     profile = alike(40, tuple(make_unit(f"a{i}", MB) for i in range(25)), slow, window_bytes=MB)
     found = fit_with_reserve(profile, 618 * MB)
@@ -928,7 +928,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
         plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
         assert not trims()
         resident[0] = 1_480 * MB
-        assert trims(), "less than 2 % is left"
+        assert trims(), "less than 2 % remains"
         resident[0] = 1_300 * MB
         plan._timer = cast("Any", SimpleNamespace(wanted=True, measuring=False))
         assert trims(), "steps are measured from the next one on"
@@ -943,7 +943,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
 
 @pytest.mark.parametrize("budget", [None, 1_500 * MB])
 def test_a_budget_of_resident_memory_takes_nothing_for_noise(budget: int | None) -> None:
-    """Its second measured step, in which the heap is kept, is faster on any machine."""
+    """Its second measured step, which keeps the heap, is faster on any machine."""
     plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
     faster = step(forward=0.8, backward=2.0, peak=1_300 * MB)
     for found in (step(), step(peak=1_300 * MB), faster):
@@ -979,7 +979,7 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
 
 @pytest.mark.parametrize("budget", ["1MB", 1_500 * MB, 10_000 * MB])
 def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
-    """Else what hooks take is charged to copies and recomputes, and the next plan is made with wrong prices."""
+    """Otherwise hook time is charged to copies and recomputes, and the next plan is made with wrong prices."""
     plan = MeasuredPlan(Auto(memory_budget=budget), tier(), None, Bus())
     profile = profile_of(step(peak=1_300 * MB), RATES, None)
     profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
@@ -991,7 +991,7 @@ def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None
     assert (hooked == 0) is (budget == 10_000 * MB)
 
 
-def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.profiling.measured.reserved_bytes", lambda tier: 3 * 1024**3)
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     carry_out(plan, *[13.0] * CHECKED, peak=1024**3)

@@ -1,4 +1,4 @@
-"""What the flags mean together, and what is refused."""
+"""The meaning of combined flags, and refused values."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_every_flag_is_there_and_read_by_the_recipe() -> None:
     assert set(PROMISED) <= set(fields)
     rooms = Path(config_module.__file__).parents[1]
     modules = [path for room in ("skeleton", "language", "sft") for path in sorted((rooms / room).glob("*.py"))]
-    # Checks look whether a value makes sense, and do nothing with it.
+    # Checks only validate a value.
     recipe = "".join(path.read_text() for path in modules if path.name not in ("config.py", "rules.py"))
     properties = "".join(path.read_text().partition("@property")[2] for path in modules if path.name == "config.py")
     unread = [n for n in fields if not re.search(rf"config\.{n}\b", recipe) and f"self.{n}" not in properties]

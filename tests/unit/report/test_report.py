@@ -242,7 +242,7 @@ def test_checkpointed_blocks_are_those_of_the_engines_of_the_last_step(runs):
     assert "8 blocks checkpointed." in happened(with_events(runs[2], *passes))
 
 
-def test_a_plan_that_is_told_again_with_more_is_shown_once(runs):
+def test_a_plan_that_is_recorded_twice_is_shown_once(runs):
     longer = with_events(runs[2], event(60.0, "plan", name="minimal", text=PLAN + " And more."))
     assert plans(longer) == [("minimal", PLAN + " And more.")]
     other = with_events(runs[2], event(60.0, "plan", name="minimal", text="Another."))
