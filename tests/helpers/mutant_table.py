@@ -15,6 +15,7 @@ PRICES = (
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
 FORWARD = ("tests/unit/wrap/test_forward.py",)
 ONE_LAYER = ("tests/unit/wrap/test_one_layer.py",)
+GENERATORS = ("tests/unit/wrap/test_generators.py",)
 STATE = ("tests/unit/wrap/test_state.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
 
@@ -848,23 +849,51 @@ MUTANTS = (
     Mutant(
         "second run: random numbers are those of now",
         "ebbtide/wrap/checkpointed.py",
-        "            _restore(self._random, randoms)\n",
+        "            restore(self._random, randoms)\n",
         "            pass\n",
         ONE_LAYER,
     ),
     Mutant(
         "second run: its random numbers are drawn for good",
         "ebbtide/wrap/checkpointed.py",
-        "            _restore(randoms, _states(one for one, _ in randoms))\n",
+        "            restore(randoms, states(one for one, _ in randoms))\n",
         "            pass\n",
         ONE_LAYER,
     ),
     Mutant(
         "second run: numpy's second normal number is not noticed",
-        "ebbtide/wrap/checkpointed.py",
-        " and one[2:] == other[2:]",
-        "",
+        "ebbtide/wrap/generators.py",
+        " else one == other\n",
+        " else True\n",
         ONE_LAYER,
+    ),
+    Mutant(
+        "second run: the memory of numpy's second normal number is not read",
+        "ebbtide/wrap/generators.py",
+        "(_bytes_of(held), _bytes_of(words))",
+        "(_bytes_of(words),)",
+        GENERATORS,
+    ),
+    Mutant(
+        "second run: Python's second normal number is not noticed",
+        "ebbtide/wrap/generators.py",
+        "(_bytes_of(held), held.gauss_next)",
+        "(_bytes_of(held), 0)",
+        GENERATORS,
+    ),
+    Mutant(
+        "second run: a draw is not noticed",
+        "ebbtide/wrap/generators.py",
+        "if memory is not None and memory == known:",
+        "if memory is not None and known is not None:",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second run: a draw during a read is not noticed",
+        "ebbtide/wrap/generators.py",
+        "        if memory == self._memory():",
+        "        if True:",
+        GENERATORS,
     ),
     Mutant(
         "second run: requires_grad is that of now",

@@ -10,12 +10,9 @@ checked for changes: see [Note: watched weights].
 from __future__ import annotations
 
 import functools
-import operator
-import random
-import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +26,7 @@ from ebbtide.engine.guard import FULL_BYTES, Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.generators import generators, restore, states
 from ebbtide.wrap.rerun import Varies
 from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
@@ -69,7 +67,7 @@ class ForwardContext:
         # Also of its weights: a block may move its inputs, or be called with none.
         devices = {x.device for x in (*inputs, *self._state.tensors) if x.device.type not in ("cpu", "meta")}
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
-        self._random, self._casts = _states(_generators(devices)), _casts(self._kinds)
+        self._random, self._casts = states(generators(devices)), _casts(self._kinds)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     @contextmanager
@@ -86,12 +84,12 @@ class ForwardContext:
         instead = self._check_tensors(varies)
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
         casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
-        randoms, kernels, numerics = _states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
+        randoms, kernels, numerics = states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
             _set_flags(self._flags)
-            _restore(self._random, randoms)
+            restore(self._random, randoms)
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
@@ -108,7 +106,7 @@ class ForwardContext:
             torch.set_autocast_cache_enabled(caches)
             now.put_back(tensors=not self._moved)
             _set_flags(flags)
-            _restore(randoms, _states(one for one, _ in randoms))
+            restore(randoms, states(one for one, _ in randoms))
             _set_attention_kernels(kernels)
             numerics.undo()
 
@@ -154,55 +152,6 @@ def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
     for tensor, requires_grad in flags:
         if tensor.requires_grad is not requires_grad and tensor.is_leaf:
             tensor.requires_grad_(requires_grad)
-
-
-class _Generator(NamedTuple):
-    """A default random generator: torch's, of the host or of an accelerator, Python's or numpy's."""
-
-    state: Callable[[], Any]
-    restore: Callable[[Any], object]
-    same: Callable[[Any, Any], bool]
-
-
-_States = list[tuple[_Generator, Any]]
-"""Random generators, each with its state at some time."""
-
-
-def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
-    """Return the default generators.
-
-    Args:
-        devices: Accelerators.
-    """
-    found = [
-        _Generator(torch.get_rng_state, torch.set_rng_state, torch.equal),
-        _Generator(random.getstate, random.setstate, operator.eq),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found.append(_Generator(numpy.random.get_state, numpy.random.set_state, _same_of_numpy))
-    for device in devices:
-        module = torch.get_device_module(device)
-        if getattr(module, "_initialized", False):  # not where tensors are fake
-            read = functools.partial(module.get_rng_state, device)
-            found.append(_Generator(read, functools.partial(module.set_rng_state, device=device), torch.equal))
-    return found
-
-
-def _same_of_numpy(one: Any, other: Any) -> bool:
-    """Whether two states are known to be the same: those of the generator that numpy begins with."""
-    plain = isinstance(one, tuple) and isinstance(other, tuple)
-    return plain and one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:]
-
-
-def _states(generators: Iterable[_Generator]) -> _States:
-    return [(generator, generator.state()) for generator in generators]
-
-
-def _restore(states: _States, now: _States) -> None:
-    """Restore states where they are not the current ones: to compare costs less than to write."""
-    for (generator, state), (_, current) in zip(states, now, strict=True):
-        if not generator.same(state, current):
-            generator.restore(state)
 
 
 def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:
