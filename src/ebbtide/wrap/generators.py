@@ -89,7 +89,7 @@ class _Unread:
 @functools.cache
 def _python() -> Generator:
     def memory() -> Any:
-        held = getattr(random.getstate, "__self__", None)
+        held: Any = getattr(random.getstate, "__self__", None)
         return (_bytes_of(held), held.gauss_next) if type(held) is random.Random else None
 
     own = random.Random(0)
@@ -137,6 +137,8 @@ def _changes(memory: Callable[[], Any], *draws: Callable[[], object]) -> bool:
 
 def _same_of_numpy(one: Any, other: Any) -> bool:
     """Whether two states are the same: dictionaries of arrays, numbers and names."""
-    if isinstance(one, dict) and isinstance(other, dict):
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict:
         return one.keys() == other.keys() and all(_same_of_numpy(one[key], other[key]) for key in one)
     return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else one == other

@@ -37,13 +37,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample, nearly_equal, nearly_has_sample
+from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sample, nearly_equal
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.rerun import Varies
-
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
@@ -76,37 +74,24 @@ class _Dropped:
 
     __slots__ = (
         "__weakref__", "again", "again_version", "dtype", "fingerprint", "probe", "requires_grad", "same", "size",
-        "stride", "version",
+        "version",
     )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | bytes | None
+        self, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | Sample | None
     ) -> None:
         self.probe, self.fingerprint = probe, fingerprint
         self.version = 0 if probe is None else probe._version
         self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tensor.shape
-        self.stride = tensor.stride() if type(fingerprint) is bytes else ()
         self.requires_grad = tensor.requires_grad
         self.again: torch.Tensor | None = None
         self.again_version = 0
         self.same: torch.Tensor | bool = True
 
-    def found(self, tensor: torch.Tensor) -> None:
-        """Hold what the second forward saved in this place, and compare it."""
-        fingerprint = self.fingerprint
-        if isinstance(fingerprint, bytes):
-            self.same = has_sample(tensor, fingerprint, self.size, self.stride, self.dtype)
-        elif fingerprint is not None:
-            self.same = fingerprint.same(tensor)
-        self.again = tensor
-        self.again_version = 0 if tensor.is_inference() else tensor._version
-
     def nearly_same(self, tensor: torch.Tensor) -> bool:
         """Whether what the second forward saved differs from the first one's by rounding at most."""
         if tensor.dtype is not self.dtype or tensor.shape != self.size:
             return False
-        if isinstance(self.fingerprint, bytes):
-            return nearly_has_sample(tensor, self.fingerprint, self.stride)
         return self.fingerprint is None or self.fingerprint.nearly_same(tensor)
 
 
@@ -160,14 +145,26 @@ class SecondRun:
         """Drop a saved tensor of the first forward: the pack hook."""
         if type(tensor) is FakeTensor and not self._simulated:
             return tensor
-        run = self.run
-        if run.weights.include(tensor):
+        run, kind = self.run, type(tensor)
+        sample = host_sample(tensor) if self._sampled else None
+        if kind is torch.nn.Parameter:
+            weight = True
+        elif sample is None or tensor._base is not None:
+            weight = run.weights.include(tensor)
+        else:
+            weight = run.weights.hold(tensor.untyped_storage())
+        if weight:
             self._dropped.append(None)
             place = "(block)", run.block.name
             return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
         if self._casts:
             self._note_cast(tensor)
-        dropped = self._drop(tensor)
+        if sample is None:
+            dropped = self._drop(tensor)
+        else:
+            probe = tensor.detach()
+            probe.data = self._empty  # [Note: version probe]
+            dropped = _Dropped(tensor, probe, sample)
         self._dropped.append(weakref.ref(dropped))
         return dropped
 
@@ -181,13 +178,8 @@ class SecondRun:
                 pass_.cast = weakref.ref(base)
 
     def _drop(self, tensor: torch.Tensor) -> _Dropped:
+        """Drop a tensor of which there is no sample."""
         run = self.run
-        if self._sampled and tensor.dtype in _FLOATS and not tensor.is_inference():  # of the host, all are values
-            sample = host_sample(tensor)
-            if sample is not None:
-                probe = tensor.detach()
-                probe.data = self._empty  # [Note: version probe]
-                return _Dropped(tensor, probe, sample)
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
         probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
         fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
@@ -323,7 +315,9 @@ class SecondRun:
         reference = self._dropped[position] if position < known else None
         dropped = None if reference is None else reference()
         if dropped is not None:
-            dropped.found(value)
+            if dropped.fingerprint is not None:
+                dropped.same = dropped.fingerprint.same(value)
+            dropped.again, dropped.again_version = value, 0 if value.is_inference() else value._version
         self._position = position + 1
         if position + 1 == known and self._early_stop:
             raise _LastSaved
