@@ -667,8 +667,8 @@ MUTANTS = (
     Mutant(
         "second run: casts of an open region are not read",
         "ebbtide/wrap/secondrun.py",
-        "self._context(cast is not None and cast() is None)",
-        "self._context(True)",
+        "self._context(cast is not None and cast() is None, forward)",
+        "self._context(True, forward)",
         ONE_LAYER,
     ),
     Mutant(
@@ -793,8 +793,8 @@ MUTANTS = (
     Mutant(
         "second run: only its own exception ends it",
         "ebbtide/wrap/secondrun.py",
-        "                except Exception:  # perhaps",
-        "                except _LastSaved:  # perhaps",
+        "                    except Exception:  # perhaps",
+        "                    except _LastSaved:  # perhaps",
         ONE_LAYER,
     ),
     Mutant(
@@ -877,7 +877,7 @@ MUTANTS = (
     Mutant(
         "second run: Python's second normal number is not noticed",
         "ebbtide/wrap/generators.py",
-        "(_bytes_of(held), held.gauss_next)",
+        '(_bytes_of(held), vars(held)["gauss_next"])',
         "(_bytes_of(held), 0)",
         GENERATORS,
     ),
@@ -898,7 +898,7 @@ MUTANTS = (
     Mutant(
         "second run: requires_grad is that of now",
         "ebbtide/wrap/checkpointed.py",
-        "            _set_flags(self._flags)\n",
+        "            self._set_flags(self._flags)\n",
         "",
         SECOND_RUN,
     ),
@@ -919,7 +919,7 @@ MUTANTS = (
     Mutant(
         "second run: parameters that a forward changes are not seen",
         "ebbtide/wrap/rerun.py",
-        "if [t._version for t in own] != versions or not all(watched.same for watched in before):",
+        "if list(map(_VERSION, own)) != versions or not all(watched.same for watched in before):",
         "if False:",
         SECOND_RUN,
     ),

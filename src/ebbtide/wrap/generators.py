@@ -90,7 +90,7 @@ class _Unread:
 def _python() -> Generator:
     def memory() -> Any:
         held: Any = getattr(random.getstate, "__self__", None)
-        return (_bytes_of(held), held.gauss_next) if type(held) is random.Random else None
+        return (_bytes_of(held), vars(held)["gauss_next"]) if type(held) is random.Random else None
 
     own = random.Random(0)
     shown = _changes(lambda: _bytes_of(own), own.random, own.random)

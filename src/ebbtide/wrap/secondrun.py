@@ -111,7 +111,7 @@ class SecondRun:
         varies: Called when a second forward differs.
     """
 
-    def __init__(self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Varies) -> None:
+    def __init__(self, run: BlockRun, called: Called, context: Callable[..., None], varies: Varies) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
             inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
@@ -248,12 +248,16 @@ class SecondRun:
             inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
             args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
             cast = self.run.pass_.cast
-            with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
-                try:
-                    self._forward(*args, **kwargs)
-                except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
-                    if not self._early_stop or self._position < len(self._dropped):
-                        raise
+
+            def forward() -> None:
+                with saved_tensors_hooks(save, _as_it_is):
+                    try:
+                        self._forward(*args, **kwargs)
+                    except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
+                        if not self._early_stop or self._position < len(self._dropped):
+                            raise
+
+            self._context(cast is not None and cast() is None, forward)
 
     def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
         """Whether a tensor differs from the first forward's because its kernels add up in another order each time.
