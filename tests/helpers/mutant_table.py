@@ -849,14 +849,14 @@ MUTANTS = (
     Mutant(
         "second run: random numbers are those of now",
         "ebbtide/wrap/checkpointed.py",
-        "            restore(self._random, randoms)\n",
+        "            restore(self._generators, self._random, randoms)\n",
         "            pass\n",
         ONE_LAYER,
     ),
     Mutant(
         "second run: its random numbers are drawn for good",
         "ebbtide/wrap/checkpointed.py",
-        "            restore(randoms, states(one for one, _ in randoms))\n",
+        "            restore(self._generators, randoms, states(self._generators))\n",
         "            pass\n",
         ONE_LAYER,
     ),

@@ -65,7 +65,8 @@ class ForwardContext:
         # Also of its weights: a block may move its inputs, or be called with none.
         devices = {x.device for x in (*inputs, *self._state.tensors) if x.device.type not in ("cpu", "meta")}
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
-        self._random, self._casts = states(generators(devices)), _casts(self._kinds)
+        self._generators, self._casts = generators(devices), _casts(self._kinds)
+        self._random = states(self._generators)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
     def back(self, varies: Varies, region_over: bool, forward: Callable[[], object]) -> None:
@@ -82,12 +83,12 @@ class ForwardContext:
         instead = self._check_tensors(varies)
         now, flags = self._state.now(), list(map(_REQUIRES_GRAD, self._leaves))
         casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
-        randoms, kernels, numerics = states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
+        randoms, kernels, numerics = states(self._generators), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
             self._set_flags(self._flags)
-            restore(self._random, randoms)
+            restore(self._generators, self._random, randoms)
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
@@ -104,7 +105,7 @@ class ForwardContext:
             torch.set_autocast_cache_enabled(caches)
             now.put_back(tensors=not self._moved)
             self._set_flags(flags)
-            restore(randoms, states(one for one, _ in randoms))
+            restore(self._generators, randoms, states(self._generators))
             _set_attention_kernels(kernels)
             numerics.undo()
 

@@ -31,10 +31,6 @@ class Generator(NamedTuple):
     same: Callable[[Any, Any], bool]
 
 
-States = list[tuple[Generator, Any]]
-"""Random generators, each with its state at some time."""
-
-
 def generators(devices: Iterable[torch.device]) -> list[Generator]:
     """Return the default generators.
 
@@ -52,14 +48,14 @@ def generators(devices: Iterable[torch.device]) -> list[Generator]:
     return found
 
 
-def states(these: Iterable[Generator]) -> States:
+def states(these: Iterable[Generator]) -> list[Any]:
     """Return the states of generators."""
-    return [(generator, generator.state()) for generator in these]
+    return [generator.state() for generator in these]
 
 
-def restore(before: States, now: States) -> None:
-    """Restore states where they are not the current ones: to compare costs less than to write."""
-    for (generator, state), (_, current) in zip(before, now, strict=True):
+def restore(these: Iterable[Generator], before: list[Any], now: list[Any]) -> None:
+    """Restore the states of generators where they are not the current ones: to compare costs less than to write."""
+    for generator, state, current in zip(these, before, now, strict=True):
         if state is not current and not generator.same(state, current):
             generator.restore(state)
 

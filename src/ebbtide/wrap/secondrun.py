@@ -39,12 +39,15 @@ from torch.utils._pytree import tree_unflatten
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sample, nearly_equal
 from ebbtide.engine.run import BlockRun
-from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
+from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error, version_probe
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.rerun import Varies
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
+
+_NO_PARAMETER = torch.Tensor, type(None)
+"""Types of what a saved tensor is a view of, if that is certainly no parameter."""
 
 TRIES = 3
 """Forwards that may show that kernels add up in another order: of a few orders, two runs may take the same one."""
@@ -145,12 +148,10 @@ class SecondRun:
         """Drop a saved tensor of the first forward: the pack hook."""
         if type(tensor) is FakeTensor and not self._simulated:
             return tensor
-        run, kind = self.run, type(tensor)
-        sample = host_sample(tensor) if self._sampled else None
-        if kind is torch.nn.Parameter:
-            weight = True
-        elif sample is None or tensor._base is not None:
-            weight = run.weights.include(tensor)
+        run, parameter = self.run, type(tensor) is torch.nn.Parameter
+        sample = host_sample(tensor) if self._sampled and not parameter else None
+        if sample is None or type(tensor._base) not in _NO_PARAMETER:
+            weight = parameter or run.weights.include(tensor)
         else:
             weight = run.weights.hold(tensor.untyped_storage())
         if weight:
@@ -194,8 +195,11 @@ class SecondRun:
             ModifiedInPlaceError: It was changed in place since it was saved.
             RestoreError: The second forward computed another tensor, or did not save it.
         """
+        if isinstance(dropped, LightTicket):  # as ``read``, in fewer calls
+            unchanged = dropped.version == UNCHECKED or dropped.tensor._version == dropped.version
+            return dropped.tensor if unchanged else dropped.read()
         if not isinstance(dropped, _Dropped):
-            return dropped.read() if isinstance(dropped, LightTicket) else dropped
+            return dropped
         probe = dropped.probe
         if probe is not None and probe._version != dropped.version:
             raise self._modified(dropped, probe._version, dropped.version)

@@ -102,7 +102,7 @@ def test_states_are_restored_where_they_differ() -> None:
     before = generators.states(found)
     draws = random.random(), np.random.random(), float(torch.rand(()))
     now = generators.states(found)
-    generators.restore(before, now)
+    generators.restore(found, before, now)
     assert (random.random(), np.random.random(), float(torch.rand(()))) == draws
-    pairs = zip(generators.states(found), now, strict=True)
-    assert all(generator.same(one, other) for (generator, one), (_, other) in pairs)
+    triples = zip(found, generators.states(found), now, strict=True)
+    assert all(generator.same(one, other) for generator, one, other in triples)
