@@ -130,7 +130,7 @@ class ClosedLoop:
         """Return the plan that follows a judged one; None: the judged one stays."""
         if not (check.too_slow or check.over_budget_bytes):
             logger.info("the plan keeps its promise: %s", check.text())
-            return self._looser(check)
+            return None if check.looks else self._looser(check)
         if self._before is not None:
             before, self._before, self._loosened = self._before, None, LOOSENED
             self._record(f"keeping less missed the promise, so the previous plan is restored: {check.text()}")
