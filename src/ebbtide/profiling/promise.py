@@ -4,11 +4,12 @@
 Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
 ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
-hooks gives the ratio an error bar. The promise is kept once the bars of ``AGREE`` passes are below it, and missed once
-as many are above; otherwise, or if the plan seems to be faster than ordinary training, the median of ``CHECKED`` passes
-decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured steps, are
-compared with them: the promise is missed if all but the fastest took longer than promised, by more than the measured
-steps differed.
+hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it; otherwise
+``CHECKED`` passes decide, by the lower end of what their median may be (``interval``). So that luck does not last,
+passes at growing distances are added to those of a plan that stays, and it is judged again; that may only lead to a
+plan that keeps more. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured
+steps, are compared with them, once: the promise is missed if all but the fastest took longer than promised, by more
+than the measured steps differed.
 
 After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
 more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
@@ -35,10 +36,10 @@ from ebbtide.planner.solve import Solution
 from ebbtide.profiling.baseline import quartile
 
 CHECKED = 5
-"""Most timed passes before a plan is judged."""
+"""Most timed passes before a plan is first judged."""
 
 AGREE = 2
-"""Passes that must agree that a promise was kept or missed: one may have been disturbed."""
+"""Passes that must agree that a promise was clearly missed: one may have been disturbed."""
 
 UNUSED = 20
 """Passes in a row that cannot be compared until a plan is left unjudged: graphs may overlap in all of them."""
@@ -91,7 +92,7 @@ class Measured:
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """Return two of the values between which their true median lies at about 95 %, if there are five or more."""
     ordered = sorted(values)
-    skipped = max(int(len(ordered) / 2 - 0.9 * len(ordered) ** 0.5), 0)  # order statistics: see a sign test
+    skipped = max(int(len(ordered) / 2 - 0.9 * len(ordered) ** 0.5), 0)  # order statistics, as of a sign test
     return ordered[skipped], ordered[-1 - skipped]
 
 
