@@ -1161,10 +1161,10 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
-        "price: one lucky pass shows that a promise is kept",
+        "price: noise shows that a promise is missed",
         "ebbtide/profiling/promise.py",
-        "for step in self._steps) >= AGREE and high <= promised",
-        "for step in self._steps) >= 1 and high <= promised",
+        "self.too_slow, self.measured = low > promised,",
+        "self.too_slow, self.measured = high > promised,",
         PRICES,
     ),
     Mutant(

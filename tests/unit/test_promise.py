@@ -29,7 +29,7 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED
+from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from ebbtide.wrap.plain import all_kept
@@ -439,6 +439,26 @@ def test_free_hooks_are_judged_and_left(caplog: pytest.LogCaptureFixture) -> Non
         judged = timed.plan._check.measured
         timed.steps(TO_JUDGE)
         assert timed.plan._check.measured is judged  # no further step is timed
+
+
+def test_a_plan_that_stays_is_timed_again_later() -> None:
+    """With blocks without hooks in the same steps, and all gradients equal."""
+    timed = Timed(12, max_slowdown=0.5)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN)
+        while not timed.plan.judged:
+            timed.steps(1)
+        check, timer = timed.plan._check, timed.plan._timer
+        assert check is not None and check.measured is not None and timer is not None and not check.keeps
+        before, steps = timed.plan.table, check.measured.steps
+        compared = sorted(timer.compared - timer.unhooked)
+        assert compared and not timer.runs_plain(compared[0])
+        timed.steps(FIRST_LOOK)
+        assert timer.spans.wanted and timed.plan.judged and timer.runs_plain(compared[0])
+        timed.steps(SETTLING + ADDED + 2)
+        assert not timer.spans.wanted and not timer.runs_plain(compared[0])
+        assert check.measured.steps == steps + ADDED and timed.plan.table is before
+        assert f"in {steps + ADDED} steps" in timed.handle.explain()
 
 
 def whole(inputs: Action) -> Callable[[Profile, float], Solution]:

@@ -109,4 +109,3 @@ class HostSlot:
             self._tier, self.freed = None, True
 
     __del__ = free
-
