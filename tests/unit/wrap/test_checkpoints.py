@@ -396,3 +396,31 @@ def test_enable_ckpt_keeps_what_checkpointing_keeps() -> None:
             stats = handle.stats()
             kept.append(stats.offloaded_bytes + stats.kept_bytes)
     assert kept[0] < 4 * kept[1]
+
+
+class Gated(nn.Module):
+    """A block whose first module computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.mlp = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.frozen(x)
+        return x + self.mlp(x * gate)
+
+
+class InReentrant(Gated):
+    """A block that runs all of itself in a reentrant checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("block", [Gated, InReentrant])
+def test_what_runs_without_gradients_is_no_checkpoint(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*[block() for _ in range(3)])
+    with ebbtide.enable_activation_offloading(model, min_bytes=0):
+        model(torch.randn(8, 16, requires_grad=True)).sum().backward()
+    assert ("checkpoints its own blocks" in caplog.text) is (block is InReentrant)
