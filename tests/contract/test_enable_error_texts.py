@@ -227,6 +227,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
             "5 %",
         ),
     ),
+    "slowdown in percent": (lambda tiny: Auto(max_slowdown=5), "ConfigError", ("5", "between 0 and 1", "0.05")),
     "blocks by number": (
         lambda tiny: enable(tiny.model, blocks=[1]),  # type: ignore[list-item]
         "ConfigError",

@@ -20,6 +20,7 @@ import ebbtide
 from ebbtide.base.actions import Action, Plan
 from ebbtide.base.errors import RestoreError
 from tests.dist.trial import Enable, Findings, Job, Record, check, compare, follow, note_step, randomise
+from tests.helpers.handles import Unlimited
 from tests.helpers.models import WIDTH
 from tests.helpers.recipes_only import measured_minimal
 from tests.helpers.spawn import Case, CaseResult, run_cases
@@ -166,7 +167,7 @@ def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> 
 def measured(wrapper: str) -> dict[str, Findings]:
     """Train until plans are made from measurements and judged, on ranks whose batches differ."""
     with measured_minimal():
-        policies: Any = ("minimal", ebbtide.Auto(max_slowdown=3.0))
+        policies: Any = ("minimal", Unlimited(max_slowdown=3.0))
         found = compare(partial(_job, wrapper, (4, 24)), policies, steps=14)
     return {str(policy): one for policy, one in found.items()}
 

@@ -23,6 +23,13 @@ from tests.helpers.models import build
 from tests.helpers.oracle import same_bits
 
 
+class Unlimited(ebbtide.Auto):
+    """``Auto`` that accepts any ``max_slowdown``: a plan on a slow machine keeps its promise, too."""
+
+    def __post_init__(self) -> None:
+        """Accept every value."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
     """A tiny model under a handle, and the gradients of ordinary training.

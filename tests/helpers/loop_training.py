@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
+from tests.helpers.handles import Unlimited
 from tests.helpers.loop_events import EVENTS
 from tests.helpers.loop_oddities import MAKERS
 from tests.helpers.loop_parts import WIDTH, Piece, numerics
@@ -316,7 +317,7 @@ def _enable(model: nn.Module, setting: Setting) -> ebbtide.Handle:
     drawn = setting.policy in ("drawn", "checkpoint")
     given: dict[str, Any] = {"policy": "minimal" if drawn else setting.policy}
     if setting.policy == "auto_relaxed":
-        given["policy"] = ebbtide.Auto(max_slowdown=10.0)
+        given["policy"] = Unlimited(max_slowdown=10.0)
     elif setting.policy == "ckpt":
         given = {"enable_ckpt": True}
     plan = DrawnPlan(setting.salt, setting.policy == "checkpoint")

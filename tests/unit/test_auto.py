@@ -19,6 +19,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
 from tests.helpers.engines import assert_nothing_left, drain
+from tests.helpers.handles import Unlimited
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
@@ -41,7 +42,7 @@ def table_of(handle: ebbtide.Handle) -> TablePlan:
 def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: float) -> None:
     tiny = build(family)
     plain = tiny.step()
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=slowdown), verify=True) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=slowdown), verify=True) as handle:
         for _ in range(STEPS):
             assert not differences(plain, tiny.step())
         table = table_of(handle)
@@ -55,7 +56,7 @@ def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
     tiny = build("llama")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(3):
             tiny.step()
         assert isinstance(handle.plan, MeasuredPlan) and handle.plan.table is None
@@ -74,7 +75,7 @@ def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
     tiny = build("llama")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
         profile = handle.plan.profile
@@ -91,7 +92,7 @@ def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
 def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -> None:
     tiny = build("llama")
     plain = tiny.step()
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(2):
             one, two = tiny.loss()[0], tiny.loss()[0]  # two forwards before their backwards
             two.backward()
@@ -112,7 +113,7 @@ def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -
 @pytest.mark.parametrize("dropped", [1, 2])
 def test_a_plan_is_made_where_graphs_are_dropped_in_between(dropped: int) -> None:
     tiny = build("mlp")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(3 * STEPS):
             for _ in range(dropped):  # like a critic, which detaches the generator's output
                 tiny.loss()
@@ -140,7 +141,7 @@ class Branches(torch.nn.Module):
 
 def test_a_plan_is_made_where_steps_run_other_blocks_in_turn() -> None:
     model, x = Branches(), torch.randn(16, 32)
-    with enabled(model, ebbtide.Auto(max_slowdown=10.0), blocks=["towers.*.*"]) as handle:
+    with enabled(model, Unlimited(max_slowdown=10.0), blocks=["towers.*.*"]) as handle:
         for number in range(24):
             model(x, number % 2).sum().backward()
         assert {name.split(".")[1] for name, _ in table_of(handle).actions} in ({"0"}, {"1"})
@@ -339,7 +340,7 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
     tiny = build("llama")
     plain = tiny.step()
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
         handle.plan.save(tmp_path / "plan.json")
@@ -385,7 +386,7 @@ def test_a_plan_that_is_made_under_autocast_is_one_for_autocast(caplog: pytest.L
 def keeping(factor: float = 1.0) -> TablePlan:
     """Return a plan that keeps all that ``build("llama")`` saves, as one made for a batch ``factor`` times as long."""
     tiny = build("llama")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
         table, saved = table_of(handle), handle.stats().unique_bytes

@@ -35,7 +35,7 @@ from ebbtide.store.host import HostTier
 from ebbtide.wrap.plain import all_kept
 from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.fakedevice import FakeDevice
-from tests.helpers.handles import enable_over
+from tests.helpers.handles import Unlimited, enable_over
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
@@ -78,7 +78,7 @@ class Timed:
         self.model = nn.Sequential(*[Layer(lambda: self.device.compute(1.0)) for _ in range(blocks)])
         self.x = torch.randn(16, 8)
         self.expected = self.gradients()
-        self.handle = enable_over(self.tier, self.model, policy=ebbtide.Auto(**policy), min_bytes=0)
+        self.handle = enable_over(self.tier, self.model, policy=Unlimited(**policy), min_bytes=0)
 
     @property
     def plan(self) -> MeasuredPlan:

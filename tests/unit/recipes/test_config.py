@@ -241,6 +241,7 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"policy": "minmal"}, "policy is 'minmal'; expected one of auto, .*\nhint: did you mean 'minimal'"),
         ({"memory_budget": "abc"}, "memory_budget is 'abc'; expected a size above zero"),
         ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
+        ({"max_slowdown": 5.0}, "max_slowdown is 5.0"),
         ({"gradient_checkpointing": True, "memory_budget": "abc"}, "memory_budget is 'abc'"),
         ({"activation_cpu_offload": True, "max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"activation_cpu_offload": True, "memory_budget": "0"}, "memory_budget is '0'"),

@@ -358,6 +358,7 @@ def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
         ({"host_memory": "lots"}, "host_memory is 'lots'"),
         ({"memory_budget": "0"}, "memory_budget is '0'"),
         ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
+        ({"max_slowdown": 5.0}, "max_slowdown is 5.0"),
         ({"max_length": 1}, "max_length is 1; expected 2 or more"),
         ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more"),
         ({"train_type": "qlora", "gpus": 2}, "train_type is 'qlora' with gpus 2"),
