@@ -58,6 +58,7 @@ def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(tiny_model: Path, 
     before = [json.loads(line) for line in (half / "run-1.jsonl").read_text().splitlines()]
     assert [event["step"] for event in before if event["event"] == "step"] == [1, 2]
     assert (half / "training.log").read_text().count(" steps done") == 2
+    assert not (half / "README.md").exists()  # TRL's card of a model without a name
 
 
 def test_a_resumed_run_saves_by_its_own_flags_and_names_the_rates_it_keeps(
@@ -72,11 +73,17 @@ def test_a_resumed_run_saves_by_its_own_flags_and_names_the_rates_it_keeps(
     assert f"is resumed with {kept}, not with this run's {ours}" in caplog.text
 
 
-def test_a_run_that_is_done_does_no_step_more(tiny_model: Path, tmp_path: Path) -> None:
-    train(tiny_model, tmp_path, max_steps=2, save_steps=2, save=True)
+def test_a_run_that_is_done_does_no_step_more(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes: dict[str, object] = {"max_steps": 2, "save_steps": 2, "save": True, "activation_cpu_offload": True}
+    train(tiny_model, tmp_path, **changes)
     done = weights(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert train(tiny_model, tmp_path, max_steps=2, save_steps=2, save=True, resume_from_checkpoint="latest") == {}
+    caplog.clear()
+    assert train(tiny_model, tmp_path, **changes, resume_from_checkpoint="latest") == {}
+    assert "nothing left to train: step 2 is done, and max_steps is 2; hint: " in caplog.text
+    assert "nothing was offloaded" not in caplog.text
     assert weights(tmp_path) == done
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "ok"
 

@@ -376,6 +376,8 @@ def test_rows_without_what_a_function_needs_are_refused() -> None:
     accuracy.check_columns(["prompt", "solution"])
     with pytest.raises(DataError, match="'accuracy' needs the right answer.* columns prompt; expected one of answer"):
         accuracy.check_columns(["prompt"])
+    with pytest.raises(DataError, match="'accuracy' needs .*, and the rows have no column after the prompt; expected"):
+        accuracy.check_columns([])
     mine = rewards.Reward(name="mine", function=lambda completions, awnser, weight=1.0: [])
     with pytest.raises(DataError, match="takes 'awnser'.*\nhint: did you mean 'answer'"):
         mine.check_columns(["prompt", "answer"])
