@@ -159,6 +159,7 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
         assert stats.kept_bytes == stats.unique_bytes > 0
         assert "blocks run without hooks, as in ordinary training: nothing is gained" in timed.handle.explain()
         assert caplog.text.count("no plan saves memory within max_slowdown=0.05; hint: ") == 1
+        assert "a larger limit: policy=ebbtide.Auto(max_slowdown=0.1)" in caplog.text
         forward = calls_of_ours(lambda: timed.model(timed.x))
         assert forward["StandIn.__call__"] == 1 and max(forward.values()) < BLOCKS, (
             forward

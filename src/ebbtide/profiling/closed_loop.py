@@ -134,7 +134,7 @@ class ClosedLoop:
             return None if check.looks else self._looser(check)
         if self._before is not None:
             before, self._before, self._loosened = self._before, None, LOOSENED
-            self._record(f"keeping less missed the promise, so the previous plan is restored: {check.text()}")
+            self._record(f"a plan that kept less missed the promise, so the one before it is restored: {check.text()}")
             return before
         if self._corrections == CORRECTIONS:
             self._give_up(check)
@@ -146,7 +146,7 @@ class ClosedLoop:
         if found is None:
             self._give_up(check)
         else:
-            self._record(f"correction {self._corrections}: the plan missed its promise: {check.text()}")
+            self._record(f"correction {self._corrections}: the plan before missed its promise: {check.text()}")
         return found
 
     def spare_bytes(self, check: Check) -> int | None:
@@ -178,7 +178,7 @@ class ClosedLoop:
             return None
         self._loosened += 1
         self._before = check
-        self._record(f"replaced by a plan that saves {format_size(gained)} more: {check.text()}")
+        self._record(f"an earlier plan, replaced by one that saves {format_size(gained)} more: {check.text()}")
         return self._check(found, None)
 
     def _corrected(self, check: Check) -> Check | None:

@@ -335,8 +335,8 @@ class MeasuredPlan(Explained):
             self._warned = True
             logger.warning(
                 "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which "
-                "has the memory of checkpointing, or a larger max_slowdown",
-                self._policy.max_slowdown,
+                "has the memory of checkpointing, or a larger limit: policy=ebbtide.Auto(max_slowdown=%g)",
+                *(self._policy.max_slowdown, min(2 * self._policy.max_slowdown or 0.05, 1)),
             )
 
     def _compared(self, check: Check) -> frozenset[str]:

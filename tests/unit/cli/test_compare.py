@@ -2,7 +2,6 @@ import functools
 import importlib.util
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -239,10 +238,13 @@ def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number,
     """)
     out = tmp_path / "out"
     record = out / "round-1" / "plain" / "run.jsonl"
-    with subprocess.Popen([sys.executable, "-c", script, str(FAKE), str(out)], env={**os.environ}) as parent:
+    command = [sys.executable, "-c", script, str(FAKE), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
         wait_until(lambda: record.exists() and '"waiting"' in record.read_text(), parent)
         parent.send_signal(number)
-        assert parent.wait(60) == code
+        screen, _ = parent.communicate(timeout=60)
+    assert parent.returncode == code
+    assert "the processes were ended; none had finished: there is no report" in screen
     child = read_events(record)[0]["pid"]
     assert str(out) not in command_line_of(child)  # its number may belong to another process
     assert read_events(record)[-1]["status"] == "interrupted"

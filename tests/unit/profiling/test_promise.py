@@ -720,7 +720,7 @@ def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
     plan = judged_plan(slowdown=0.05)
     kept = rounds(plan, 1.001)
     assert kept[1] < kept[0]
-    assert "replaced by a plan that saves" in plan.explain() and "not measured yet" in plan.explain()
+    assert "an earlier plan, replaced by one that saves" in plan.explain() and "not measured yet" in plan.explain()
 
 
 def test_a_plan_that_takes_what_was_predicted_stays() -> None:
@@ -742,7 +742,7 @@ def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pyte
     with caplog.at_level("INFO", logger="ebbtide"):
         rounds(plan, 1.5)
     assert plan.table == first
-    assert "keeping less missed the promise, so the previous plan is restored" in plan.explain()
+    assert "a plan that kept less missed the promise, so the one before it is restored" in plan.explain()
     assert f"in {CHECKED} steps" in plan.explain().splitlines()[1]  # it was judged, and is not judged again at once
 
 
@@ -769,7 +769,7 @@ def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
     """Noise made the prices far too high: the real ones are tried, and everything is kept if necessary."""
     for slower, expected in ((1.001, False), (1.5, True)):
         plan = judged_plan(slowdown=0.03)
-        assert plan._check is not None and "replaced by a plan" in plan.explain()
+        assert plan._check is not None and "an earlier plan, replaced by one" in plan.explain()
         assert not plan._check.keeps
         rounds(plan, slower)
         assert plan._check.keeps is expected
@@ -823,7 +823,7 @@ def test_a_promise_that_is_broken_later_is_corrected(looser: bool) -> None:
         assert plan.table is judged, "three passes of eight, or six of eleven, may be noise"
     looked_again(plan, 1.5)
     assert kept_bytes(plan) == kept[0] if looser else kept_bytes(plan) > kept[0]
-    assert ("the previous plan is restored" in plan.explain()) is looser
+    assert ("the one before it is restored" in plan.explain()) is looser
     assert paused(plan) == (FIRST_LOOK if looser else 0)  # the one is judged already, the other is judged now
 
 

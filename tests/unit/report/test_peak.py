@@ -175,7 +175,8 @@ def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None
 def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain"))
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=150 * MIB, slow=1.1, engine=True))
-    (line,) = verdicts([plain.summary, ours.summary], ["plain", "ebbtide"], {"ebbtide": split(ours)})
+    three = {**ours.summary, "timed_steps": 3}
+    (line,) = verdicts([plain.summary, three], ["plain", "ebbtide"], {"ebbtide": split(ours)})
     assert line.startswith("ebbtide: peak −646.7 MiB (34 %), step +6 %, losses bitwise equal (against plain); ")
     assert "what is left of the peak: work of backward" in line and " → " in line
     alone = verdicts([ours.summary], ["ebbtide"], {})
@@ -183,7 +184,14 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     assert alone[0].endswith(", step 3.500 s, peak 1.21 GiB.") and "kept everything" not in alone[0]
     nothing = {**ours.summary, "plan": {"name": "auto", "text": "everything stays: nothing is gained"}}
     (line,) = verdicts([nothing], ["ebbtide"], {"ebbtide": split(ours)})
-    assert "kept everything" in line and line.count(" → ") == 1 and "policy 'minimal', or a larger max_slowdown" in line
+    assert (
+        "kept everything" in line
+        and line.count(" → ") == 1
+        and "policy 'minimal', or a larger limit: ebbtide.Auto(" in line
+    )
+    one = {**ours.summary, "timed_steps": 1}
+    assert "step time not judged (1 step timed), " in verdicts([plain.summary, one], ["plain", "ebbtide"], {})[0]
+    assert ", step +" in verdicts([plain.summary, {**one, "rounds": 3}], ["plain", "ebbtide"], {})[0]
     small = {**ours.summary, "plan": {"name": "auto", "text": "all storages that blocks save are below min_bytes"}}
     assert "below min_bytes" in verdicts([small], ["ebbtide"], {})[0]
     uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
