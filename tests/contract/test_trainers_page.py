@@ -14,7 +14,7 @@ HOSTS = {"Lightning `Trainer`": "lightning", "Lightning Fabric": "lightning", "D
 """Rows that do not begin with the name of their package."""
 PINNED = {"a loop of your own": "torch", "transformers `Trainer`": "transformers", "TRL: SFT": "trl"}
 PINNED |= {"TRL: packing, LoRA; DPO, KTO, Reward, GRPO, RLOO": "trl", "PEFT": "peft"}
-PINNED |= {"diffusers: the loop of its examples": "diffusers"}
+PINNED |= {"diffusers: the loop of its examples": "diffusers", "DDP, FSDP2, FSDP1": "torch"}
 
 
 def rows(page: str) -> dict[str, tuple[str, str, int]]:

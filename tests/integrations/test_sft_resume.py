@@ -49,11 +49,15 @@ def weights(folder: Path) -> bytes:
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"train_type": "lora"}, marks=pytest.mark.slow)], ids=["full", "lora"]
 )
-def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(tiny_model: Path, tmp_path: Path, changes: dict) -> None:
+def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(
+    tiny_model: Path, tmp_path: Path, changes: dict, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = train(tiny_model, tmp_path / "whole", save_steps=2, activation_cpu_offload=True, **changes)
     half = tmp_path / "half"
-    train(tiny_model, half, max_steps=2, save_steps=2, activation_cpu_offload=True, **changes)
-    rest = train(tiny_model, half, resume_from_checkpoint="latest", activation_cpu_offload=True, **changes)
+    latest: dict[str, object] = {"resume_from_checkpoint": "latest", "activation_cpu_offload": True, **changes}
+    train(tiny_model, half, max_steps=2, save_steps=2, **latest)
+    assert caplog.text.count("holds no complete checkpoint: the run starts at the first step") == 1
+    rest = train(tiny_model, half, **latest)
     assert rest == {step: whole[step] for step in (3, 4)}
     before = [json.loads(line) for line in (half / "run-1.jsonl").read_text().splitlines()]
     assert [event["step"] for event in before if event["event"] == "step"] == [1, 2]

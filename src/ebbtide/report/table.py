@@ -109,8 +109,8 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         cells += [rate(summary.get("copy_out_bytes_per_second")), rate(summary.get("copy_in_bytes_per_second"))]
         cells += [size(summary.get("peak_device_bytes")), size(summary.get("peak_host_bytes"))]
         rows.append((name, *cells))
-    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "not kept", "copy-out", "copy-in")
-    return Table(columns=(*heads, "device peak", "host peak"), rows=tuple(rows))
+    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "memory saved")
+    return Table(columns=(*heads, "copy-out", "copy-in", "device peak", "host peak"), rows=tuple(rows))
 
 
 def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
