@@ -159,7 +159,7 @@ class Trained:
 def table(ways: dict[str, Trained]) -> list[str]:
     """Return a row for every way."""
     lines = [
-        "| way | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | peak |",
+        "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
 

@@ -166,7 +166,7 @@ def few(names: Iterable[str], *, count: int = 3) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number of things as text."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def spelled(ranks: Sequence[int]) -> str:

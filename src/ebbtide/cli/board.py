@@ -187,8 +187,8 @@ def _counted(runs: Sequence[Run]) -> list[str]:
     trimmed = any(run.all("trim") for run in runs) and steps - warm_up > timed
     text = f"The first {warm_up} of {steps} steps warm up and do not count."
     if trimmed:
-        times = f"times are those of the other {timed}" if timed > 1 else "its time is that of the step before"
-        text += f" Activation memory is step {steps}'s, {times}."
+        times = f"times in the other {timed}" if timed > 1 else f"the step time in step {steps - 1}"
+        text += f" Activation memory is measured in step {steps}, {times}."
     return [text]
 
 

@@ -229,8 +229,14 @@ def test_losses_are_held_against_each_other_digit_by_digit():
 
 def test_the_text_tells_plan_and_what_happened(runs):
     said = text(runs[2])
-    for part in (f"plan      minimal: {PLAN}", "32.0 MiB kept, 28.0 MiB offloaded, 72.0 MiB recomputed", "7.14 %", "memory saved"):
+    for part in (
+        f"plan      minimal: {PLAN}",
+        "32.0 MiB kept, 28.0 MiB offloaded, 72.0 MiB recomputed",
+        "7.14 %",
+        "memory saved",
+    ):
         assert part in said
+    assert "\noutcome   " in said
     assert re.search(r"layers\.4 +backward +3 +0\.7500 s +0\.2500 s", said)
     assert "plan" not in text(runs[0])
 
