@@ -49,7 +49,7 @@ class EbbtideError(Exception):
     def __str__(self) -> str:
         text = self.found
         if self.expected:
-            text += f"; expected {self.expected}"
+            text = f"{text.removesuffix('.')}; expected {self.expected}"  # another library's sentence
         text = "\n".join([text, *self.places])
         return f"{text}\nhint: {self.hint}" if self.hint else text
 

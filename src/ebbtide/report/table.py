@@ -164,7 +164,9 @@ def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:
-    """Return whether the losses are bitwise equal to plain's, in words; steps without a loss are not compared."""
+    """Return in words whether losses are bitwise equal to plain's; other models, or steps without one, are not compared."""
+    if plain is not None and summary.get("model") != plain.get("model"):
+        return ABSENT
     equal = summary.get("loss_equal")
     if "loss_equal" not in summary and plain is not None:
         ours, theirs = (

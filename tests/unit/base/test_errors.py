@@ -97,3 +97,7 @@ def test_the_first_line_of_an_error_is_never_empty(error: Exception, text: str) 
 def test_numbers_of_things_are_words() -> None:
     numbers = [counted(1, "block"), counted(2, "block"), counted(1, "micro-batch"), counted(0, "micro-batch")]
     assert numbers == ["1 block", "2 blocks", "1 micro-batch", "0 micro-batches"]
+
+
+def test_a_sentence_of_another_library_has_one_end() -> None:
+    assert str(EbbtideError("It failed.", expected="a file")) == "It failed; expected a file"

@@ -292,6 +292,7 @@ def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     assert [row[3] for row in table.rows] == [ABSENT, ABSENT, "equal", "equal"]
     assert loss_verdict(rest, whole) == "equal" and loss_verdict(wrong, whole) == "differ"
     assert loss_verdict({"loss": [5.0, 4.0]}, whole) == "differ"  # it lacks steps
+    assert loss_verdict({"loss": [5.0, 4.0], "model": "another"}, whole) == ABSENT
     assert loss_verdict({"loss": [3.0], "first_step": 9}, whole) == ABSENT, "no step in common"
     alone = losses_svg([rest], ["rest"]) or ""
     assert ">3<" in alone and ">4<" in alone and ">1<" not in alone
