@@ -17,7 +17,7 @@ from torch import nn
 from ebbtide.arguments import accelerator_of, check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
-from ebbtide.base.errors import ConfigError, counted
+from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
@@ -208,8 +208,7 @@ def enable_activation_offloading(
     warn_of_idle(engine, model, host_budget=host_budget)
     warn_of_torch(engine)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
-    blocks = counted(len(pairs), "block")
-    logger.info("%s, to %s; %s: %s", blocks, engine.tier.name, engine.plan.name, engine.plan.explain())
+    logger.info("blocks: %d, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", **plan_fields(engine.plan))
     return handle
 

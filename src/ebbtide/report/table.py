@@ -164,7 +164,7 @@ def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:
-    """Return in words whether losses are bitwise equal to plain's; other models, or steps without one, are not compared."""
+    """Return in words whether losses are bitwise equal to plain's: those of one model, of steps that have one."""
     if plain is not None and summary.get("model") != plain.get("model"):
         return ABSENT
     equal = summary.get("loss_equal")
