@@ -251,18 +251,18 @@ def writing(folder: Path, output: Path, *, remove_failed: bool) -> Generator[Non
     try:
         yield
     except Exception as error:
-        failed = not_saved(error, folder, output)  # before anything is removed, which would free a full disk
+        failure = disk_failure(error, output)  # before anything is removed, which would free a full disk
         if remove_failed:
             remove(folder)
-        if failed is not None:
-            raise failed from error
-        raise
+        if failure is None:
+            raise
+        raise not_saved(folder, output, *failure) from error  # after: the removed one is none to resume from
 
 
-def not_saved(error: Exception, what: Path, output: Path) -> DiskError | None:
-    """Return the error to raise after a save for which the disk failed; ``None``: it failed for another reason.
+def disk_failure(error: Exception, output: Path) -> tuple[type[DiskError], str] | None:
+    """Return the error to raise for a save that failed because of the disk, and the reason; ``None``: another failed.
 
-    The disk must be as the save of ``what`` left it: torch.save loses the system's reason, so another file is written.
+    The disk must be as the save left it: torch.save loses the system's reason, so another file is written.
     """
     chain: list[BaseException] = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -272,20 +272,19 @@ def not_saved(error: Exception, what: Path, output: Path) -> DiskError | None:
         if not any(word in str(x) for x in chain for word in _NO_REASON):
             return None
         cause = _write_error(output)
-    if cause is None or not says_full(cause):
-        reason = "torch.save does not report why" if cause is None else first_line(cause)
-        free = format_size(shutil.disk_usage(output).free)
-        return DiskError(
-            f"{what} could not be written: {reason} ({free} are free)",
-            expected="a disk that takes every byte",
-            hint=f"check its space, your quota and the system log; {resumable(output)}",
-        )
-    remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
-    return DiskFullError(
-        f"{what} could not be written: {first_line(cause)}",
-        expected="room for it on the disk",
-        hint=f"free some space, or {remedy}; {resumable(output)}",
-    )
+    if says_full(cause):
+        return DiskFullError, first_line(cause)
+    return DiskError, f"{first_line(cause)} ({format_size(shutil.disk_usage(output).free)} are free)"
+
+
+def not_saved(what: Path, output: Path, kind: type[DiskError], reason: str) -> DiskError:
+    """Return the error to raise for a failed save, whose files are removed by now."""
+    found, after = f"{what} could not be written: {reason}", resumable(output)
+    if kind is DiskFullError:
+        remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
+        return kind(found, expected="room for it on the disk", hint=f"free some space, or {remedy}; {after}")
+    hint = f"check its space, your quota and the system log; {after}"
+    return kind(found, expected="a disk that takes every byte", hint=hint)
 
 
 def says_full(error: BaseException) -> bool:
@@ -293,8 +292,8 @@ def says_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
 
 
-def _write_error(folder: Path) -> OSError | None:
-    """Return the error of writing another file."""
+def _write_error(folder: Path) -> OSError:
+    """Return the error of writing another file, or one without a reason if it is written."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 20))
@@ -302,7 +301,7 @@ def _write_error(folder: Path) -> OSError | None:
             os.fsync(file.fileno())
     except OSError as error:
         return error
-    return None
+    return OSError("torch.save does not report why")
 
 
 def resumable(output: Path) -> str:

@@ -136,6 +136,13 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
 
 
+def reported(error: Exception, folder: Path, output: Path) -> Exception:
+    """Return what a save that fails with ``error`` raises."""
+    with pytest.raises(Exception) as found, checkpoints.writing(folder, output, remove_failed=True):
+        raise error
+    return found.value
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -147,10 +154,26 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
 )
 def test_a_full_disk_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Exception) -> None:
     new = tmp_path / "checkpoint-4"
-    first = checkpoints.not_saved(error, new, tmp_path)
+    first = reported(error, new, tmp_path)
     assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint
     old = make(tmp_path, 2)
-    assert f"resume from {old}" in str(checkpoints.not_saved(error, new, tmp_path))
+    assert f"resume from {old}" in str(reported(error, new, tmp_path))
+
+
+def test_a_failed_save_is_not_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seal has its name before the folder is flushed."""
+    new = make(tmp_path, 4, sealed=False)
+
+    def fsync(number: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{number}")) == tmp_path:
+            assert checkpoints.complete(tmp_path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(DiskFullError) as found, checkpoints.writing(new, tmp_path, remove_failed=True):
+        checkpoints.seal(new, SftConfig(), step=4, world_size=1)
+    assert not new.exists()
+    assert "no checkpoint was written before" in found.value.hint and "name another --output_dir" in found.value.hint
 
 
 def torch_error(path: Path) -> Exception:
@@ -178,7 +201,7 @@ def test_the_reason_that_torch_loses_is_found_by_writing_another_file(
     error = torch_error(tmp_path / "optimizer.pt")
     assert not checkpoints.says_full(error)
     monkeypatch.setattr(os, "fsync", fsync)
-    found = checkpoints.not_saved(error, tmp_path / "checkpoint-4", tmp_path)
+    found = reported(error, tmp_path / "checkpoint-4", tmp_path)
     assert isinstance(found, DiskError)
     assert isinstance(found, DiskFullError) == (code in (errno.ENOSPC, errno.EDQUOT))
     assert (os.strerror(code) if code else "torch.save does not report why") in found.found and found.hint
@@ -187,7 +210,7 @@ def test_the_reason_that_torch_loses_is_found_by_writing_another_file(
 def test_the_systems_reason_is_used_if_torch_chains_it(tmp_path: Path) -> None:
     error = RuntimeError("unexpected pos 704 vs 598")  # as for a file whose name has letters beyond ASCII
     error.__context__ = OSError(errno.EFBIG, "File too large")
-    found = checkpoints.not_saved(error, tmp_path / "checkpoint-4", tmp_path)
+    found = reported(error, tmp_path / "checkpoint-4", tmp_path)
     assert isinstance(found, DiskFullError) and "File too large" in found.found
 
 
@@ -203,7 +226,7 @@ def test_a_run_without_a_checkpoint_reads_no_generator_from_the_working_director
 
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
     error = KeyError("state")
-    assert checkpoints.not_saved(error, tmp_path, tmp_path) is None
+    assert reported(error, tmp_path / "checkpoint-4", tmp_path) is error
 
 
 @pytest.mark.parametrize("sealed", [True, False])
