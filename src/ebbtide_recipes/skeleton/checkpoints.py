@@ -16,17 +16,16 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, first_line, nearest
-from ebbtide.base.units import format_size
+from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, nearest
 from ebbtide.cli.translation import FALSE, NOTHING
+from ebbtide_recipes.skeleton.diskfailure import FULL, disk_failure
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -43,10 +42,6 @@ _ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
-_NO_REASON = ("Writer failed writing", "iostream error", "unexpected pos")
-"""Errors of torch.save after a failed write (torch 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +101,7 @@ def _flush(path: Path) -> None:
         finally:
             os.close(opened)
     except OSError as error:  # a draft that now has its name, or a file system that does not flush what is only read
-        if error.errno in (errno.EIO, *_FULL):
+        if error.errno in (errno.EIO, *FULL):
             raise
 
 
@@ -253,60 +248,29 @@ def writing(folder: Path, output: Path, *, remove_failed: bool) -> Generator[Non
     except Exception as error:
         failure = disk_failure(error, output)  # before anything is removed, which would free a full disk
         if remove_failed:
-            remove(folder)
+            with suppress(OSError):  # of a disk that fails: the first error has the reason
+                remove(folder)
         if failure is None:
             raise
         raise not_saved(folder, output, *failure) from error  # after: the removed one is none to resume from
-
-
-def disk_failure(error: Exception, output: Path) -> tuple[type[DiskError], str] | None:
-    """Return the error to raise for a save that failed because of the disk, and the reason; ``None``: another failed.
-
-    The disk must be as the save left it: torch.save loses the system's reason, so another file is written.
-    """
-    chain: list[BaseException] = [error]
-    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(before)
-    cause = next((x for x in chain if says_full(x)), None)
-    if cause is None:
-        if not any(word in str(x) for x in chain for word in _NO_REASON):
-            return None
-        cause = _write_error(output)
-    if says_full(cause):
-        return DiskFullError, first_line(cause)
-    return DiskError, f"{first_line(cause)} ({format_size(shutil.disk_usage(output).free)} are free)"
 
 
 def not_saved(what: Path, output: Path, kind: type[DiskError], reason: str) -> DiskError:
     """Return the error to raise for a failed save, whose files are removed by now."""
     found, after = f"{what} could not be written: {reason}", resumable(output)
     if kind is DiskFullError:
-        remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
+        remedy = "lower --save_total_limit" if after.startswith("resume") else "name another --output_dir"
         return kind(found, expected="room for it on the disk", hint=f"free some space, or {remedy}; {after}")
     hint = f"check its space, your quota and the system log; {after}"
     return kind(found, expected="a disk that takes every byte", hint=hint)
 
 
-def says_full(error: BaseException) -> bool:
-    """Whether an error means a full disk; libraries report it in words."""
-    return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
-
-
-def _write_error(folder: Path) -> OSError:
-    """Return the error of writing another file, or one without a reason if it is written."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error
-    return OSError("torch.save does not report why")
-
-
 def resumable(output: Path) -> str:
     """Return a sentence on the checkpoint from which an interrupted run can be resumed."""
-    last = next(reversed(complete(output)), None)
+    try:
+        last = next(reversed(complete(output)), None)
+    except OSError as error:
+        return f"its checkpoints cannot be read ({error.strerror})"
     if last is None:
         return "no checkpoint was written before"
     return f"resume from {last.folder} (--resume_from_checkpoint latest)"

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ebbtide.base.errors import DataError, DiskFullError
-from ebbtide_recipes.skeleton.checkpoints import says_full
+from ebbtide_recipes.skeleton.diskfailure import says_full
 from ebbtide_recipes.video.buckets import Bucket, bucket_for
 from ebbtide_recipes.video.data import Clip
 from ebbtide_recipes.video.families import Text, check_size

@@ -7,7 +7,9 @@ import errno
 import json
 import logging
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, run
 from ebbtide_recipes.skeleton import trainer as trainer_module
+from ebbtide_recipes.skeleton.diskfailure import disk_failure, says_full
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -199,12 +202,47 @@ def test_the_reason_that_torch_loses_is_found_by_writing_another_file(
             raise OSError(code, os.strerror(code))
 
     error = torch_error(tmp_path / "optimizer.pt")
-    assert not checkpoints.says_full(error)
+    assert not says_full(error)
     monkeypatch.setattr(os, "fsync", fsync)
     found = reported(error, tmp_path / "checkpoint-4", tmp_path)
     assert isinstance(found, DiskError)
     assert isinstance(found, DiskFullError) == (code in (errno.ENOSPC, errno.EDQUOT))
     assert (os.strerror(code) if code else "torch.save does not report why") in found.found and found.hint
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        OSError(errno.EROFS, os.strerror(errno.EROFS)),
+        RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"),
+    ],
+)
+def test_a_disk_that_fails_everywhere_is_reported(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    new = make(tmp_path, 4)
+    for name in ("disk_usage", "rmtree"):
+        monkeypatch.setattr(shutil, name, fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    monkeypatch.setattr(Path, "iterdir", fail)
+    found = reported(error, new, tmp_path)
+    assert type(found) is DiskError and found.__cause__ is error
+    assert str(error) in found.found and "its checkpoints cannot be read (Input/output error)" in found.hint
+
+
+def test_the_free_space_is_named_if_the_disk_tells_it(tmp_path: Path) -> None:
+    found = reported(OSError(errno.EIO, "Input/output error"), tmp_path / "checkpoint-4", tmp_path)
+    assert type(found) is DiskError and re.search(r"Input/output error \([\d.]+ [KMGT]iB are free\)", found.found)
+
+
+def test_an_error_that_is_its_own_cause_is_read_once(tmp_path: Path) -> None:
+    error, other = ValueError("a"), ValueError("b")
+    error.__cause__, other.__cause__ = other, error
+    assert disk_failure(error, tmp_path) is None
 
 
 def test_the_systems_reason_is_used_if_torch_chains_it(tmp_path: Path) -> None:
