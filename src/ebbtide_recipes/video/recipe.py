@@ -256,11 +256,9 @@ def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, 
         )
     if logs:
         LOGGER.info(
-            "%s of other clips or flags (%s) stay in %s until the new ones are made; hint: to free the space at once, "
-            "remove clip-*.safetensors there",
-            counted(len(others), "latent file"),
+            "%s keeps %s of other clips or flags (%s) until the new ones are made",
+            *(folder, counted(len(others), "latent file")),
             format_size(sum(path.stat().st_size for path in others)),
-            folder,
         )
 
 

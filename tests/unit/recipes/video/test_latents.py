@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import resource
 import shutil
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from ebbtide.base.errors import DataError, DiskFullError
-from ebbtide_recipes.video import data, latents
+from ebbtide_recipes.video import data, latents, recipe
 from ebbtide_recipes.video.builtin import source as builtin_source
+from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.latents import Making
 from ebbtide_recipes.video.source import Source
 from tests.helpers import video_pipelines
@@ -54,6 +56,17 @@ def test_a_clip_and_its_caption_are_read_back(tmp_path: Path) -> None:
     assert not torch.equal(made[0]["text"]["prompt_embeds"], made[1]["text"]["prompt_embeds"])
     batch = latents.collate([made[0], made[1]])
     assert batch["latents"].shape == (2, 48, 3, 4, 4) and batch["text"]["prompt_embeds"].shape[0] == 2
+
+
+def test_no_file_is_to_be_removed_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the clips in use have names of the same form, and are not made twice."""
+    other = tmp_path / "clip-0.safetensors"
+    other.write_bytes(bytes(2048))
+    with caplog.at_level(logging.INFO, logger="ebbtide.video"):
+        recipe._check_others(VideoConfig(), tmp_path, [other], logs=True)
+        recipe._check_others(VideoConfig(), tmp_path, [other], logs=False)
+    found = f"{tmp_path} keeps 1 latent file of other clips or flags (2.0 KiB) until the new ones are made"
+    assert [record.getMessage() for record in caplog.records] == [found]
 
 
 def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
