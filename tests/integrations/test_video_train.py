@@ -320,7 +320,7 @@ def test_unfinished_latents_are_not_replaced_by_those_of_the_built_in_data(tmp_p
     (made / latents.MANIFEST).unlink()  # as if interrupted
     [clip] = made.glob("clip-*")
     unset: Any = {"dataset": VideoConfig().dataset}
-    with pytest.raises(ConfigError, match="holds 1 unfinished clip of another data set.*\nhint: set --dataset"):
+    with pytest.raises(ConfigError, match=r"holds 1 latent file of other clips or flags, and no.*\nhint: set"):
         train(tmp_path / "b", **{**own, **unset})
     assert clip.exists() and not latents.is_made(made)
     train(tmp_path / "c", **own)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.base.errors import DataError, DiskFullError
+from ebbtide.base.errors import ConfigError, DataError, DiskFullError
 from ebbtide_recipes.video import data, latents, recipe
 from ebbtide_recipes.video.builtin import source as builtin_source
 from ebbtide_recipes.video.config import VideoConfig
@@ -67,6 +67,15 @@ def test_no_file_is_to_be_removed_by_hand(tmp_path: Path, caplog: pytest.LogCapt
         recipe._check_others(VideoConfig(), tmp_path, [other], logs=False)
     found = f"{tmp_path} keeps 1 latent file of other clips or flags (2.0 KiB) until the new ones are made"
     assert [record.getMessage() for record in caplog.records] == [found]
+
+
+def test_a_refusal_counts_latents_of_other_flags_too(tmp_path: Path) -> None:
+    others = [tmp_path / f"clip-{number}.safetensors" for number in range(2)]
+    with pytest.raises(
+        ConfigError, match="holds 2 latent files of other clips or flags, and no --dataset is set"
+    ) as it:
+        recipe._check_others(VideoConfig(latents_dir=str(tmp_path)), tmp_path, others, logs=False)
+    assert "finish" not in str(it.value) and "set --dataset to replace them" in it.value.hint
 
 
 def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
