@@ -224,7 +224,8 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             hint="fetch the complete pipeline, or name existing latents: --latents_dir",
         )
     if not same:
-        _check_others(config, folder, latents.others(clips, folder, source, making), logs=state.is_main_process)
+        others = latents.others(folder, latents.names_of(clips, source, making))
+        _check_others(config, folder, others, logs=state.is_main_process)
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
         if state.is_main_process and not latents.matches(folder, source, making, None):

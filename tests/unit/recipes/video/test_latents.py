@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError
-from ebbtide_recipes.video import data, latents, recipe
+from ebbtide_recipes.video import clips, data, latents, recipe, shapes
 from ebbtide_recipes.video.builtin import source as builtin_source
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.latents import Making
@@ -41,9 +42,9 @@ def files_at_most(size: int) -> Iterator[None]:
 
 def make(folder: Path, making: Making = MAKING) -> latents.Latents:
     source = builtin_source("builtin:tiny-wan", seed=1)
-    clips = data.load(making.data, seed=1)
-    latents.make(clips, folder, source, making, device=CPU)
-    latents.finish(clips, folder, source, making)
+    loaded = data.load(making.data, seed=1)
+    latents.make(loaded, folder, source, making, device=CPU)
+    latents.finish(loaded, folder, source, making)
     return latents.Latents(folder)
 
 
@@ -67,6 +68,25 @@ def test_no_file_is_to_be_removed_by_hand(tmp_path: Path, caplog: pytest.LogCapt
         recipe._check_others(VideoConfig(), tmp_path, [other], logs=False)
     found = f"{tmp_path} keeps 1 latent file of other clips or flags (2.0 KiB) until the new ones are made"
     assert [record.getMessage() for record in caplog.records] == [found]
+
+
+def test_a_clip_that_is_touched_at_the_end_keeps_its_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tmp_path / "clips"
+    files.mkdir()
+    film = files / "one.mp4"
+    clips.write(film, shapes.draw(shapes.clips(1, 1)[0], 5, 16, 16), rate=8)
+    film.with_suffix(".txt").write_text("a circle")
+    real = Path.replace
+
+    def touching(path: Path, target: Path) -> Path:
+        if target.name == latents.MANIFEST:
+            os.utime(film, ns=(1, 1))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", touching)
+    made = make(tmp_path / "latents", dataclasses.replace(MAKING, data=(str(files),)))
+    assert film.stat().st_mtime_ns == 1
+    assert made[0]["latents"].ndim == 4
 
 
 def test_a_refusal_counts_latents_of_other_flags_too(tmp_path: Path) -> None:
