@@ -12,9 +12,17 @@ VARIABLES = ("WANDB_PROJECT", "SWANLAB_PROJECT", "CLEARML_PROJECT", "MLFLOW_EXPE
 
 def project_named(name: str | None) -> AbstractContextManager[None]:
     """Give trackers a project while they are set up and used; the environment is restored afterwards."""
-    from accelerate.utils import patch_environment
-
-    return patch_environment(**({} if name is None else dict.fromkeys(VARIABLES, name)))
+    before = {variable: os.environ.get(variable) for variable in VARIABLES}
+    if name is not None:
+        os.environ.update(dict.fromkeys(VARIABLES, name))
+    try:
+        yield
+    finally:  # also without a name: trackers set these themselves
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
 
 
 def project_argument(kind: Any, name: str | None) -> dict[str, str]:
