@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 VARIABLES = ("WANDB_PROJECT", "SWANLAB_PROJECT", "CLEARML_PROJECT", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME")
 """Where trackers look for a project's name; trackio takes it from the trainer's arguments."""
 
 
-def project_named(name: str | None) -> AbstractContextManager[None]:
+@contextmanager
+def project_named(name: str | None) -> Generator[None, None, None]:
     """Give trackers a project while they are set up and used; the environment is restored afterwards."""
     before = {variable: os.environ.get(variable) for variable in VARIABLES}
     if name is not None:
