@@ -163,6 +163,22 @@ def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> 
     return compare(partial(_job, wrapper, lengths), ("minimal",))
 
 
+def without_gradients(enough: bool) -> list[int]:
+    """The first block's input needs no gradient, and in the first steps no other block runs."""
+    model, mesh = Model(), init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer.one, mesh=mesh)
+    checkpointed: list[int] = []
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        follow(handle, OfTheLength(handle.plan, 1))
+        for step in range(13):
+            later = step >= 9
+            x = torch.randn(2, 4 + 4 * dist.get_rank(), WIDTH, requires_grad=enough and later)
+            model(x, layers=LAYERS if later or not enough else 1).square().mean().backward()
+            checkpointed.append(handle.stats().checkpointed_blocks)
+    return checkpointed
+
+
 def measured(wrapper: str) -> dict[str, Findings]:
     """Long enough that plans are made from measurements and judged, on ranks whose batches differ."""
     with measured_minimal():
@@ -228,6 +244,8 @@ def results() -> dict[str, CaseResult]:
         "minimal": (uneven, ("fsdp2", LENGTHS)),
         "measured fsdp2": (measured, ("fsdp2",)),
         "measured ddp": (measured, ("ddp",)),
+        "a first block without gradients": (without_gradients, (False,)),
+        "gradients later": (without_gradients, (True,)),
         "varying": (varying, ()),
         "skipping": (skipping, ()),
     }
@@ -272,6 +290,16 @@ def test_minimal_decides_alike_on_lengths_that_differ(results: dict[str, CaseRes
     check(values, blocks=LAYERS)
     one, other = (found["minimal"].checkpointed for found in values)
     assert one == other
+
+
+def test_a_first_block_whose_input_needs_no_gradient_decides_nothing(results: dict[str, CaseResult]) -> None:
+    one, other = results["a first block without gradients"].values()
+    assert one == other and one[-1] == LAYERS
+
+
+def test_blocks_whose_inputs_need_gradients_later_are_decided_then(results: dict[str, CaseResult]) -> None:
+    one, other = results["gradients later"].values()
+    assert one == other and set(one[:9]) == {0} and one[-1] == LAYERS
 
 
 def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, CaseResult]) -> None:

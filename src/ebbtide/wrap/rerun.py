@@ -31,7 +31,7 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, UNSEEN, Votes, has_collectives
 from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
@@ -103,7 +103,8 @@ class Reruns:
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and self._possible(block):
             doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
-            wish = AGAIN if allowed else LATER if doubtful else NEVER if again else ONCE
+            no = ONCE if seen.input_bytes else UNSEEN
+            wish = AGAIN if allowed else LATER if doubtful else NEVER if again else no
             if self._votes.decide(block.kind, module, wish, groups):
                 # A doubt ends nothing that all have decided: no other rank need have it.
                 allowed = allowed or self._repeatable(block.kind, called)
