@@ -187,15 +187,20 @@ def measured(wrapper: str) -> dict[str, Findings]:
     return {str(policy): one for policy, one in found.items()}
 
 
-def varying() -> list[str]:
-    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing more."""
+def varying(evaluated: bool) -> list[str]:
+    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing more.
+
+    Args:
+        evaluated: The model is in evaluation mode during the backward.
+    """
     model = Model(Varying)
     model.layers[0].varies = dist.get_rank() == 0
     said: list[str] = []
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
         follow(handle, OfTheLength(handle.plan, 1))
         for _ in range(3):
-            loss = model(torch.randn(2, 16, WIDTH, requires_grad=True)).square().mean()
+            loss = model.train()(torch.randn(2, 16, WIDTH, requires_grad=True)).square().mean()
+            model.train(not evaluated)
             try:
                 loss.backward()
                 said.append("trains")
@@ -246,7 +251,8 @@ def results() -> dict[str, CaseResult]:
         "measured ddp": (measured, ("ddp",)),
         "a first block without gradients": (without_gradients, (False,)),
         "gradients later": (without_gradients, (True,)),
-        "varying": (varying, ()),
+        "varying": (varying, (False,)),
+        "varying, evaluated": (varying, (True,)),
         "skipping": (skipping, ()),
     }
     return run_cases(cases, 2, timeout_seconds=90.0)
@@ -302,8 +308,9 @@ def test_blocks_whose_inputs_need_gradients_later_are_decided_then(results: dict
     assert one == other and set(one[:9]) == {0} and one[-1] == LAYERS
 
 
-def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, CaseResult]) -> None:
-    one, other = results["varying"].values()
+@pytest.mark.parametrize("case", ["varying", "varying, evaluated"])
+def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, CaseResult], case: str) -> None:
+    one, other = results[case].values()
     assert one[0] == "trains" and "its second forward computed another" in one[1]
     assert "or does a sum's order vary?" in one[1]
     assert other == ["trains", "trains"]

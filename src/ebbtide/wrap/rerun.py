@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -35,7 +35,7 @@ from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, UNSEEN, Votes, has
 from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.collectives import Collectives
+from ebbtide.wrap.collectives import Collectives, shared_groups
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
@@ -133,13 +133,16 @@ class Reruns:
         return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
     def varies(self, block: Block, module: nn.Module) -> Varies:
-        """Return what is called when a second forward differs, see ``Varies``: to look at a block's modules takes time.
+        """Return what is called when a second forward differs, see ``Varies``.
 
         Args:
             block: The engine's description of it.
             module: Its module.
         """
-        return cache(lambda: partial(self._refuse, block.kind) if self._alone(block, module) else None)
+        alone = not shared_groups() or self._alone(
+            block, module
+        )  # now: in the backward, its modules may be in another mode
+        return lambda: partial(self._refuse, block.kind) if alone else None
 
     def _alone(self, block: Block, module: nn.Module) -> bool:
         return not has_collectives(module) and not self._collectives.groups(block, module)
