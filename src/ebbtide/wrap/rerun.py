@@ -139,9 +139,8 @@ class Reruns:
             block: The engine's description of it.
             module: Its module.
         """
-        alone = not shared_groups() or self._alone(
-            block, module
-        )  # now: in the backward, its modules may be in another mode
+        # In the backward, the modules may be in another mode.
+        alone = not shared_groups() or self._alone(block, module)
         return lambda: partial(self._refuse, block.kind) if alone else None
 
     def _alone(self, block: Block, module: nn.Module) -> bool:
