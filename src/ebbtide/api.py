@@ -158,8 +158,7 @@ def enable_activation_offloading(
         model: Any module, before or after FSDP, DDP or compilation of its blocks.
         strategy: ``"auto"``, or the wrapper that the model must have.
         enable_ckpt: The memory of activation checkpointing: policy ``Minimal()``.
-        policy: A policy (default: ``Auto()``), its name, a plan, a plan file, or an object of your own with the
-            methods of ``Plan``.
+        policy: A policy (default: ``Auto()``), its name, a plan, a plan file, or an object with ``Plan``'s methods.
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         blocks: Paths of blocks, with ``*``; default: found by structure, and by the first forward's saved bytes.
         tensor_filter: False for a saved tensor that is never offloaded; it may be recomputed.
@@ -329,8 +328,9 @@ class offload_saved_tensors(ContextDecorator):
             logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
             self._entered[get_ident()].append([])
             return self
+        idle = self._idle()
         try:
-            engine = (idle := self._idle()).pop()  # at once: another thread may take the last one
+            engine = idle.pop()  # at once: another thread may take the last one
         except IndexError:
             engine = _open_engine(self._policy, self._options)
             refuse_budget(self._policy, engine.tier)
