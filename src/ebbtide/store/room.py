@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 
 from ebbtide.base.errors import DiskFullError
+from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
-from ebbtide.store.faults import FULL_ERRNOS, Fault
+from ebbtide.store.faults import Fault
 from ebbtide.store.parcel import Parcel, ParcelState
 
 _EXTENT_BYTES = 256 << 20
