@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.base.checks import FALSE, NOTHING
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, first_line, nearest
 from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
-from ebbtide.cli.translation import FALSE, NOTHING
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
