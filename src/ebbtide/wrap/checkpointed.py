@@ -56,7 +56,7 @@ class ForwardContext:
         self._run = run
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
-        self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
+        self._flags = [(t, t.requires_grad) for t in self._state.tensors if type(t) is nn.Parameter or _is_leaf(t)]
         self._watched: list[tuple[torch.Tensor, Watched]] = []
         for tensor in [] if moved else self._state.tensors:
             if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference():
@@ -148,6 +148,14 @@ def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, sav
             return called.run()
     finally:
         run.add_checkpointed(saved_bytes)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no graph: one of several views has one, but raises if another was written in place."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
