@@ -5,21 +5,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-# Test processes side by side; WORKERS=0 runs the tests in one process (for a debugger).
+# Parallel test processes; WORKERS=0 runs the tests in one process (for a debugger).
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
-# What the first part of make test takes or leaves out: make test TESTS=tests/unit/engine
+# Paths and options of the first pytest run of make test: make test TESTS=tests/unit/engine
 TESTS ?=
 SOURCES := src tests benchmarks docs/site_hooks.py
 
-# Five steps or more warm up, the last measures activation memory, and those between are timed; the modes go in lockstep.
+# Five steps or more warm up, the last measures activation memory, and those between are timed; the modes run in lockstep.
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 16 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead bound faults sft sft_types families scaling examples loading
 # The Python of a machine that has torch already and no network: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
-# Minutes in all and of one part, folder, names of parts: make gpu GPU_FLAGS='--minutes 8 --part-minutes 3 test_store'
+# Minutes in total and per part, folder, names of parts: make gpu GPU_FLAGS='--minutes 8 --part-minutes 3 test_store'
 GPU_FLAGS ?=
 
 .DEFAULT_GOAL := help
@@ -37,21 +37,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[recipes,dev]' -c constraints.txt
 	@touch $@
 
-demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare: some 8 minutes
-	@echo "Fine-tunes SmolLM2-135M in four modes and compares them: some 8 minutes on two slow cores, 3 on eight."
+demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare: about 8 minutes
+	@echo "Fine-tunes SmolLM2-135M in four modes and compares them: about 8 minutes on two slow cores, 3 on eight."
 	@echo "The first time the model is fetched (89 MiB) and converted, once, before the first run."
 	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --modes $(DEMO_MODES) --rounds 1 --out runs/demo
 
-test: setup simdev  ## Run the tests, but for the slow ones; those of tests/gpu on the simulated device
+test: setup simdev  ## Run the tests except the slow ones, and tests/gpu on the simulated device
 	$(PYTEST) $(TESTS)
 	$(PYTEST) --simdev
 
-test-all: setup simdev docs  ## Run every test, the slow ones too, and build the site
+test-all: setup simdev docs  ## Run every test, slow ones included, and build the site
 	$(PYTEST) -m ''
 	$(PYTEST) --simdev -m ''
 
-simdev: setup  ## Build the simulated device, once; says why where it cannot
+simdev: setup  ## Build the simulated device once; print the reason if that fails
 	@$(BIN)/python -m tests.simdev.build
 
 check: setup  ## Format, lint, types, floors, contracts
@@ -64,7 +64,7 @@ check: setup  ## Format, lint, types, floors, contracts
 bench: setup  ## Run the benchmark suites of a CPU-only machine
 	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done
 
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)  ## Run tests/gpu and the suites of an accelerator in parts; again: go on
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)  ## Run tests/gpu and the GPU suites in parts; repeat to resume
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 docs: $(VENV)/.docs  ## Build the site into site/; a link that leads nowhere fails
@@ -74,11 +74,11 @@ $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[docs]' -c constraints.txt
 	@touch $@
 
-format: setup  ## Format and fix what can be fixed by itself
+format: setup  ## Format, and apply automatic fixes
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-cli-surface: setup  ## Write the frozen option names of the command line anew
+cli-surface: setup  ## Rewrite the frozen option names of the command line
 	$(BIN)/python -m tests.contract.cli_surface > tests/contract/cli_surface.txt
 
 clean:  ## Remove the environment, caches and runs

@@ -1,10 +1,10 @@
-"""One case of a benchmark: one way to spare memory on one model at one length, in a process of its own.
+"""One case of a benchmark: one way to save memory on one model at one length, in a process of its own.
 
-Before anything is timed, the gate: on the same weights and inputs, all gradients of a step under the way must be, bit
-by bit, those of a plain step. Then its own length: steps that warm up, steps that are timed, and one more in which the
-bytes that leave and come back are counted from outside: on a device by a dispatch mode that sees every copy between
-devices, on a CPU by the kernel's own account of the process. The loss is the mean square of the last hidden state: the
-head, which ways treat alike, is left out. There is no optimizer. Memory is the peak above what weights, gradients and
+Before anything is timed, the gate: on the same weights and inputs, all gradients of a step under the way must be
+bitwise those of a plain step. Then its own length: steps that warm up, steps that are timed, and one more in which the
+bytes moved out and back are counted from outside: on a device by a dispatch mode that sees every copy between devices,
+on a CPU by the kernel's own account of the process. The loss is the mean square of the last hidden state: the head,
+which all ways treat alike, is left out. There is no optimizer. Memory is the peak above what weights, gradients and
 inputs take, in a step that begins with a trimmed heap and is not timed.
 
     python -m benchmarks.case '{"way": "plain", "model": "tiny", "tokens": 128}'
@@ -48,7 +48,7 @@ READY = "READY"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is run.
+    """The parameters of a case.
 
     Attributes:
         way: Name of the way: see ``benchmarks.peers``.
@@ -57,7 +57,7 @@ class Case:
         batch: Sequences.
         tuning: ``"full"``, or ``"lora"``: adapters of rank 8 on every linear layer, the rest frozen.
         steps: Timed steps.
-        gate_tokens: Length at which gradients are compared, if it is the shorter.
+        gate_tokens: Length at which gradients are compared, if it is shorter.
         lockstep: Before each timed step, and after the last, write ``READY`` and wait for a line on standard input.
     """
 
@@ -73,23 +73,23 @@ class Case:
 
 @dataclass(kw_only=True)
 class Row:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
-        case: What was run.
+        case: The case.
         status: ``"ok"``, or why there is no number: ``"out of memory"``, ``"differs"``, ``"not installed: ..."``, ...
         seconds: Every timed step.
-        faults: Pages that the kernel had to give the process in each of these (``ru_minflt``).
-        system_seconds: What the kernel worked for it in each.
-        warmup_steps: Steps before them.
-        peak_bytes: The most memory of a step, above weights, gradients and inputs.
-        base_bytes: Those.
-        allocated_bytes: On a CPU, the most bytes of tensors that a step allocated and had not freed: without what an
-            allocator keeps of what was freed.
+        faults: Page faults of the process in each of them (``ru_minflt``).
+        system_seconds: Kernel time of the process in each.
+        warmup_steps: Number of steps before them.
+        peak_bytes: Peak memory of a step, above weights, gradients and inputs.
+        base_bytes: Memory of weights, gradients and inputs.
+        allocated_bytes: On a CPU, the most bytes of tensors that a step allocated and had not freed: without the freed
+            memory that an allocator keeps.
         out_bytes: Bytes that left the device (on a CPU: that were written) in a step, counted from outside.
         in_bytes: Bytes that came back.
         gate: How gradients were compared.
-        notes: What a way says of itself.
+        notes: What the way reports.
     """
 
     case: Case
@@ -155,7 +155,7 @@ def memory_now(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begin to look for the peak anew."""
+    """Reset the peak."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
     else:
@@ -177,7 +177,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def step(prepared: Prepared, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run a forward and a backward; returns the loss."""
+    """Run a forward and a backward; return the loss."""
     with prepared.step():
         with prepared.forward():
             output = prepared.model(**inputs)
@@ -189,7 +189,7 @@ def step(prepared: Prepared, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def digests(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return two sums over every gradient's bits, one of them weighted by position, by the parameter's name.
 
-    They are made where the gradient lies, piece by piece: a second copy of all gradients may not fit.
+    They are computed on the gradient's device, piece by piece: a second copy of all gradients may not fit.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
@@ -205,11 +205,11 @@ def digests(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def run(case: Case, *, progress: Callable[[str], None] = lambda text: None) -> Row:
-    """Run a case; whatever goes wrong becomes its row's status.
+    """Run a case; any error becomes its row's status.
 
     Args:
-        case: What to run.
-        progress: Told of what is being done.
+        case: The case.
+        progress: Called with a text at each stage.
     """
     row = Row(case=case)
     way = way_named(case.way)
@@ -237,7 +237,7 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
     how = "gradients, bitwise equal"
     with contextlib.ExitStack() as gate:
         expected = _repeated(plain, short)
-        if expected is None:  # attention that adds up with atomics, as on CUDA
+        if expected is None:  # attention that sums with atomics, as on CUDA
             gate.enter_context(_deterministic())
             expected, how = _repeated(plain, short), f"{how}, with deterministic algorithms"
         if expected is None:
@@ -258,7 +258,7 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Let torch take deterministic kernels where it has them; cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` besides."""
+    """Let torch use deterministic kernels where it has them; cuBLAS also needs ``CUBLAS_WORKSPACE_CONFIG``."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -268,7 +268,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _repeated(plain: Prepared, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]] | None:
-    """Return what plain training computes; None if it computes something else the second time."""
+    """Return what ordinary training computes; None if it does not repeat itself."""
     one, other = (_gradients(plain, inputs) for _ in range(2))
     return one if one == other else None
 
@@ -287,8 +287,8 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
     case = row.case
     inputs = shape.inputs(case.tokens, case.batch, device)
     while row.warmup_steps < WARMUP_STEPS or (row.warmup_steps < MOST_WARMUP_STEPS and not prepared.settled()):
-        if not math.isfinite(float(step(prepared, inputs))):  # gradients stay: they are a part of the base
-            raise ValueError("the loss is no finite number")
+        if not math.isfinite(float(step(prepared, inputs))):  # gradients stay: they are part of the base
+            raise ValueError("the loss is not finite")
         row.warmup_steps += 1
     for _ in range(case.steps):
         _wait_for_others(case)
@@ -301,7 +301,7 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
         row.faults.append(after.ru_minflt - before.ru_minflt)
         row.system_seconds.append(after.ru_stime - before.ru_stime)
     _wait_for_others(case)
-    trim_heap()  # on a CPU what the heap keeps of earlier steps would hide what this one uses; its time does not count
+    trim_heap()  # on a CPU memory that the heap keeps of earlier steps would hide that of this one; not timed
     row.base_bytes = memory_now(device)
     forget_peak(device)
     step(prepared, inputs)
@@ -328,7 +328,7 @@ def most_allocated(act: Callable[[], object]) -> int:
     """Return the most bytes of CPU tensors that an action allocated and had not freed, as torch's profiler sees them.
 
     Args:
-        act: Is run under the profiler.
+        act: The action that runs under the profiler.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         act()
@@ -342,13 +342,13 @@ def most_allocated(act: Callable[[], object]) -> int:
 
 
 def _simulated_seconds(device: torch.device) -> tuple[float, float]:
-    """Return the time of a device that simulates it, and for how much of it kernels ran; else zeros."""
+    """Return the simulated time of a device that has one, and the kernels' part of it; else zeros."""
     clock: Any = getattr(torch.get_device_module(device), "simulated_seconds", lambda: (0.0, 0.0))
     return clock()
 
 
 def main() -> None:
-    """Run the case that is given as JSON; the last line printed is its row."""
+    """Run the case that the argument holds as JSON; the last line printed is its row."""
     case = Case(**json.loads(sys.argv[1]))
     row = run(case, progress=lambda text: print(f"{case.way}: {text}", file=sys.stderr, flush=True))
     print(MARK + json.dumps(asdict(row)), flush=True)

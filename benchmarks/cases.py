@@ -1,4 +1,4 @@
-"""Running cases one after the other, each in a process of its own, and writing down what came of each at once."""
+"""Run cases one after the other, each in a process of its own, and write each result at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> ar
     """Read the options that suites share.
 
     Args:
-        about: The suite's documentation.
+        about: The suite's docstring.
         minutes: Default time of the suite.
         defaults: Further options and their default values.
     """
@@ -49,10 +49,10 @@ def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> ar
 
 
 def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECONDS) -> list[Row]:
-    """Run cases in fresh processes; death becomes a row's status.
+    """Run cases in fresh processes; a crash becomes a row's status.
 
-    They are begun one after the other. Those with ``lockstep`` stop before their first timed step; then each takes a
-    step, and each the next, so that a machine whose speed drifts does not favour one of them. If the first one, which
+    They start one after the other. Those with ``lockstep`` stop before their first timed step; then each takes a
+    step, then each the next, so that a machine whose speed drifts favours none of them. If the first one, which
     has then done all that a step does, shows that memory does not hold them all, they follow one another.
 
     Args:
@@ -110,7 +110,7 @@ class _Running:
 
     @property
     def peak_bytes(self) -> int:
-        """Its peak until now."""
+        """Its peak so far."""
         return MemoryReader(self._child.pid).peaks()["peak_rss_bytes"] or 0
 
     def step(self) -> None:
@@ -135,7 +135,7 @@ class _Running:
                 break
         self._left_seconds -= time.monotonic() - began
         if not self.waits:
-            _, status, usage = os.wait4(child.pid, 0)  # nobody has asked for its end before: it waits for this
+            _, status, usage = os.wait4(child.pid, 0)  # its end was not requested before: it waits for this
             child.returncode, self._process_peak_bytes = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
             if not stop.is_alive():
                 self._stopped = f"stopped after {self._limit_seconds:.0f} s"
@@ -171,7 +171,7 @@ def against_plain(rows: Sequence[Row]) -> list[list[float]]:
     """Return, for each row, its timed steps divided by those of the plain row before it, step by step.
 
     Args:
-        rows: As a book has them: the cases of each lockstep begin with plain training.
+        rows: As a book has them: the cases of each lockstep begin with ordinary training.
     """
     found: list[list[float]] = []
     plain: Row | None = None
@@ -193,8 +193,8 @@ class Book:
         suite: Name of the suite.
         folder: Where to write; ``None``: a new folder of results.
         minutes: After which no further case begins.
-        text: Returns the README of the rows so far.
-        about: What else is to be noted.
+        text: Return the README of the rows so far.
+        about: Further facts to note.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Book:
 
     @property
     def late(self) -> bool:
-        """Whether no further case is to begin."""
+        """Whether no further case may begin."""
         return time.monotonic() > self._ends
 
     def run(self, case: Case) -> Row:
@@ -253,7 +253,7 @@ class Book:
         )
 
     def add(self, row: Row) -> None:
-        """Take a row and write all that there are."""
+        """Add a row and write all rows."""
         self.rows.append(row)
         result = {
             "suite": self._suite,
@@ -265,12 +265,12 @@ class Book:
         write_result(self._folder, result, self._text(self.rows))
 
     def close(self) -> None:
-        """Say where it was written."""
+        """Print the folder."""
         print(f"written to {self._folder}")
 
 
 def device_name() -> str:
-    """Return what the cases ran on."""
+    """Return the name of the cases' device."""
     return (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -279,7 +279,7 @@ def device_name() -> str:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Return a table of rows, each beside the plain one of its model, tuning and length."""
+    """Return a table of rows, each next to the plain one of its model, tuning and length."""
     plain = {_key(r.case): r for r in rows if r.case.way == "plain" and r.seconds}
     lines = [
         "| model | tuning | sequences x tokens | way | step, s | ÷ plain | peak, MB | ÷ plain | out, MB | in, MB | "

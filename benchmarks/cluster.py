@@ -1,9 +1,9 @@
 """One step of many ranks that share links, switches, host memory and each other's pace.
 
 [Note: what ranks share]
-Each rank follows the schedule of ``ebbtide.planner.simulate``, with its own times. What differs is that a copy's rate
+Each rank follows the schedule of ``ebbtide.planner.simulate``, with its own times. The difference is that a copy's rate
 is not its own: devices behind a switch divide its rate, and all of a node divide the rate of the host's memory, in
-equal parts among those that copy at that moment; what one cannot use of its part is not given to others. Rates change
+equal parts among those that copy at that moment; an unused part is not given to others. Rates change
 whenever a copy begins or ends, so the step is a simulation of events.
 
 Ranks of a sharded job wait for each other: the weights of a block are gathered one block ahead, so no rank begins a
@@ -73,7 +73,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank's queues, and what it waited for."""
+    """A rank's queues and waits."""
 
     queues: dict[bool, deque[_Copy]] = field(default_factory=lambda: {True: deque(), False: deque()})
     busy: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
@@ -87,7 +87,7 @@ _Wait = tuple[str, float | int | _Copy]
 
 
 class _Cluster:
-    """The clock, the copies under way, and who waits for whom. See [Note: what ranks share]."""
+    """The clock, the running copies, and which ranks wait for which. See [Note: what ranks share]."""
 
     def __init__(self, profiles: Sequence[Profile], nodes: Nodes) -> None:
         self.profiles, self.nodes = profiles, nodes
@@ -95,7 +95,7 @@ class _Cluster:
         self.ranks = [_Rank() for _ in profiles]
         self.active: list[list[_Copy]] = [[] for _ in nodes.host_bytes_per_second]
         self._since = [0.0] * len(self.active)
-        self._turn = [0] * len(self.active)  # which of a node's events is the latest
+        self._turn = [0] * len(self.active)  # number of a node's latest event
         self._changed: set[int] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -103,7 +103,7 @@ class _Cluster:
         self._waiting: dict[int, list[Callable[[], None]]] = {}
 
     def at(self, time: float, call: Callable[[], None]) -> None:
-        """Call something at a time."""
+        """Schedule a call."""
         self._count += 1
         heapq.heappush(self._events, (time, self._count, call))
 
@@ -145,7 +145,7 @@ class _Cluster:
         mine.ended = self.now
 
     def _may_begin(self, number: int) -> bool:
-        """Count a rank that begins a block, if all have begun the one before; let go those who wait for it."""
+        """Count a rank that begins a block, if all have begun the one before; release those that wait for it."""
         if number and self._begun.get(number - 1, 0) < len(self.ranks):
             return False
         self._begun[number] = self._begun.get(number, 0) + 1
@@ -159,7 +159,7 @@ class _Cluster:
     # Copies
 
     def copy(self, rank: int, nbytes: float, *, out: bool) -> _Copy:
-        """Queue a copy of a rank behind its others of the same direction."""
+        """Queue a copy of a rank after its others of the same direction."""
         made = _Copy(nbytes, rank, out, left=nbytes)
         self.ranks[rank].queues[out].append(made)
         self._next(rank, out)
@@ -186,7 +186,7 @@ class _Cluster:
             each.left -= each.rate * seconds
 
     def _share(self) -> None:
-        """Give each copy of the nodes in which one began or ended its part, and find the next end."""
+        """Recompute the rate of every copy on the nodes where a copy began or ended, and find the next end."""
         for node in self._changed:
             self._advance(node)
             copies, nodes = self.active[node], self.nodes
@@ -227,7 +227,7 @@ class _Cluster:
 
 @dataclass(eq=False, slots=True)
 class _Parked:
-    """An offloaded unit: the copy-out, and the copy-in once it has been asked for."""
+    """An offloaded unit: the copy-out, and the copy-in once it is requested."""
 
     out: _Copy
     nbytes: int
@@ -243,7 +243,7 @@ def _retire(flying: deque[_Parked], window: int) -> Generator[_Wait, None, None]
 
 
 def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[_Wait, None, None]:
-    """Yield what a rank waits for, in the order of the simulated schedule."""
+    """Yield the waits of a rank, in the order of the simulated schedule."""
     profile = cluster.profiles[rank]
     blocks = list(zip(profile.blocks, assignment, strict=True))
     moved = [
@@ -307,7 +307,7 @@ def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: N
     """Simulate one step of a sharded job. See [Note: what ranks share].
 
     Args:
-        profiles: One of each rank, with as many blocks each. Every block saves something, and moving costs no compute.
+        profiles: One for each rank, with equally many blocks. Every block saves something, and moving costs no compute.
         assignment: For each block, the action of each of its units: keep, offload or recompute.
         nodes: What ranks share; rank 9 is on the second node of eight.
 

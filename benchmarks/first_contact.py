@@ -1,7 +1,7 @@
-"""What decides most about a card that was never tried before, in about a minute: each line one answer.
+"""The most important facts about a card that was never tried before, in about a minute: one answer per line.
 
 Capabilities, whether copies overlap compute, what calls cost the host, and whether gradients are bitwise those of
-plain training when compute is late and when two streams read what one saved.
+ordinary training when compute is late and when two streams read what one saved.
 
     python -m benchmarks.first_contact
 """
@@ -54,7 +54,7 @@ def train(device: torch.device, scope: Callable[[nn.Module], AbstractContextMana
         for _ in range(3):
             loss = model(x).square().mean()
             loss.backward()
-            torch.full((32 * MIB,), float("nan"), device=device)  # memory that was freed is used again
+            torch.full((32 * MIB,), float("nan"), device=device)  # freed memory is reused
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             model.zero_grad()
     torch.accelerator.synchronize()
@@ -71,7 +71,7 @@ def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
-    """Yield what was asked, the answer, and whether it is as it should be."""
+    """Yield the question, the answer, and whether it is as expected."""
     device = AcceleratorDevice()
     where = torch.device(device.kind, torch.accelerator.current_device_index())
     can = device.capabilities
@@ -131,7 +131,7 @@ def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
 
 
 def main() -> None:
-    """Print the answers; end with 1 if one is not as it should be."""
+    """Print the answers; exit with 1 if one is not as expected."""
     wrong = 0
     for asked, answer, right in answers():
         wrong += not right

@@ -26,11 +26,11 @@ def shares(work: Callable[[], object], seconds: float) -> Counter[str] | None:
     """Return samples by innermost line (``ebbtide/engine/run.py:44 pack``) while ``work`` is repeated.
 
     Args:
-        work: Is called again and again.
-        seconds: For how long.
+        work: The function to repeat.
+        seconds: Duration.
 
     Returns:
-        Those of the calling thread; None where py-spy is not installed.
+        Samples of the calling thread; None if py-spy is not installed.
     """
     spy = shutil.which("py-spy")
     if spy is None:

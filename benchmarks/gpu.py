@@ -1,9 +1,9 @@
-"""Run first contact, tests/gpu and the suites of an accelerator in parts with time limits; what is done is kept.
+"""Run first contact, tests/gpu and the suites of an accelerator in parts with time limits; finished parts are kept.
 
-A machine with a card is often held for minutes only. Every part is a process of its own; its output is in
+A machine with a card is often available for minutes only. Every part is a process of its own; its output is in
 ``DIR/<part>.log`` while it runs, a suite's results in ``DIR/<part>/``, how each part ended in ``DIR/parts.json``, and a
-table of all of them in ``DIR/README.md``. The same command again goes on: parts that passed are left out, those that
-failed or ran out of time run again.
+table of all of them in ``DIR/README.md``. The same command resumes: parts that passed are skipped, those that
+failed or ran out of time are repeated.
 
     python -m benchmarks.gpu [--minutes 8] [--part-minutes 3] [--out runs/gpu] [--simdev] [PART ...]
 """
@@ -57,14 +57,14 @@ class Part:
 
 
 def parts(out: Path, minutes: float, *, simulated: bool = False) -> list[Part]:
-    """Return every part, what decides most first: first contact, the tests by file, the suites.
+    """Return every part, the most important first: first contact, the tests by file, the suites.
 
     Args:
-        out: Where suites write.
+        out: Folder of the suites' results.
         minutes: The time limit of one part.
-        simulated: On the simulated device, to try the run itself; its numbers mean nothing.
+        simulated: Run on the simulated device, to try the run itself; its numbers mean nothing.
     """
-    # Warnings of CUDA and its tools that no other machine shows are no failures there.
+    # Warnings of CUDA and its tools, which no other machine shows, are not failures there.
     pytest = ("-m", "pytest", "-W", "default", "-q", "-p", "no:cacheprovider")
     tests = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda path: (path.stem not in FIRST_TESTS, path))
     if simulated:
@@ -91,13 +91,13 @@ def run(part: Part, out: Path, seconds: float) -> str:
         try:
             status = child.wait(timeout=seconds)
             if status:
-                log.write(f"ended with status {status}\n")  # one below zero is a signal's number: 9 for want of memory
+                log.write(f"ended with status {status}\n")  # a negative status is a signal: -9 if memory ran out
             return FAILED if status else PASSED
         except subprocess.TimeoutExpired:
             return STOPPED
         finally:
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # its own children too
+                os.killpg(child.pid, signal.SIGKILL)  # its own children as well
                 child.wait()
 
 
@@ -120,11 +120,11 @@ def report(todo: list[Part], found: dict[str, str], out: Path) -> str:
 
 
 def run_all(todo: list[Part], out: Path, *, minutes: float, part_minutes: float) -> dict[str, str]:
-    """Run the parts that have not passed yet, until the time is over; returns how each part ended so far.
+    """Run the parts that have not passed yet, until the time is over; return how each part has ended so far.
 
     Args:
         todo: The parts.
-        out: Folder of logs and results, made where it is missing.
+        out: Folder of logs and results, made if missing.
         minutes: Begin no further part after this time.
         part_minutes: A part that takes longer is stopped.
     """
@@ -146,7 +146,7 @@ def run_all(todo: list[Part], out: Path, *, minutes: float, part_minutes: float)
 
 
 def main() -> None:
-    """Run what is left to run; end with 1 if a part failed or is left."""
+    """Run the remaining parts; exit with 1 if a part failed or remains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="names of parts; default: all")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further part after this time")

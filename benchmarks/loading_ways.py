@@ -1,7 +1,7 @@
 """The ways of loading a sharded model that the suite on loading compares, and what one rank measures of one of them.
 
-A rank is a process of its own, forked from one that has imported what a training program imports and done nothing else;
-before it measures it loads a tiny model by the same way, so that what a library imports and starts once is no part of
+A rank is a process of its own, forked from one that has imported a training program's packages and done nothing else;
+before it measures it loads a tiny model in the same way, so that a library's one-time imports and setup are not part of
 loading a model.
 """
 
@@ -74,14 +74,14 @@ def _shard(model: Any) -> Any:
 
 
 def ours(path: str, dtype: torch.dtype) -> Any:
-    """``load_sharded``, each rank its slices."""
+    """``load_sharded``: each rank reads its slices."""
     import ebbtide
 
     return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype)
 
 
 def ours_broadcast(path: str, dtype: torch.dtype) -> Any:
-    """``load_sharded``, one rank reads."""
+    """``load_sharded``: one rank reads."""
     import ebbtide
 
     return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype, source="broadcast")
@@ -139,7 +139,7 @@ def dcp_load(path: str, dtype: torch.dtype) -> Any:
 
 
 def raw_reads(path: str, dtype: torch.dtype) -> Any:
-    """Direct reads of every file, blocks dealt out to the ranks and threads; nothing is kept, so there is no model."""
+    """Direct reads of every file, blocks divided among ranks and threads; nothing is kept, so there is no model."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     local = threading.local()
 
@@ -191,7 +191,7 @@ def _disk_bytes() -> int:
 
 
 class _PrivatePeak:
-    """The highest private memory of this process while it is open, looked at every few milliseconds."""
+    """The highest private memory of this process while it is open, sampled every few milliseconds."""
 
     def __enter__(self) -> _PrivatePeak:
         self.nbytes, self._stop = 0, threading.Event()
@@ -209,12 +209,12 @@ class _PrivatePeak:
 
 
 def rank_main(rank: int, world: int, folder: str, way: str, dtype: str, record: bool) -> None:
-    """Load by one way in this rank, and leave what it took in ``<folder>/rank-<rank>.json``.
+    """Load in one way in this rank, and write its measurements to ``<folder>/rank-<rank>.json``.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         world: Number of ranks.
-        folder: Where ranks meet, with the checkpoints ``big`` and ``tiny`` beside it.
+        folder: Where ranks meet; the checkpoints ``big`` and ``tiny`` are next to it.
         way: One of ``WAYS``.
         dtype: Name of the dtype of the parameters.
         record: Also record memory over time on the first rank, into ``<folder>/run``.
@@ -265,7 +265,7 @@ def _measured(way: str, path: str, dtype: torch.dtype, run: Path | None) -> dict
 
 
 def _recorded(way: str, path: str, dtype: torch.dtype, run: Path) -> dict[str, Any]:
-    """Load while memory is recorded; ``load_sharded`` tells of itself, the others are told of here."""
+    """Load while memory is recorded; ``load_sharded`` emits its own events, the other ways' events are emitted here."""
     import ebbtide
     from ebbtide.base.events import BUS
 
@@ -283,7 +283,7 @@ def _recorded(way: str, path: str, dtype: torch.dtype, run: Path) -> dict[str, A
 
 
 def _touched(model: Any) -> dict[str, torch.Tensor]:
-    """Return this rank's shards, every page of them touched: a page that nobody has touched has not been read."""
+    """Return this rank's shards with every page touched: an untouched page has not been read."""
     locals_ = {n: getattr(p, "_local_tensor", p).detach() for n, p in model.named_parameters()}
     for tensor in locals_.values():
         tensor.view(torch.uint8).view(-1)[::4096].sum()

@@ -1,6 +1,6 @@
-"""A device whose streams and events do nothing: what is left is the host's own time for offloading.
+"""A device whose streams and events do nothing, which leaves only the host's own time for offloading.
 
-It takes host memory for device memory, and copies at once. See ``ebbtide.store.device.Device``.
+It uses host memory as device memory, and copies at once. See ``ebbtide.store.device.Device``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What suites share: names of results folders, what is noted beside the numbers, quartiles, rates taken in turn."""
+"""Shared by suites: names of results folders, facts noted with the numbers, quartiles, alternating rates."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def summary(values: list[float]) -> dict[str, float]:
 def interleaved(
     pairs: int, raw: Callable[[], tuple[float, float]], tier: Callable[[], tuple[float, float]]
 ) -> dict[str, list[float]]:
-    """Return the rates out and in of a tier and of what it is measured against, taken in turn.
+    """Return the rates out and in of a tier and of its reference, measured in turn.
 
-    Who begins changes from pair to pair, so that what else the machine does meets both; the first pair warms up.
+    The order changes from pair to pair, so that other load on the machine affects both; the first pair warms up.
 
     Args:
-        pairs: Pairs that count.
-        raw: Returns the rates, out and in, of the bare device or file.
-        tier: Returns those of the tier.
+        pairs: Number of pairs that count.
+        raw: Return the rates, out and in, of the bare device or file.
+        tier: Return those of the tier.
     """
     found: dict[str, list[float]] = {name: [] for name in ("raw_out", "raw_in", "tier_out", "tier_in")}
     for pair in range(pairs + 1):
@@ -77,7 +77,7 @@ def is_simulated() -> bool:
 def write_result(folder: Path, result: dict[str, Any], text: str) -> None:
     """Write ``run.json`` (the result, with date, versions and commit) and ``README.md``.
 
-    Both say so where the device was simulated: such figures tell nothing of a card.
+    Both say so if the device was simulated: such figures say nothing about a card.
     """
     found = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=False
@@ -107,7 +107,7 @@ def rows(document: dict[str, Any]) -> str:
 
 
 def _lines(value: Any, indent: str, width: int) -> str:
-    """Return JSON; what is longer than ``width`` is broken, its parts less readily: a row stays on its line."""
+    """Return JSON; values longer than ``width`` are broken, their parts less readily: a row stays on its line."""
     text = json.dumps(value)
     inner = indent + " "
     if len(text) <= width or not isinstance(value, (dict, list)):

@@ -17,8 +17,8 @@ class Shape:
     """A model's shape.
 
     Attributes:
-        make: Returns the module, under the default device and type that are set when it is called.
-        feed: Returns the arguments of a forward for some tokens, sequences and a device.
+        make: Return the module, under the default device and dtype at the time of the call.
+        feed: Return the arguments of a forward for some tokens, sequences and a device.
     """
 
     make: Callable[[], nn.Module]
@@ -28,7 +28,7 @@ class Shape:
         """Return the model with random weights in bfloat16 (on a CPU, which is slow at that, in float32).
 
         Args:
-            device: Where it lies.
+            device: The device of the weights.
             tuning: ``"full"`` or ``"lora"``.
         """
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -55,7 +55,7 @@ class Shape:
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, head: int = 128, words: int) -> Shape:
-    """Return a decoder of Qwen3's kind."""
+    """Return a decoder with Qwen3's architecture."""
 
     def make() -> nn.Module:
         from transformers import Qwen3Config, Qwen3Model
@@ -74,7 +74,7 @@ def qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, he
 
 
 def wan(heads: int, inner: int, layers: int, *, head: int = 128) -> Shape:
-    """Return a video transformer of Wan's kind; tokens are rounded up to whole frames of 30 x 52."""
+    """Return a video transformer with Wan's architecture; tokens are rounded up to whole frames of 30 x 52."""
     rows, columns, text, channels = 30, 52, 512, 16
 
     def make() -> nn.Module:

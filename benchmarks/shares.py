@@ -1,8 +1,8 @@
-"""What becomes of a model's saved tensors under each policy, in bytes; and why what Auto moves is moved.
+"""What each policy does with a model's saved tensors, in bytes; and why Auto moves what it moves.
 
 The yardstick does not come from the engine: the *naive bytes* are those of the distinct storages that a second,
 independent pair of hooks sees saved inside the blocks in a plain forward, weights left out. Every figure of a policy is
-taken from a step whose loss, outputs and gradients are bitwise equal to those of plain training.
+taken from a step whose loss, outputs and gradients are bitwise equal to those of ordinary training.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CAST, NARROWED = "ToCopyBackward0", "(cast)"
 
 
 class Differs(Exception):
-    """A policy's step is not equal to plain training: there are no figures for it."""
+    """A policy's step differs from ordinary training: there are no figures for it."""
 
 
 class Recorder:
-    """A plan that chooses as another does and remembers what it was told."""
+    """A plan that chooses like another one and remembers the candidates."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -58,10 +58,10 @@ def naive_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     """Count, while open, the bytes of distinct storages that are saved inside the model's blocks.
 
     Yields:
-        Bytes by name of block; what several blocks save belongs to the first.
+        Bytes by name of block; a storage that several blocks save counts for the first.
     """
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    alive: dict[int, torch.UntypedStorage] = {}  # held, so that no address is met twice
+    alive: dict[int, torch.UntypedStorage] = {}  # held, so that no address is reused
     found: Counter[str] = Counter()
 
     def pack(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,14 +91,14 @@ def shares(tiny: Tiny) -> dict[str, Any]:
     """Return what each policy does with the saved tensors of a model.
 
     Args:
-        tiny: The model with its batch; it is stepped, and left as it was.
+        tiny: The model with its batch; it takes steps, and is left unchanged.
 
     Returns:
         ``naive_bytes``, ``blocks``, for each of ``policies`` the bytes kept, moved, recomputed and (part of those)
         checkpointed, and ``moved``: the rows of ``moved_by_node`` under Auto.
 
     Raises:
-        Differs: A step is not equal to plain training.
+        Differs: A step differs from ordinary training.
     """
     plain = tiny.step()
     with naive_bytes(tiny.model) as naive:
@@ -111,13 +111,13 @@ def shares(tiny: Tiny) -> dict[str, Any]:
             result["moved"] = moved
     counted = result["policies"]["keep"]["kept"]
     for found in result["policies"].values():
-        found["kept"] += max(total - counted, 0)  # what the engine leaves out of its count stays where it is
+        found["kept"] += max(total - counted, 0)  # storages that the engine does not count stay on the device
     return result
 
 
 def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Return the bytes of a policy's last step, and what it moved."""
-    rerun: list[dict[str, Any]] = []  # the events of blocks that were re-run whole
+    """Return the bytes of a policy's last step, and the groups that it moved."""
+    rerun: list[dict[str, Any]] = []  # the events of checkpointed blocks
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         if kind == "block" and fields["action"] == "checkpoint":
@@ -137,7 +137,7 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
             remove()
         stats = handle.stats()
         moved = moved_by_node(engine.last_pass.sites, recorder.told, stats.demoted_sites)
-    # Of a block that is re-run whole the engine sees its inputs only; the rest of it is what plain training saved.
+    # Of a checkpointed block the engine sees only the inputs; the rest is what ordinary training saved.
     checkpointed = sum(max(naive[block["name"]] - block["offloaded_bytes"], 0) for block in rerun)
     sizes = {
         "kept": stats.kept_bytes,
@@ -154,11 +154,11 @@ def moved_by_node(
     told: dict[Site, Candidate],
     demoted: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """Group what was not recomputed by autograd node and by the reason.
+    """Group the tensors that were not recomputed, by autograd node and reason.
 
     Args:
         sites: Storages and bytes of each action at each site in the pass.
-        told: What the plan was told of each site.
+        told: The candidate that the plan saw at each site.
         demoted: Sites whose first recompute differed.
 
     Returns:
@@ -170,7 +170,7 @@ def moved_by_node(
     for (site, action), (count, nbytes) in sites.items():
         if action not in (Action.RECOMPUTE, Action.CHECKPOINT) and nbytes:
             key = (site.node, reason(told.get(site), rules, demoted=str(site) in demoted))
-            if site.node == CAST and (site, Action.RECOMPUTE) in sites:  # a part of what is cast up again
+            if site.node == CAST and (site, Action.RECOMPUTE) in sites:  # part of a tensor that is cast up
                 key = (NARROWED, "cast up")
             sizes[key] += nbytes
             storages[key] += count
@@ -181,7 +181,7 @@ def moved_by_node(
 
 
 def reason(candidate: Candidate | None, rules: dict[str, Any], *, demoted: bool) -> str:
-    """Return why a tensor is not recomputed under Auto; the plan was told nothing of what the engine never moves."""
+    """Return why a tensor is not recomputed under Auto; the plan never sees tensors that the engine does not move."""
     if candidate is None:
         return "never offloaded"
     if candidate.block_input:

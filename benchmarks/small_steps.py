@@ -1,4 +1,4 @@
-"""Steps of small models, in which the host's time shows most: the ways take them in turn, in one process."""
+"""Steps of small models, in which host time dominates: the ways take them in turn, in one process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def small_steps(shape: Shape, tokens: int, pairs: int) -> dict[str, tuple[list[f
     """Time steps of a model under each way, in turn.
 
     Args:
-        shape: The model's.
-        tokens: Of each step.
+        shape: Shape of the model.
+        tokens: Tokens of each step.
         pairs: Steps of each way that are timed.
 
     Returns:
-        By way: seconds of its steps ÷ those of the plain ones of the same turn; and the share of its time in lines of
-        ebbtide's, None where py-spy is not installed.
+        By way: seconds of its steps ÷ those of the plain ones of the same turn; and the share of its time in ebbtide's
+        own lines, None if py-spy is not installed.
     """
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     inputs = shape.inputs(tokens, 1, device)

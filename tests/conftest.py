@@ -1,4 +1,4 @@
-"""What every test gets: a printed seed, fixed threads, no network; and a count of the tests of each tier."""
+"""Setup of every test: a printed seed, fixed threads, no network; and a count of the tests of each tier."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def light_collections() -> None:
-    """Take objects that earlier modules left alive out of the collector's sight.
+    """Hide the objects that earlier modules left alive from the garbage collector.
 
     A process that has imported torch, transformers and thousands of tests holds a million objects, and each of the
-    collections that tests ask for would walk over all of them: seconds on a busy machine.
+    collections that tests request would walk over all of them: seconds on a busy machine.
     """
     gc.collect()
     gc.freeze()
@@ -59,7 +59,7 @@ def light_collections() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def recipes_only(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let ``Minimal`` keep to its recipes, but in the tests of its measurements."""
+    """Restrict ``Minimal`` to its recipes, except in the tests of its measurements."""
     measured = request.module.__name__.endswith(("test_minimal", "test_promise"))
     with nullcontext() if measured else minimal_by_rule():
         yield
@@ -74,7 +74,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none, or CUDA, or the simulated device."""
+    """Skip tests whose device is missing: an accelerator, CUDA, or the simulated device."""
     absent = pytest.mark.skip(reason="torch sees no accelerator; pytest hides it unless all paths are in tests/gpu")
     no_cuda = pytest.mark.skip(reason="needs CUDA itself")
     not_simulated = pytest.mark.skip(reason="runs on the simulated device only: pytest --simdev")
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _accelerator() -> str | None:
-    """The accelerator torch sees, if any. Asked by capability: a CPU build of torch has none."""
+    """The accelerator that torch sees, if any, by capability: a CPU build of torch has none."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
 
 
@@ -97,11 +97,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What a script starts in its background ignores Ctrl-C, and tests that send it would wait for ever.
+    # Background processes of a script ignore Ctrl-C, and tests that send it would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # under xdist the controller counts, and decides, for all workers
         if not sees_accelerator(config):
-            os.environ.update(HIDING)  # before torch looks for one, which its import does not
+            os.environ.update(HIDING)  # before torch looks for one; importing torch does not
         config.pluginmanager.register(TierTally(), "ebbtide-tiers")
     if config.getoption("--simdev"):
         from tests.simdev.plugin import SimulatedDevice

@@ -1,7 +1,7 @@
-"""Ways to spare activation memory, ours and others', behind one door.
+"""Ways to save activation memory, ours and others', behind one interface.
 
-A *way* prepares a model and says what stands around its forward and around its whole step. Peers run from their own
-published packages, at the setting their documentation recommends; where that is a choice, both stand here. Nothing of
+A *way* prepares a model and defines the contexts of its forward and of its whole step. Peers run from their own
+published packages, at the setting their documentation recommends; where that is a choice, both are here. Nothing of
 a package is imported before its way is prepared, in the process of its case.
 """
 
@@ -20,13 +20,13 @@ Around = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What stands around a prepared model.
+    """A prepared model and its contexts.
 
     Attributes:
-        model: The model to call: the same, or a wrapper.
+        model: The model to call: the original, or a wrapper.
         forward: Opened around each forward.
         step: Opened around each forward and backward.
-        notes: Returns what the way says of itself after the last step, for its row.
+        notes: Return the way's own report after the last step, for its row.
         settled: Whether further steps will be like the latest.
     """
 
@@ -42,11 +42,11 @@ class Way:
     """One way, at one setting.
 
     Attributes:
-        name: As tables call it.
-        prepare: A context manager's generator: yields the prepared model, undoes it afterwards.
-        package: Distribution that it comes from; empty: torch, transformers or ebbtide.
+        name: Its name in tables.
+        prepare: Generator of a context manager: yields the prepared model, and undoes the changes afterwards.
+        package: Distribution that has it; empty: torch, transformers or ebbtide.
         accelerator: Whether its package runs on an accelerator only.
-        setting: What was chosen, for people.
+        setting: The chosen setting, for readers.
     """
 
     name: str
@@ -74,7 +74,7 @@ def absent(way: Way, *, accelerated: bool) -> str | None:
 
 
 def all_ways() -> dict[str, Way]:
-    """Return every way by name, plain training first."""
+    """Return every way by name, ordinary training first."""
     from benchmarks.peers.builtin import WAYS as builtin
     from benchmarks.peers.packages import WAYS as packages
 

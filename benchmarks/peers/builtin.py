@@ -1,4 +1,4 @@
-"""Plain training, what torch and transformers bring, and ebbtide's policies."""
+"""Ordinary training, the tools of torch and transformers, and ebbtide's policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbtide.profiling.measured import MeasuredPlan
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    """Return what has ``gradient_checkpointing_enable``: the model itself, or the one that an adapter wraps."""
+    """Return the object with ``gradient_checkpointing_enable``: the model itself, or the one that an adapter wraps."""
     found = getattr(model, "get_base_model", lambda: model)()
     if not hasattr(found, "gradient_checkpointing_enable") and not hasattr(found, "enable_gradient_checkpointing"):
         raise RuntimeError(f"{type(found).__name__} has no gradient checkpointing")
@@ -29,7 +29,7 @@ def plain(model: nn.Module) -> Generator[Prepared]:
 
 
 def checkpointing(model: nn.Module) -> Generator[Prepared]:
-    """Each block is re-run."""
+    """Each block is checkpointed."""
     decoder = _decoder(model)
     if hasattr(decoder, "gradient_checkpointing_enable"):
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -40,7 +40,7 @@ def checkpointing(model: nn.Module) -> Generator[Prepared]:
 
 
 def checkpointing_offload(model: nn.Module) -> Generator[Prepared]:
-    """Each block is re-run, and its input waits in host memory."""
+    """Each block is checkpointed, and its input waits in host memory."""
     decoder = _decoder(model)
     decoder.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     yield Prepared(model=model)
@@ -53,7 +53,7 @@ def saved_in_pageable_memory(model: nn.Module) -> Generator[Prepared]:
 
 
 def saved_on_cpu(model: nn.Module) -> Generator[Prepared]:
-    """Every saved tensor waits in host memory, pinned where torch is told the device: it asks for CUDA by default."""
+    """Every saved tensor waits in host memory, pinned for the device that torch is passed: its default is CUDA."""
     where = torch.accelerator.current_accelerator()
     pinned: dict[str, Any] = {} if where is None else {"pin_memory": True, "device_type": where.type}
     yield Prepared(model=model, forward=lambda: save_on_cpu(**pinned))
@@ -71,10 +71,10 @@ def policy(name: str) -> Way:
 def with_settings(name: str) -> Way:
     """Return the way of a name such as ``ebbtide offload, window=1MiB``; ``benchmarks.peers.planned`` makes them too.
 
-    Its notes are what a plan predicts, if there is one.
+    Its notes are the plan's predictions, if there is a plan.
 
     Raises:
-        ValueError: It is no such name.
+        ValueError: The name is not one of these.
     """
     begin, *given = name.split(", ")
     kinds: dict[str, type[Any]] = {"auto": ebbtide.Auto, "minimal": ebbtide.Minimal, "offload": ebbtide.Offload}

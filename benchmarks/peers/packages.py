@@ -1,4 +1,4 @@
-"""Other people's packages, each called as its documentation says."""
+"""Other packages, each used as its documentation recommends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def trl(model: nn.Module) -> Generator[Prepared]:
-    """TRL opens one manager around forward and backward."""
+    """TRL opens one context manager around forward and backward."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     manager = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
@@ -28,7 +28,7 @@ def trl(model: nn.Module) -> Generator[Prepared]:
 
 
 def torchtune(model: nn.Module) -> Generator[Prepared]:
-    """torchtune opens its manager around the forward."""
+    """torchtune opens its context manager around the forward."""
     from torchtune.training import OffloadActivations
 
     manager = OffloadActivations(use_streams=True)
@@ -36,7 +36,7 @@ def torchtune(model: nn.Module) -> Generator[Prepared]:
 
 
 def torchtune_checkpointing(model: nn.Module) -> Generator[Prepared]:
-    """torchtune's documentation advises its manager together with checkpointing."""
+    """torchtune's documentation recommends its context manager together with checkpointing."""
     from benchmarks.peers.builtin import checkpointing
 
     for prepared in torchtune(model):
@@ -70,7 +70,7 @@ def verl(checkpointed: bool) -> Way:
 
 
 def trainstream(amount: str | float) -> Way:
-    """Return the way of TrainStream's activation offloader alone: its optimizer is not what is compared."""
+    """Return the way of TrainStream's activation offloader alone: its optimizer is not compared."""
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
         from trainstream import ActivationOffloader, find_blocks, profile_hardware
@@ -86,7 +86,7 @@ def trainstream(amount: str | float) -> Way:
 
 
 def unsloth(model: nn.Module) -> Generator[Prepared]:
-    """Unsloth puts its own function in the place of torch's re-entrant checkpoint."""
+    """Unsloth replaces torch's re-entrant checkpoint with its own function."""
     os.environ["UNSLOTH_OFFLOAD_FP32"] = "exact"  # its default stores float32 inputs as bfloat16
     from unsloth_zoo import gradient_checkpointing as unsloth_checkpointing
 

@@ -1,10 +1,10 @@
-"""What plans say, what comes, and how near that is to the bound: the least that any schedule could take.
+"""Predictions of plans, measurements, and their distance to the bound: the least time that any schedule could take.
 
-Each case is a process of its own (``benchmarks/case.py``, with its gate): plain training, ``Auto`` with several
-slowdowns, and ``Auto`` with budgets between the least memory that came of these and that of plain training. The bound
-is the linear program's, at the rates and times that the case itself measured while it made its plan. The cases of a
-model go in lockstep, and each step is divided by plain training's of the same number. Timed are steps under the plan
-that is left when it was judged.
+Each case is a process of its own (``benchmarks/case.py``, with its gate): ordinary training, ``Auto`` with several
+slowdowns, and ``Auto`` with budgets between the least memory that these took and that of ordinary training. The bound
+is the linear program's, at the rates and times that the case itself measured for its plan. The cases of a
+model run in lockstep, and each step is divided by the ordinary step of the same number. The timed steps are those under
+the plan that remains once plans were judged.
 
     python -m benchmarks.suites.bound [--small] [--rounds 1] [--minutes 30] [--models Qwen3-8B] [--tokens 4096]
         [--out DIR]
@@ -36,7 +36,7 @@ def aims(rows: list[Row]) -> list[str]:
     """Return the ways to try.
 
     Args:
-        rows: What came of this model so far: budgets follow from the first peaks.
+        rows: The results of this model so far: budgets follow from the first peaks.
     """
     ways = ["plain", *(planned(max_slowdown=slowdown) for slowdown in SLOWDOWNS)]
     peaks = {way: next((total(r) for r in rows if r.case.way == way and r.seconds), 0) for way in ways}
@@ -47,12 +47,12 @@ def aims(rows: list[Row]) -> list[str]:
 
 
 def total(row: Row) -> int:
-    """Return the peak with weights, gradients and inputs, which is what a budget is of."""
+    """Return the peak with weights, gradients and inputs, which a budget limits."""
     return row.base_bytes + row.peak_bytes
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Return a line for every model and aim; medians over all rounds."""
+    """Return a row for every model and aim; medians over all rounds."""
     lines = [
         "| model | method | peak: predicted | measured | off | step ÷ plain: predicted | measured | beyond the promise"
         " | bound | above the bound | kept / offloaded / recomputed | status |",
@@ -72,7 +72,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def promised(way: str) -> float | None:
-    """Return the largest slowdown that a way promises; None: it promises another thing."""
+    """Return the largest slowdown that a way promises; None: it promises no slowdown."""
     begin = planned(max_slowdown="")
     return float(way.removeprefix(begin)) if way.startswith(begin) else None
 
@@ -100,7 +100,7 @@ def _figures(found: list[Row], ratios: list[float]) -> list[str]:
     if not plans:
         return ["", format_size(peak), "", "", came, "", "", "", ""]
     said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
-    said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in results that were written before
+    said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in older results
     bound, slowdown = 1 + said["bound_percent"] / 100, promised(found[0].case.way)
     has_peak = found[0].case.way.startswith(planned(memory_budget=""))  # measured for a budget only
     return [
@@ -138,7 +138,7 @@ def report(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure, and write after every case."""
+    """Measure, and write the results after every case."""
     given = arguments(__doc__, minutes=30.0, models="", rounds=1, tokens=0)
     lengths = SMALL_LENGTHS if given.small else LENGTHS
     book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})

@@ -1,10 +1,10 @@
 """How much of raw direct I/O the disk tier reaches.
 
 Raw is one thread that writes or reads blocks of one size, one after the other, with direct I/O, between aligned memory
-and a file: as much memory as the tier's (all of it written from, a few blocks read into again and again). The tier
-moves tensors of that size: all parked, then waited for; and taken one by one with a few prefetched ahead, each dropped
-before the next. Both alternate, and swap who goes first, so that what else the machine does meets both. The first pair
-warms up (a file's blocks are written once) and is not counted.
+and a file: as much memory as the tier's (all of it is written; a few blocks are read into repeatedly). The tier moves
+tensors of that size: all copied out, then waited for; and taken one by one with a few prefetched ahead, each dropped
+before the next. Both alternate, and swap which goes first, so that other load on the machine affects both. The first
+pair warms up (a file's blocks are written once) and is not counted.
 
     python -m benchmarks.suites.disk [--path DIR] [--pairs 7] [--out DIR]
 """
@@ -48,7 +48,7 @@ def raw_rates(file: BackingFile, size_bytes: int, total_bytes: int) -> tuple[flo
 
 
 def tier_rates(tier: DiskTier, sources: list[torch.Tensor]) -> tuple[float, float]:
-    """Return bytes per second of parking all sources, and of taking them back in reverse order."""
+    """Return bytes per second of copying all sources out, and back in, in reverse order."""
     total = sum(x.numel() for x in sources)
     started = time.perf_counter()
     slots = [tier.park(x) for x in sources]

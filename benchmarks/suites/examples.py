@@ -1,6 +1,6 @@
-"""What the 8B scripts of examples/ ask of a node, before and after: planned, from bytes that the engine counts.
+"""What the 8B scripts of examples/ need of a node, before and after: planned, from bytes that the engine counts.
 
-As ``scaling``, of which this takes the model, the machine and the arithmetic: blocks of Qwen3-8B's proportions run on
+Like ``scaling``, whose model, machine and arithmetic it uses: blocks of Qwen3-8B's proportions run on
 the CPU at an eighth of its width, all weights trained or adapters alone, plainly, with the model's own checkpointing
 and under ebbtide's policies; the engine counts what each leaves on the device and what it moves. Nothing was timed.
 
@@ -37,7 +37,7 @@ class Example:
         script: Its file.
         adapters: Whether adapters alone are trained.
         ranks: Devices.
-        tokens: Of one sequence, one a rank.
+        tokens: Length of a sequence; each rank has one.
     """
 
     script: str
@@ -92,7 +92,7 @@ def counted(*, adapters: bool) -> dict[str, dict[str, float]]:
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the tables of the page: what stays under each mode, and what the modes that offload move.
+    """Return the tables of the page: the bytes that stay under each mode, and those that the offloading modes move.
 
     Args:
         found: ``"full"`` or ``"adapters"`` → what ``counted`` returned.

@@ -2,7 +2,7 @@
 
 Models from configurations with random weights, small but with activations that outweigh the weights (128 tokens, width
 64, pictures of 24 x 24); every saved tensor counts, however small. Shares are of the naive bytes, which
-``benchmarks.shares`` counts, and say nothing about time. A case whose loss, outputs or gradients differ from plain
+``benchmarks.shares`` counts, and say nothing about time. A case whose loss, outputs or gradients differ from ordinary
 training in one bit fails the suite. ``docs/reference/families.md`` is written from the newest results folder.
 
     python -m benchmarks.suites.families [--only llama vit ...] [--page] [--out DIR]
@@ -119,14 +119,14 @@ def shares_table(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def _kept(cases: list[dict[str, Any]]) -> str:
-    """Return the families of which a policy keeps a percent or more, which is rare."""
+    """Return the families of which a policy keeps one percent or more; there are few."""
     shares = [(c["family"], policy, percent(c, policy, "kept")) for c in cases for policy in ("auto", "minimal")]
     found = [f"{policy.title()} {share:.0f} % of {family}" for family, policy, share in shares if share >= 0.5]
     return ", ".join([*found, "otherwise nothing"] if found else ["nothing"])
 
 
 def precisions_table(cases: list[dict[str, Any]]) -> list[str]:
-    """Return the table of the results folder: what stays or moves of each family, in every precision."""
+    """Return the table of the results folder: the share of each family that stays or moves, in every precision."""
     found: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         found.setdefault(case["family"], []).append(case)
@@ -160,7 +160,7 @@ def why_moved(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def details(cases: list[dict[str, Any]]) -> list[str]:
-    """Return the lines that only the results folder has: operators, and the families with most left."""
+    """Return the lines that only the results folder has: operators, and the families of which most is left."""
     large = [c for c in cases if c["precision"] == SHOWN and left(c) > MUCH]
     return [
         f"## Operators with at least {LEAST} %",
@@ -196,7 +196,7 @@ def readme(cases: list[dict[str, Any]]) -> str:
 
 
 def page(folder: Path) -> str:
-    """Return the reference page that a results folder gives."""
+    """Return the reference page made from a results folder."""
     cases = cases_of(folder)
     names = len({case["family"] for case in cases})
     return "\n".join(

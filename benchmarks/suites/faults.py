@@ -1,8 +1,8 @@
-"""Page faults, steps and peaks on a CPU: plain training as users have it, checkpointing, and ebbtide's policies.
+"""Page faults, steps and peaks on a CPU: ordinary training as users run it, checkpointing, and ebbtide's policies.
 
-On a CPU memory that is freed and taken again costs page faults, and the kernel's time to clear pages. Each case is a
-process of its own (``benchmarks/case.py``, with its gate) in which nothing of the allocator is set beforehand. The ways
-of a length go in lockstep, and each step is divided by plain training's of the same number.
+On a CPU, memory that is freed and allocated again costs page faults, and the kernel's time to clear pages. Each case is
+a process of its own (``benchmarks/case.py``, with its gate) in which nothing of the allocator is set beforehand. The
+ways of a length run in lockstep, and each step time is divided by that of ordinary training's step of the same number.
 
     python -m benchmarks.suites.faults [--tokens 256,512,1024] [--rounds 2] [--minutes 90] [--model NAME] [--out DIR]
 """
@@ -23,7 +23,7 @@ STEPS = 10
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return a line for every length and way; medians over all rounds."""
+    """Return a row for every length and way; medians over all rounds."""
     lines = [
         "| tokens | method | page faults a step | system time | step | step ÷ plain | peak | of it tensors | status |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
@@ -72,7 +72,7 @@ def report(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure, and write after every lockstep."""
+    """Measure, and write the results after every lockstep."""
     given = arguments(__doc__, minutes=90.0, tokens="256,512,1024", rounds=2, model="SmolLM2-12")
     book = Book("faults", given.out, given.minutes, report, {"model": given.model, "rounds": given.rounds})
     for tokens in map(int, given.tokens.split(",")):

@@ -1,11 +1,11 @@
 """How much of the raw link the host tier reaches, and how much host memory it wastes. Needs an accelerator.
 
 Raw is one copy after the other between a device tensor and pinned memory of torch's own, on one side stream, timed by
-events around them all. The tier moves tensors of that size: all parked, then all prefetched and taken, timed likewise,
-on the compute stream, which waits for the last copy. Both alternate, and swap who goes first, so that what else the
-machine does meets both. The first pair warms up (memory is pinned once) and is not counted. Waste is what the tier
-holds beyond what is parked; beside it, what torch's allocator of pinned memory would hold for the same tensors, each
-rounded up to a power of two.
+events around them all. The tier moves tensors of that size: all copied out, then all prefetched and taken, timed
+likewise on the compute stream, which waits for the last copy. Both alternate, and swap which goes first, so that other
+load on the machine affects both. The first pair warms up (memory is pinned once) and is not counted. Waste is the
+memory that the tier holds beyond the offloaded bytes; for comparison, what torch's allocator of pinned memory would
+hold for the same tensors, each rounded up to a power of two.
 
     python -m benchmarks.suites.host [--pairs 15] [--total-mib 1024] [--out DIR]
 """
@@ -56,7 +56,7 @@ def raw_rates(stream: torch.Stream, sources: list[torch.Tensor], pinned: list[to
 
 
 def tier_rates(tier: HostTier, sources: list[torch.Tensor]) -> tuple[float, float]:
-    """Return bytes per second of parking all sources, and of taking them back."""
+    """Return bytes per second of copying all sources out, and back in."""
     total, compute = sum(x.numel() for x in sources), torch.accelerator.current_stream()
     slots = []
 
@@ -95,7 +95,7 @@ def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, li
 
 
 def count_waste(total_bytes: int) -> dict[str, float]:
-    """Return bytes held ÷ bytes parked of the tier, and of an allocator that rounds up to powers of two."""
+    """Return bytes held ÷ bytes offloaded, of the tier and of an allocator that rounds up to powers of two."""
     where = torch.accelerator.current_accelerator()
     tier, slots, asked, rounded = HostTier(AcceleratorDevice()), [], 0, 0
     try:

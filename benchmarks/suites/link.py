@@ -1,9 +1,9 @@
-"""How fast copies run in a real training step, beside a bare copy loop over tensors of the same sizes.
+"""How fast copies run in a real training step, compared with a bare copy loop over tensors of the same sizes.
 
-The step's rate is bytes ÷ the time for which copies ran, as the store counts both; the loop copies one tensor after the
-other, with nothing beside it: on a device between pinned memory and the device, on a CPU between memory and a file.
-Both take turns, and swap who goes first; the first pair warms up. On a device copies compete in the step with kernels
-for memory, on a CPU with kernels for cores.
+The step's rate is bytes ÷ the time for which copies ran, as the store counts both; the loop copies one tensor after
+another, with nothing else running: on a device between pinned memory and the device, on a CPU between memory and a
+file. They alternate, and the order is swapped for each pair; the first pair warms up. On a device copies compete in the
+step with kernels for memory, on a CPU with kernels for cores.
 
     python -m benchmarks.suites.link [--small] [--pairs 10] [--model Qwen3-1.7B] [--tokens 8192] [--out DIR]
 """
@@ -35,7 +35,7 @@ Rates = tuple[float, float]
 
 
 def moved_sizes(handle: ebbtide.Handle) -> list[int]:
-    """Return the sizes of the storages that the latest pass offloaded, of each site its mean."""
+    """Return the sizes of the storages that the latest pass offloaded: the mean of each site."""
     sites = handle._engine.last_pass.sites.items()
     sizes = [total // count for (_, action), (count, total) in sites for _ in range(count) if action is Action.OFFLOAD]
     if not sizes:
@@ -46,7 +46,7 @@ def moved_sizes(handle: ebbtide.Handle) -> list[int]:
 
 
 def raw_loop(sizes: list[int], stack: contextlib.ExitStack) -> Callable[[], Rates]:
-    """Return what copies tensors of these sizes and returns the rates out and in."""
+    """Return a function that copies tensors of these sizes and returns the rates out and in."""
     where = torch.accelerator.current_accelerator()
     if where is not None:
         sources = [torch.ones(n, dtype=torch.uint8, device=where) for n in sizes]
@@ -111,7 +111,7 @@ def main() -> None:
     window = (1 if given.small else given.window_mib) * MIB
     with contextlib.ExitStack() as stack:
         handle = stack.enter_context(ebbtide.enable_activation_offloading(model, policy="offload", window=window))
-        stack.callback(BUS.subscribe(lambda kind, fields: None))  # a device times the steps that somebody listens to
+        stack.callback(BUS.subscribe(lambda kind, fields: None))  # a device times only steps that have a listener
         for _ in range(2):
             step(prepared, inputs)
         sizes = moved_sizes(handle)

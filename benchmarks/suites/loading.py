@@ -1,9 +1,9 @@
-"""Loading a sharded model: host memory, bytes read and time, beside the other ways of doing it.
+"""Loading a sharded model: host memory, bytes read and time, compared with other ways of loading.
 
-A decoder with random weights is written in several safetensors files and loaded by every way on gloo ranks in processes
+A decoder with random weights is written in several safetensors files and loaded in every way on gloo ranks in processes
 of their own, in turn. Memory is the peak that the system keeps of each process (reset before loading), above what the
-process had before and its shard; bytes are those that the system fetched from the disk for all ranks, with the files
-dropped from the page cache before; time ends when every page of every shard was read, so that a mapping that has not
+process had before and its shard; bytes are those that the system read from the disk for all ranks, after the files were
+dropped from the page cache; time ends when every page of every shard was read, so that a mapping that has not
 been read yet counts too; a second time ends when every page was also written, as the first optimizer step does, because
 a private mapping copies its pages then. Processor seconds are those of all ranks; on a shared machine they vary less
 than time. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
@@ -12,10 +12,9 @@ shards differ fails the suite.
     python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32]
         [--often WAY ...] [--small]
 
-``--rounds`` has a number for each of ``--worlds``: more ranks than cores tell of memory and bytes, not of time.
-``--often`` names the ways that are run in every round; the others are then run in the first round only. With
-``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped; rounds
-that are done already count, too.
+``--rounds`` has a number for each of ``--worlds``: more ranks than cores show memory and bytes, not time. ``--often``
+names the ways that are run in every round; the others are then run in the first round only. With ``--work`` the
+checkpoint and every finished load are kept there, and the same command resumes where it stopped; finished rounds count.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Bench:
     """The runs of the suite; each is done once.
 
     Args:
-        work: Holds the checkpoints ``big`` and ``tiny``, and ``runs.jsonl``, a line a finished run.
+        work: Holds the checkpoints ``big`` and ``tiny``, and ``runs.jsonl``, with one line for each finished run.
     """
 
     def __init__(self, work: Path) -> None:
@@ -68,7 +67,7 @@ class Bench:
         return sorted((self.work / "big").glob("*.safetensors"))
 
     def run(self, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
-        """Return what one load came to: what its ranks told, or ``error``; a run that is done is not done again."""
+        """Return the result of one load: its ranks' values, or ``error``; a finished run is not repeated."""
         key = f"{world} {dtype} {way} {number}"
         if key not in self._runs:
             started = time.monotonic()
@@ -79,7 +78,7 @@ class Bench:
         return self._runs[key]
 
     def rounds_done(self, dtype: str, world: int, ways: Collection[str]) -> int:
-        """Return how many rounds of a case are done whole by some ways."""
+        """Return how many rounds of a case are complete for some ways."""
         number = 0
         while all(f"{world} {dtype} {way} {number}" in self._runs for way in ways):
             number += 1
@@ -95,7 +94,7 @@ class Bench:
 
     def _load(self, way: str, dtype: str, world: int, number: int, *, record: Path | None = None) -> dict[str, Any]:
         wide = 2 if dtype == "float32" else 1
-        # Plain loading holds a whole model on every rank, and mapped files beside it.
+        # Plain loading holds a whole model on every rank, plus mapped files.
         needed = int(self.total_bytes * ((world * wide if way == PLAIN else 2 * wide) + 1.5)) + SPARE_BYTES
         if not _wait_for_memory(needed):
             return {"error": f"the machine has no {needed / (1 << 30):.0f} GiB of memory to spare"}
@@ -119,7 +118,7 @@ class Bench:
 
 
 def _wait_for_memory(needed_bytes: int) -> bool:
-    """Wait until the machine has memory to spare; ``False`` where it has none for minutes."""
+    """Wait until the machine has memory to spare; ``False`` if it has none for minutes."""
     for _ in range(60):
         line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
         if int(line.split()[1]) * 1024 >= needed_bytes:
@@ -139,7 +138,7 @@ def _threads_of_one() -> Iterator[None]:
 
 
 def _ended(ranks: list[Any], deadline: float) -> str:
-    """Wait for all ranks; returns what went wrong. One that fails ends the others, which would wait for it."""
+    """Wait for all ranks; return the error, if any. A rank that fails ends the others, which would wait for it."""
     try:
         while any(one.is_alive() for one in ranks):
             multiprocessing.connection.wait([one.sentinel for one in ranks if one.is_alive()], timeout=1.0)
@@ -158,20 +157,20 @@ def _ended(ranks: list[Any], deadline: float) -> str:
 
 
 def measure(bench: Bench, dtype: str, world: int, rounds: int, often: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
-    """Run ways ``rounds`` times, in turn, beginning with another each time; return the rows of a table.
+    """Run the ways ``rounds`` times, in turn, beginning with a different one each time; return the rows of a table.
 
     Args:
-        bench: Keeps the runs.
-        dtype: To load into.
+        bench: Stores the runs.
+        dtype: The dtype to load into.
         world: Number of ranks.
-        rounds: How often.
+        rounds: Number of rounds.
         often: The ways of every round; the others are run in the first.
     """
     rounds = max(rounds, bench.rounds_done(dtype, world, often))
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(rounds):
         names = [way for way in WAYS if way in often or number == 0]
-        first = number % len(names)  # of the ways of this round: none follows the same one each time
+        first = number % len(names)  # the ways of this round: none follows the same one each time
         for way in names[first:] + names[:first]:
             found[way].append(bench.run(way, dtype, world, number))
     plainly = next((run["ranks"] for run in found[PLAIN] if "ranks" in run), None)
@@ -253,7 +252,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _reads(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Return how much of the checkpoint's size was fetched from disk: by every method, and by those that fetch more."""
+    """Return the share of the checkpoint that was read from disk: by every method, and by those that read more."""
     shares = [
         (f"{way} with {case}", row["read_share"]["q3"])
         for case, rows in cases.items() for way, row in rows.items() if "runs" in row
@@ -275,7 +274,7 @@ def _spread(values: dict[str, float], unit: float, digits: int, several: bool) -
 
 
 def _prepare(work: Path, *, small: bool) -> None:
-    """Write the checkpoints that are not there yet, in a process that ends with them."""
+    """Write the missing checkpoints, in a process that ends afterwards."""
     for name, sizes, file_size in (
         ("big", SMALL if small else WIDE, "20MB" if small else "450MB"),
         ("tiny", TINY, "1MB"),
@@ -287,11 +286,11 @@ def _prepare(work: Path, *, small: bool) -> None:
             )
             subprocess.run([sys.executable, "-c", code], check=True)
             (work / "draft").rename(work / name)
-    os.sync()  # pages that are not written yet cannot be dropped
+    os.sync()  # unwritten pages cannot be dropped
 
 
 def _draw(bench: Bench, dtype: str, world: int) -> str:
-    """Record the ways that are shown, and return the picture."""
+    """Record the ways in the picture, and return it."""
     from ebbtide.report import load_run, loading_svg
 
     folders = [bench.work / f"run-{number}" for number in range(len(SHOWN))]
@@ -308,7 +307,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, nargs="+", default=[5, 3], help="for each of --worlds")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--often", nargs="+", default=list(WAYS), choices=list(WAYS), help="run in every round")
-    parser.add_argument("--small", action="store_true", help="a checkpoint of some 80 MiB, to try the suite")
+    parser.add_argument("--small", action="store_true", help="a checkpoint of about 80 MiB, to try the suite")
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
     if len(options.rounds) != len(options.worlds):

@@ -1,8 +1,8 @@
-"""The longest sequence that fits on one device, for each way to spare activations.
+"""The longest sequence that fits on one device, for each way to save activation memory.
 
-The length is doubled until a step fails for want of memory, and halved in between until the step is an eighth of what
-fits; each try is a process of its own. On a machine without a device, whose memory has no such end, a try fits if its
-peak stays below ``--budget-mib``.
+The length is doubled until a step runs out of memory, and then bisected until the interval is an eighth of the length
+that fits; each try is a process of its own. On a machine without a device, where memory has no such limit, a try fits
+if its peak stays below ``--budget-mib``.
 
     python -m benchmarks.suites.longest [--small] [--minutes 8] [--model Qwen3-8B] [--ways plain,TRL] [--out DIR]
 """
@@ -25,9 +25,9 @@ def longest(fits: Callable[[int], bool], begin: int, most: int) -> int:
     """Return the longest length that fits, to one part in ``FINENESS``; 0 if ``begin`` does not.
 
     Args:
-        fits: Tries a length.
-        begin: The first one.
-        most: None beyond this is tried.
+        fits: Try a length.
+        begin: The first length.
+        most: No longer one is tried.
     """
     good, bad = 0, most + 1
     length = begin
@@ -60,7 +60,7 @@ def report(rows: list[Row], found: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Search and write after every try."""
+    """Search, and write the results after every try."""
     given = arguments(__doc__, model="", ways="", tuning="full", most_tokens=1 << 21, budget_mib=256)
     model = given.model or ("tiny" if given.small else "Qwen3-8B")
     chosen = [way for way in all_ways() if not given.ways or way in given.ways.split(",")]
@@ -82,7 +82,7 @@ def main() -> None:
         ended = next((r for r in reasons if not r.startswith(("ok", "out of memory", "its process died"))), "")
         found[way] = (f"{tokens}" if tokens else "none") + (f" ({ended})" if ended else "")
     if book.rows:
-        book.add(book.rows.pop())  # with what was found of the last way
+        book.add(book.rows.pop())  # with the results of the last way
     book.close()
 
 

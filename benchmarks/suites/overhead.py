@@ -1,13 +1,14 @@
-"""What a saved tensor costs the host, by what is done with it: µs of pack and unpack together.
+"""What a saved tensor costs the host under each action: µs of pack and unpack together.
 
 A chain of element-wise operators saves one tensor each. The same chain runs without hooks, with hooks that do nothing,
 and under the engine with every tensor light (below ``min_bytes``), kept, offloaded, or recomputed; all variants run in
-turn, so that what else the machine does meets each. Gradients are compared with the plain chain's first: no number on a
-red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes. On a device the chain's kernels
-are enqueued behind one another and waited for at the end. The window there is far below what the chain saves, and the
-suite checks that every pass copies the rest; a pass that fits into the window is held back whole and has its own row.
-Without an accelerator, "host memory" is offloading over a device whose streams and events do nothing. Then steps of
-two small models are timed under four ways in turn. Where py-spy is installed, it tells in which lines the time goes.
+turn, so that other load on the machine affects each. Gradients are first compared with the plain chain's: no number on
+a red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes. On a device the chain's
+kernels are enqueued behind one another and waited for at the end. The window there is far below what the chain saves,
+and the suite checks that every pass copies the rest; a pass that fits into the window is held back entirely and has its
+own row. Without an accelerator, "host memory" is offloading over a device whose streams and events do nothing. Then
+steps of two small models are timed under four ways in turn. Where py-spy is installed, it shows which lines take the
+time.
 
     python -m benchmarks.suites.overhead [--pairs 30] [--out DIR]
 """
@@ -58,9 +59,9 @@ class Variant:
     """One way to run the chain.
 
     Attributes:
-        scope: Opens its hooks.
+        scope: Open its hooks.
         engine: The engine behind them, if any.
-        least_bytes: Bytes that every pass must copy out, else it is not what its row says.
+        least_bytes: Bytes that every pass must copy out; with fewer, the row's label would be wrong.
     """
 
     scope: Scope
@@ -68,7 +69,7 @@ class Variant:
     least_bytes: int = 0
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the chain's gradient; raises ``SystemExit`` if too little was copied out."""
+        """Return the chain's gradient; raise ``SystemExit`` if too little was copied out."""
         before = self.copied_bytes()
         found = chain(x, self.scope())
         if (copied := self.copied_bytes() - before) < self.least_bytes:
@@ -125,14 +126,14 @@ def variants() -> dict[str, Variant]:
     if torch.accelerator.is_available():
         found["offload"] = engine(Offload(), 0, least_bytes=least_bytes)
         found["offload, held back"] = engine(Offload(), 0, None)
-    else:  # the disk tier copies at once and withdraws what is not needed
+    else:  # the disk tier copies at once and cancels copies that are not needed
         found["offload, host memory"] = engine(Offload(), 0, least_bytes=least_bytes, tier=HostTier(NoDevice()))
         found["offload, disk"] = engine(Offload(), 0)
     return found
 
 
 def measure(pairs: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:
-    """Return µs per saved tensor of every variant, in every round; and samples by line of those that do most."""
+    """Return µs per saved tensor of every variant, in every round; and samples by line of the busiest variants."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     ways, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1], device=device).view(SHAPE)
     expected = chain(x, nullcontext())
@@ -156,7 +157,7 @@ def measure(pairs: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]
 
 
 def by_line(samples: dict[str, list[float]], lines: dict[str, Counter[str]]) -> list[str]:
-    """Return where the time of a saved tensor goes: the lines that take most, in µs."""
+    """Return the lines that take most of a saved tensor's time, in µs."""
     rows: list[str] = []
     for name, sampled in lines.items():
         whole = statistics.median(samples[name]) / max(1, sampled.total())

@@ -1,9 +1,9 @@
-"""Peak memory and step time of every way to spare activations, beside plain training.
+"""Peak memory and step time of every way to save activation memory, compared with ordinary training.
 
 Each case is a process of its own: see ``benchmarks/case.py`` for what is measured, and for the gate before it. Rows
-without a number stay: out of memory, not installed, gradients that differ, not reached. The last group of cases is
-the table that other projects publish of themselves, 8 and 16 sequences of 256, 512 and 1024 tokens, with what they
-claim beside it.
+without a number stay: out of memory, not installed, gradients that differ, not reached. The last group of cases
+repeats the table that other projects publish, 8 and 16 sequences of 256, 512 and 1024 tokens, next to the figures
+they claim.
 
     python -m benchmarks.suites.pareto [--small] [--minutes 8] [--models Qwen3-8B] [--ways plain,TRL] [--out DIR]
 """
@@ -26,7 +26,7 @@ SHORT = tuple((batch, tokens) for batch in (8, 16) for tokens in (256, 512, 1024
 
 
 def cases(*, small: bool, models: list[str], ways: list[str]) -> Iterator[Case]:
-    """Yield the cases, those that matter most first.
+    """Yield the cases, the most important first.
 
     Args:
         small: A tiny model on few tokens.

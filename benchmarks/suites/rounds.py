@@ -1,14 +1,14 @@
 """Step and peak of several ways on one card, in turn in one process, on one set of weights.
 
-For machines that are held for minutes only: nothing is imported, built or warmed up twice. Each way has its own modules
-over the same parameters, trains until it has settled, and then takes a step of every round; who begins changes from
+For machines that are lent for minutes only: nothing is imported, built or warmed up twice. Each way has its own modules
+over the same parameters, trains until it has settled, and then takes one step a round; which one begins changes from
 round to round. The loss and the rest of a step are those of ``benchmarks/case.py``; gradients are not compared here.
-``auto within checkpointing`` is ``Auto`` with the peak that checkpointing had as its budget. Each way also takes some
+``auto within checkpointing`` is ``Auto`` with checkpointing's peak as its budget. Each way also takes some
 steps in a row, before the rounds and after them: ``Auto`` measures its own steps in a row.
 
-[Note: who decides] A device queues only so many launches, and then the host waits for it: at the end of a step the
-host may be ahead by that many whatever the way, so "queued" shows little of the host. At the end of the forward it
-does: where the device is done as soon as the host has queued it, the host decides.
+[Note: who decides] A device queues a limited number of launches, and then the host waits for it: at the end of a step
+the host may be ahead by that many in every way, so "queued" says little about the host. At the end of the forward it
+does: if the device is done as soon as the host has queued it, the host sets the pace.
 
     python -m benchmarks.suites.rounds [--model Qwen3-8B] [--tokens 8192] [--rounds 15] [--minutes 4] [--out DIR]
 """
@@ -48,11 +48,11 @@ class Step(NamedTuple):
     Attributes:
         seconds: Until the device is done.
         queued: Until the host has queued everything.
-        peak_bytes: With weights and gradients.
+        peak_bytes: Peak memory, weights and gradients included.
         forward: Until the device is done with the forward; as ``forward_queued`` on a CPU.
         forward_queued: Until the host has queued the forward. See [Note: who decides].
-        collecting: What Python's garbage collector took of it.
-        segments: Taken from the device by torch's allocator, which should take none.
+        collecting: Time of it that Python's garbage collector took.
+        segments: Segments that torch's allocator took from the device; there should be none.
     """
 
     seconds: float
@@ -86,8 +86,8 @@ class Trained:
     """A way over shared weights.
 
     Attributes:
-        steps: Those that count, in turn with other ways.
-        in_row: Those in a row: before the rounds, and after them.
+        steps: Counted steps, alternating with other ways.
+        in_row: Steps in a row, before the rounds and after them.
         warmup: Steps before all of them.
     """
 
@@ -152,14 +152,14 @@ class Trained:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Undo what the way has done."""
+        """Undo the way's changes."""
         self._way.close()
 
 
 def table(ways: dict[str, Trained]) -> list[str]:
-    """Return a line for every way."""
+    """Return a row for every way."""
     lines = [
-        "| way | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | peak |",
+        "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
 

@@ -1,4 +1,4 @@
-"""What offloading asks of a node: host memory and links, from bytes that the engine counts and rates from outside.
+"""What offloading needs of a node: host memory and links, from bytes that the engine counts and published rates.
 
 The bytes that each policy moves are counted on a CPU, by running blocks of the model's proportions at an eighth of its
 width: bytes per token are proportional to the width. The rest is arithmetic on rates that are named with their source,
@@ -99,7 +99,7 @@ class Machine:
 
     @property
     def link_bytes_per_second(self) -> float:
-        """What one device gets when all of the node copy at once: its link, or its share of the host's memory."""
+        """Rate of one device when all devices of the node copy at once: its link, or its share of the host's memory."""
         return min(self.out_bytes_per_second, self.host_bytes_per_second / self.ranks)
 
 
@@ -204,7 +204,7 @@ def _jobs(rank_bytes: float) -> list[str]:
 
 
 def _hidden(machine: Machine, model: Model, tokens: int, bytes_per_token: dict[str, float]) -> list[float]:
-    """Return the share of each policy's copies that forward hides."""
+    """Return the share of each policy's copies that the forward hides."""
     seconds = model.forward_seconds(tokens, machine)
     blocks = [bytes_per_token[policy] * tokens for policy in POLICIES]
     return [min(1.0, seconds / (block / machine.link_bytes_per_second)) for block in blocks]
@@ -212,7 +212,7 @@ def _hidden(machine: Machine, model: Model, tokens: int, bytes_per_token: dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A simulated job: its machine and policy, how its devices are linked, and what disturbs it."""
+    """A simulated job: its machine and policy, the links of its devices, and any disturbance."""
 
     machine: str
     link: str
@@ -238,7 +238,7 @@ def slowdown(job: Job, devices: int, bytes_per_token: float) -> float:
         bytes_per_token: Bytes that the policy moves, per token and block.
 
     Returns:
-        The slowest rank's step, as a part of the same step, disturbed alike, in which all is kept; less one.
+        The slowest rank's step ÷ the same step, equally disturbed, in which everything is kept; minus one.
     """
     machine = next(each for each in MACHINES if each.name == job.machine)
     model, tokens = MODELS[0], LENGTHS[1]
@@ -271,7 +271,7 @@ def slowdown(job: Job, devices: int, bytes_per_token: float) -> float:
 
 
 def _disturbed(block: BlockProfile, job: Job, rank: int, draw: random.Random) -> BlockProfile:
-    """Return a block with the times that it takes on a rank."""
+    """Return a block with its times on a rank."""
     factor = 1.0
     if job.disturbance == DISTURBANCES[1]:
         factor = max(0.8, draw.gauss(1.0, 0.05))
@@ -283,7 +283,7 @@ def _disturbed(block: BlockProfile, job: Job, rank: int, draw: random.Random) ->
 
 
 def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]]:
-    """Simulate every job at every size; return rows of the job and its slowdowns by devices."""
+    """Simulate every job at every size; return rows of a job and its slowdowns by number of devices."""
     rows: list[dict[str, str | float]] = []
     for job in jobs():
         by_size = {f"{n}": slowdown(job, n, moved[MODELS[0].name][job.policy]) for n in DEVICES}
@@ -293,7 +293,7 @@ def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]
 
 
 def together(rows: list[dict[str, str | float]]) -> str:
-    """Return the table of simulated jobs; a machine on which none takes longer is a sentence."""
+    """Return the table of simulated jobs; a machine on which no job takes longer is a sentence."""
     head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in SHOWN)]
     lines = [
         "[Simulated](#the-simulation): how much longer a step takes than one that keeps everything, equally disturbed:",

@@ -1,9 +1,10 @@
-"""Fine-tuning a real model: memory, step time and losses of plain training, checkpointing, and ebbtide.
+"""Fine-tuning a real model: memory, step time and losses of ordinary training, checkpointing, and ebbtide.
 
-SmolLM2-135M-Instruct, sequences of 384 tokens made from the standard library's docstrings, float32; every mode in
-fresh processes, in turn; memory watched from outside, nothing set in the environment. The same command as ``make demo``
-with more rounds, and with a second row of plain training under fixed thresholds of glibc's allocator. Losses are
-compared bitwise; a mode whose losses differ fails the suite. ``readme.md`` in the results folder is the README's table.
+SmolLM2-135M-Instruct, sequences of 384 tokens made from the standard library's docstrings, float32; every mode runs in
+fresh processes, in turn; memory is watched from outside, and nothing is set in the environment. The command is that of
+``make demo`` with more rounds, and with a second row of ordinary training under fixed thresholds of glibc's allocator.
+Losses are compared bitwise; a mode whose losses differ fails the suite. ``readme.md`` in the results folder is the
+README's table.
 
     python -m benchmarks.suites.sft [--rounds 5] [--max-steps 7] [--max-length 384] [--out DIR]
 """
@@ -28,13 +29,13 @@ MODEL = ["--model", "builtin:smollm2", "--dataset", "builtin:pydoc#400", "--pack
 
 
 def markdown(table: Table) -> list[str]:
-    """Return a table's lines in Markdown."""
+    """Return a table's rows in Markdown."""
     rule = ["---"] + ["---:"] * (len(table.columns) - 1)
     return ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *table.rows)]
 
 
 def against(rounds: list[dict[str, Any]], base: str, names: list[str]) -> list[str]:
-    """Return rows of step times over ``base``'s of the same round."""
+    """Return rows of step times divided by those of ``base`` in the same round."""
     rows: list[str] = []
     for name in names:
         values = spread([r[name]["step_seconds_median"] / r[base]["step_seconds_median"] for r in rounds])
@@ -51,7 +52,7 @@ README_NAMES = {
 
 
 def readme_table(modes: list[dict[str, Any]]) -> list[str]:
-    """Return the README's table: the modes that a user chooses between, and the columns that say what they cost."""
+    """Return the README's table: the modes that a user chooses between, and the columns of their cost."""
     columns = ("mode", "peak memory", "activation memory", "saved", "step / plain", "losses")
     chosen = [mode for mode in modes if mode["mode"] in README_NAMES]
     table = headline(chosen, [README_NAMES[mode["mode"]] for mode in chosen])

@@ -1,10 +1,10 @@
-"""``ebbtide sft`` on a real model, each way of training: do losses fall, and are they those of the run without ebbtide?
+"""``ebbtide sft`` on a real model, each type of training: do losses fall, and do they equal those without ebbtide?
 
 SmolLM2-135M-Instruct on the standard library's docstrings, float32 on the CPU: all weights, adapters, adapters on 4-bit
 weights, and all weights on two ranks of FSDP2. Every command runs twice in fresh processes, without and with
 ``--activation_cpu_offload``. A loss that differs in one bit, or that does not fall, fails the suite. Nothing is timed.
 
-On CPUs FSDP2 is refused by the command, for accelerate would run DDP there; its two ranks are started through the
+On CPUs the command refuses FSDP2, because accelerate would run DDP there; its two ranks are started through the
 tests' shim, which lets accelerate's own FSDP2 code run.
 
     python -m benchmarks.suites.sft_types [--only full lora ...] [--out DIR]
@@ -41,7 +41,7 @@ OURS = "--activation_cpu_offload true"
 
 
 def command(flags: str) -> list[str]:
-    """Return what is run: ebbtide itself, or torchrun with the shim for what is sharded."""
+    """Return the command: ebbtide itself, or torchrun with the shim for sharded training."""
     if "--fsdp_strategy" not in flags:
         return [sys.executable, "-m", "ebbtide", "sft", *shlex.split(flags)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.helpers.cpu_fsdp"]
@@ -95,7 +95,7 @@ def both(flags: str, scratch: Path) -> dict[str, Any]:
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the table's lines."""
+    """Return the table's rows."""
     lines = [
         "| | steps | loss, first epoch | loss, last epoch | against the run without | saved tensors | stayed |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
@@ -134,7 +134,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run all, and write ``run.json`` and ``README.md``."""
+    """Run everything, and write ``run.json`` and ``README.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TYPES), default=list(TYPES))
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")

@@ -207,7 +207,7 @@ def enable_activation_offloading(
     warn_of_idle(engine, model, host_budget=host_budget)
     warn_of_torch(engine)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
-    logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
+    logger.info("blocks: %d, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", **plan_fields(engine.plan))
     return handle
 

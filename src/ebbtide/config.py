@@ -58,7 +58,7 @@ class Auto:
     Args:
         memory_budget: Largest peak, in bytes or as ``"40GiB"``: of the device's memory, or without an accelerator of
             the process's resident memory. ``max_slowdown`` then has no effect.
-        max_slowdown: Largest slowdown of a step against ordinary training; 0.05 is 5 %.
+        max_slowdown: Largest slowdown of a step against ordinary training, 0 to 1; 0.05 is 5 %.
 
     Raises:
         ConfigError: A value cannot be used.
@@ -70,11 +70,11 @@ class Auto:
     def __post_init__(self) -> None:
         _ = self.budget_bytes
         check_value("max_slowdown", self.max_slowdown, float, advice="0.05 allows a step that is 5 % slower")
-        if not 0 <= self.max_slowdown <= 10:
+        if not 0 <= self.max_slowdown <= 1:
             raise ConfigError(
                 f"max_slowdown is {self.max_slowdown!r}",
-                expected="a fraction between 0 and 10",
-                hint="0.05 allows a step that is 5 % slower",
+                expected="a fraction between 0 and 1",
+                hint="0.05 allows a step that is 5 % slower; policy 'minimal' has no such limit",
             )
 
     @cached_property

@@ -1,6 +1,6 @@
 """The option names of the command line, as its help lists them.
 
-``make cli-surface`` writes them to ``cli_surface.txt``; the diff of that file is what a reviewer reads.
+``make cli-surface`` writes them to ``cli_surface.txt``; a reviewer reads the diff of that file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def options(verb: str) -> list[str]:
     """Return the option names of one verb; hyphens are written as underscores, as the command line reads them."""
     from ebbtide.cli import main
 
-    # A wide page and no colour: a name is never broken in two.
+    # A wide terminal without colour: no name is split.
     os.environ.update(COLUMNS="200", NO_COLOR="1", TERM="dumb")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -36,7 +36,7 @@ def options(verb: str) -> list[str]:
 
 
 def frozen() -> dict[str, list[str]]:
-    """Return what ``cli_surface.txt`` holds."""
+    """Return the contents of ``cli_surface.txt``."""
     known: dict[str, list[str]] = {}
     for line in FILE.read_text().splitlines():
         verb, _, name = line.partition(" --")

@@ -1,6 +1,6 @@
-"""The pages of recipes' flags, written from their configs. Those of others have what differs from ``sft``.
+"""The pages of recipes' flags, generated from their configs. Those of other recipes list differences from ``sft``.
 
-``python -m tests.contract.sft_flags_page > docs/reference/sft-flags.md`` writes one anew, and
+``python -m tests.contract.sft_flags_page > docs/reference/sft-flags.md`` rewrites one, and
 ``python -m tests.contract.sft_flags_page grpo > docs/reference/grpo-flags.md`` another, and so with ``video``.
 """
 

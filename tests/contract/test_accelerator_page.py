@@ -1,4 +1,4 @@
-"""The pages on the accelerator path: every test that they name exists, and every mutant has its row."""
+"""The pages on the accelerator path: every test that they name exists, and every mutant has a row."""
 
 from __future__ import annotations
 

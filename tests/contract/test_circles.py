@@ -1,4 +1,4 @@
-"""Modules do not import each other in a circle, in any room, type-only imports included."""
+"""Modules do not import each other in a cycle, in any package, type-only imports included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SRC = Path(__file__).parents[2] / "src"
 
 
 def imports_of(source: str) -> set[str]:
-    """Return the names that a source text imports, and the modules they may be in; under ``TYPE_CHECKING`` too."""
+    """Return the names that a source text imports, and their possible modules; under ``TYPE_CHECKING`` too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -20,7 +20,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Return what each module imports of the others; a package's face counts only where it is imported from itself."""
+    """Return each module's imports of the others; a package's ``__init__`` counts only if imported from itself."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         found = imports_of(source) & {*sources}

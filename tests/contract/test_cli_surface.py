@@ -1,4 +1,4 @@
-"""The command line's names are frozen: scripts depend on them. ``make cli-surface`` writes them anew."""
+"""The command line's names are frozen: scripts depend on them. ``make cli-surface`` rewrites them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMISED = {
 
 @pytest.fixture(autouse=True)
 def _page(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("COLUMNS", "NO_COLOR", "TERM"):  # set by options(): put back afterwards
+    for name in ("COLUMNS", "NO_COLOR", "TERM"):  # set by options(): restored afterwards
         monkeypatch.setenv(name, "")
 
 

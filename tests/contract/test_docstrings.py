@@ -1,4 +1,4 @@
-"""The docstrings of public names teach: each example runs, and every function says what it raises."""
+"""The docstrings of public names teach: each example runs, and every function lists its exceptions."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _under_other_hooks(tiny: Tiny) -> None:
 
 
 def _changed_in_place(tiny: Tiny) -> None:
-    # Where something is recomputed from x, the text depends on whether x was on disk before it was changed.
+    # If something is recomputed from x, the text depends on whether x was on disk before it was changed.
     with enable(tiny.model, policy="offload", min_bytes=0):
         x = tiny.inputs["x"] * 1
         y = tiny.model(x)
@@ -227,6 +227,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
             "5 %",
         ),
     ),
+    "slowdown in percent": (lambda tiny: Auto(max_slowdown=5), "ConfigError", ("5", "between 0 and 1", "0.05")),
     "blocks by number": (
         lambda tiny: enable(tiny.model, blocks=[1]),  # type: ignore[list-item]
         "ConfigError",

@@ -1,4 +1,4 @@
-"""The planned figures of examples/README.md are those that the suite computes from what it counted."""
+"""The planned figures of examples/README.md are those that the suite computes from its counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_page_holds_what_was_counted() -> None:
     found = json.loads(RESULTS[-1].read_text())["bytes_per_token_and_block"]
     text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
-    assert page(text, table(found)) == text, "python -m benchmarks.suites.examples --page writes it anew"
+    assert page(text, table(found)) == text, "python -m benchmarks.suites.examples --page rewrites it"
     assert RESULTS[-1].parent.name in text
 
 

@@ -1,4 +1,4 @@
-"""The page of model families: written from the newest results folder, whole, and never by hand."""
+"""The page of model families: generated from the newest results folder, never written by hand."""
 
 from __future__ import annotations
 

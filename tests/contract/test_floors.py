@@ -1,4 +1,4 @@
-"""The floors: imports go down only, and the check that says so would find one that goes up."""
+"""The floors: imports go down only, and the check would find one that goes up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_imports_go_down_only() -> None:
     [
         ("base/units.py", "from ebbtide.store import protocol", "Imports go down only"),
         ("store/protocol.py", "import ebbtide.planner", "Imports go down only"),
-        ("base/units.py", "import torch", "Configuration, planner, schedule and words import no torch"),
+        ("base/units.py", "import torch", "Configuration, planner, schedule and base import no torch"),
         ("store/protocol.py", "import transformers", "The core needs torch and safetensors only"),
     ],
 )

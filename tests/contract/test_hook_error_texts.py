@@ -122,7 +122,7 @@ def test_an_error_of_torch_while_recomputing_keeps_its_class_and_message(
     error: type[BaseException], monkeypatch: Patch
 ) -> None:
     with training("minimal", "disk") as trainee:
-        trainee.step()  # in steps that are measured, recipes are timed where their tensor is saved
+        trainee.step()  # in measured steps, recipes are timed when their tensor is saved
 
         def no_memory(*args: Any) -> torch.Tensor:
             raise error("tried to allocate 2 GiB")

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check in the source itself; each check is shown what it must find."""
+"""The house rules that can be checked in the source; each check is shown a violation that it must find."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def findings(source: str) -> list[str]:
-    """Return what breaks a house rule in one module's source."""
+    """Return the violations of house rules in one module's source."""
     found: list[str] = []
     if (lines := len(source.splitlines())) > MODULE_LINES:
         found.append(f"the module has {lines} lines; at most {MODULE_LINES}")
@@ -67,7 +67,7 @@ def _of_node(node: ast.AST) -> Iterator[str]:
 
 
 def without_device(source: str) -> list[str]:
-    """Return the calls of torch's factories that leave the device to ``torch.set_default_device``."""
+    """Return the calls of torch's factories whose device depends on ``torch.set_default_device``."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return [f"line {call.lineno}: torch.{name} without a device" for call in calls if (name := _deviceless(call))]
 
@@ -83,7 +83,7 @@ def _deviceless(call: ast.Call) -> str | None:
 
 
 def _lines(node: Function) -> int:
-    """Lines of a function, its docstring left out: documentation should cost nothing."""
+    """Lines of a function without its docstring: documentation should cost nothing."""
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     if ast.get_docstring(node):
         lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1

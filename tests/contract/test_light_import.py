@@ -1,4 +1,4 @@
-"""``import ebbtide`` costs what ``import torch`` costs, brings nothing along, and does nothing."""
+"""``import ebbtide`` costs what ``import torch`` costs, imports nothing else, and does nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ importlib.import_module("ebbtide.api"); importlib.import_module("ebbtide.config"
 
 
 def python(code: str) -> tuple[str, float]:
-    """Run code in a fresh process; return what it printed and the CPU seconds it took (user and system)."""
+    """Run code in a fresh process; return its output and CPU seconds (user and system)."""
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": ""}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -86,7 +86,7 @@ def modules(code: str) -> set[str]:
 
 
 def test_import_costs_at_most_a_fifth_more_than_torch() -> None:
-    # The least of several is what the work itself takes; whatever else the machine does only adds. More pairs are
+    # The least of several is the cost of the work itself; other load on the machine only adds. More pairs are
     # taken while the contract looks broken, so that a busy machine does not break it, and a heavy import still does.
     python("import ebbtide")  # compiles what is not compiled
     torch_seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""The public names: adding one is a decision, taking one away breaks somebody."""
+"""The public names: adding one is a decision, removing one breaks users."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_error_is_public() -> None:
 
 
 def test_enable_begins_with_the_parameters_that_other_frameworks_call() -> None:
-    # verl and ms-swift call theirs with these three by position: only the import line changes for their users.
+    # verl and ms-swift pass these three to theirs by position: only the import line changes for their users.
     parameters = inspect.signature(ebbtide.enable_activation_offloading).parameters
     assert tuple(parameters)[:3] == ENABLE_PARAMETERS
     assert parameters["strategy"].default == "auto"

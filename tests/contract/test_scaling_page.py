@@ -1,4 +1,4 @@
-"""The tables of docs/concepts/scaling.md are those that the suite computes from what it counted."""
+"""The tables of docs/concepts/scaling.md are those that the suite computes from its counts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_page_holds_what_was_counted() -> None:
     rows = f"{tables(result['bytes_per_token_and_block'])}\n\n{together(result['jobs'])}"
     text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
-    assert page(text, rows) == text, "python -m benchmarks.suites.scaling --page writes it anew"
+    assert page(text, rows) == text, "python -m benchmarks.suites.scaling --page rewrites it"
     assert RESULTS[-1].parent.name in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_the_engine_counts_what_was_counted(model: Model) -> None:
-    """A rule more or less changes the page: it is to be written anew."""
+    """A new or removed rule changes the page: rewrite it."""
     assert counted(model) == json.loads(RESULTS[-1].read_text())["bytes_per_token_and_block"][model.name]
 
 
@@ -64,7 +64,7 @@ def test_a_forward_takes_what_its_products_take(model: Model) -> None:
     weights = model.hidden * (2 * model.heads + 2 * model.kv_heads) * 128 + 3 * model.hidden * model.inner
     short = model.forward_seconds(1024, machine)
     assert short == pytest.approx(2 * 1024 * weights / machine.flop_per_second, rel=0.2)
-    # Four times the tokens: four times the products with weights, sixteen times the attention.
+    # Four times the tokens: four times the weight products, sixteen times the attention.
     assert 4 * short < model.forward_seconds(4096, machine) < 16 * short
 
 

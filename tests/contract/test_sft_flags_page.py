@@ -1,4 +1,4 @@
-"""The page of flags is written from the config, and never by hand."""
+"""The page of flags is generated from the config, never written by hand."""
 
 from __future__ import annotations
 

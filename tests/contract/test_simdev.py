@@ -45,8 +45,8 @@ def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path, monkeypat
 
 
 def test_a_module_that_this_torch_does_not_load_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose build met the headers of another torch, or of another Python."""
-    monkeypatch.setattr("torch.utils.rename_privateuse1_backend", lambda name: None)  # for good, in this process
+    """Such as one built with the headers of another torch or Python."""
+    monkeypatch.setattr("torch.utils.rename_privateuse1_backend", lambda name: None)  # permanently, in this process
     made = tmp_path / f"{build.NAME}.so"
     made.write_bytes(b"no module")
     with pytest.raises(build.CannotBuildError, match=rf"{build.NAME}\.so does not load: "):

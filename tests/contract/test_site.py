@@ -1,4 +1,4 @@
-"""The site: its menu has every page, links that leave ``docs/`` lead on, and the Chinese page has the English code.
+"""The site: its menu has every page, links out of ``docs/`` lead somewhere, the Chinese page has the English code.
 
 ``make docs`` builds it, and fails at a link that leads nowhere.
 """

@@ -20,7 +20,7 @@ _FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _GOAL = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 
-# Written in two parts, or this file would be the one that is found.
+# Written in two parts, or the test would find this file.
 MACHINE_PATHS = ["/wo" + "rk/", "/ro" + "ot/", "/opt/whe" + "els"]
 REGISTRIES = [
     "py" + "pi.org",
@@ -34,7 +34,7 @@ REGISTRIES = [
 
 
 def tracked() -> list[Path]:
-    """The files under version control, but for binary ones."""
+    """The files under version control, except binary ones."""
     result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         pytest.skip("no git checkout: there is no list of tracked files")
@@ -59,7 +59,7 @@ def commands(text: str) -> Iterator[str]:
 
 
 def unknown_goals(text: str) -> list[str]:
-    """Goals of make that a document names and the Makefile does not have."""
+    """Goals of make that a document names but the Makefile lacks."""
     named = {m.group(1) for c in commands(text) if (m := re.match(r"make ([a-z][a-z-]*)", c))}
     return sorted(named - goals())
 
@@ -71,9 +71,9 @@ def aliases(recipe: str) -> set[str]:
 
 
 def unknown_words(text: str) -> list[str]:
-    """Verbs and options of ebbtide that a document names and the command line does not have.
+    """Verbs and options of ebbtide that a document names but the command line lacks.
 
-    ``compare`` hands on to the recipe what it does not take itself; what comes after ``--`` is no flag of ebbtide.
+    ``compare`` passes on to the recipe what it does not take itself; anything after ``--`` is no flag of ebbtide.
     """
     known, found = frozen(), []
     for command in commands(text):

@@ -1,4 +1,4 @@
-"""The page of trainers: its versions are those of the other pages, its code compiles and has the lines it claims."""
+"""The page of trainers: its versions match the other pages, its code compiles and has the claimed number of lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOSTS = {"Lightning `Trainer`": "lightning", "Lightning Fabric": "lightning", "D
 """Rows that do not begin with the name of their package."""
 PINNED = {"a loop of your own": "torch", "transformers `Trainer`": "transformers", "TRL: SFT": "trl"}
 PINNED |= {"TRL: packing, LoRA; DPO, KTO, Reward, GRPO, RLOO": "trl", "PEFT": "peft"}
-PINNED |= {"diffusers: the loop of its examples": "diffusers"}
+PINNED |= {"diffusers: the loop of its examples": "diffusers", "DDP, FSDP2, FSDP1": "torch"}
 
 
 def rows(page: str) -> dict[str, tuple[str, str, int]]:
@@ -33,7 +33,7 @@ def sections(page: str) -> dict[str, list[str]]:
 
 
 def lines_of(code: str) -> int:
-    """Count the lines of some code, imports left out."""
+    """Count the lines of some code without its imports."""
     return len([line for line in code.splitlines() if line.strip() and not re.match(r"(from \S+ )?import ", line)])
 
 

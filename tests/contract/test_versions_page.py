@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
-    """Return the lower bound of each requirement but the project's own extras; every other one must have a bound."""
+    """Return the lower bound of each requirement except the project's own extras; every other one must have a bound."""
     found: dict[str, str] = {}
     for requirement in requirements:
         name, _, bound = requirement.partition(">=")
@@ -26,7 +26,7 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 
 
 def claimed() -> dict[str, str]:
-    """What users install: the core and every extra but those of developers."""
+    """Requirements of users: the core and every extra except those of developers."""
     extras_of = PROJECT["optional-dependencies"]
     lists = [PROJECT["dependencies"], *(needs for extra, needs in extras_of.items() if extra not in ("dev", "docs"))]
     return bounds([requirement for needs in lists for requirement in needs])
@@ -61,7 +61,7 @@ def test_no_package_has_two_bounds() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "trl"])
 def test_what_is_refused_at_first_use_is_what_is_older_than_the_bound(name: str) -> None:
-    assert extras.oldest(name) == claimed()[name], "install the project anew: its metadata are older than its bounds"
+    assert extras.oldest(name) == claimed()[name], "reinstall the project: its metadata is older than its bounds"
 
 
 def test_another_bound_would_be_found() -> None:

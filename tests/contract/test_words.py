@@ -66,7 +66,7 @@ def words() -> list[str]:
 
 
 def texts(source: str) -> Iterator[str]:
-    """Yield the string constants of a module that are no docstrings: errors, help, output."""
+    """Yield the string constants of a module except docstrings: errors, help, output."""
     tree = ast.parse(source)
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -102,7 +102,7 @@ def name(path: Path) -> str:
 
 
 def classes(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Return public class name → modules that define it at their top."""
+    """Return public class name → modules that define it at top level."""
     found: dict[str, list[str]] = {}
     for module, source in sources.items():
         for node in ast.parse(source).body:
@@ -121,7 +121,7 @@ def test_every_word_of_the_glossary_is_used() -> None:
 @pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=name)
 def test_no_retired_word_is_shown(path: Path) -> None:
     allowed = {word for word, places in ALLOWED.items() if name(path) in places}
-    assert retired(shown(path)) == allowed  # a word that is gone leaves the list as well
+    assert retired(shown(path)) == allowed  # a word that does not occur leaves the list as well
 
 
 def test_allowed_places_exist() -> None:

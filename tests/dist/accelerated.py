@@ -1,4 +1,4 @@
-"""Prepares a model that ``from_pretrained`` made under accelerate: as everybody does it, and inside our context."""
+"""Prepare a model of ``from_pretrained`` under accelerate: in the usual way, and inside our context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Way:
 
 @contextmanager
 def _accelerator(way: Way) -> Iterator[Any]:
-    """Give an accelerator that shards over gloo ranks."""
+    """Yield an accelerator that shards over gloo ranks."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -74,7 +74,7 @@ def write_model(folder: str, family: str = "Qwen3ForCausalLM", *, tied: bool = F
 
 
 def prepared(way: Way, folder: str, ours: bool) -> tuple[nn.Module, list[float], dict[str, Any]]:
-    """Load, prepare and train two steps; return the model, the losses and what was left behind."""
+    """Load, prepare and train two steps; return the model, the losses and the leftovers."""
     from ebbtide.integrations.accelerate import memory_efficient_init
 
     transformers: Any = importlib.import_module("transformers")
@@ -84,7 +84,7 @@ def prepared(way: Way, folder: str, ours: bool) -> tuple[nn.Module, list[float],
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=getattr(torch, way.storage)
         )
     with _accelerator(way) as accelerator, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of accelerate, about upcasting and 4 bits
+        warnings.simplefilter("ignore")  # accelerate's warnings about upcasting and 4 bits
         plugin, environment = accelerator.state.fsdp_plugin, dict(os.environ)
         fields = {k: v for k, v in vars(plugin).items() if not callable(v)}
         read = transformers.PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -101,7 +101,7 @@ def prepared(way: Way, folder: str, ours: bool) -> tuple[nn.Module, list[float],
         result = accelerator.prepare(model, optimizer)
         model, optimizer = result
         for name, part in _locals(model).items():
-            if "lora_" in name:  # random where they are made, so they are made equal here
+            if "lora_" in name:  # random by default, so make them equal here
                 part.copy_(torch.linspace(-0.05, 0.05, part.numel()).view_as(part))
         left = {
             "environment": dict(os.environ) == environment,
@@ -126,7 +126,7 @@ def _train(model: nn.Module, optimizer: Any, accelerator: Any) -> list[float]:
 
 
 def compare_prepared(way: Way, folder: str) -> dict[str, Any]:
-    """Prepare both ways in this rank; return what differs."""
+    """Prepare both ways in this rank; return the differences."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     plain, wanted, _ = prepared(way, folder, False)
@@ -142,7 +142,7 @@ def compare_prepared(way: Way, folder: str) -> dict[str, Any]:
 
 
 def refused(case: str, folder: str) -> str:
-    """Ask ``from_pretrained`` for what needs weights at once; return the error."""
+    """Call ``from_pretrained`` with arguments that need weights at once; return the error."""
     import ebbtide
     from ebbtide.integrations.accelerate import memory_efficient_init
 

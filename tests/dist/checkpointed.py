@@ -1,4 +1,4 @@
-"""Sharded models that are checkpointed already, in the ways in which trainers do it."""
+"""Sharded models with activation checkpointing, in the ways of the trainers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Setup:
     """A way to train.
 
     Attributes:
-        how: Who checkpoints: a name of ``WAYS``.
+        how: The checkpointing: a name of ``WAYS``.
         wrapper: ``"fsdp2"``, ``"fsdp"`` or ``"ddp"``.
         reentrant: The older kind of checkpoint.
-        lora: All weights are frozen; adapters of peft are trained.
+        lora: All weights are frozen; PEFT adapters are trained.
     """
 
     how: str
@@ -48,7 +48,7 @@ class Setup:
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...]) -> dict[str, Findings]:
-    """Train plainly, then with each policy; return the findings of each."""
+    """Train without ebbtide, then with each policy; return the findings of each."""
     return compare(partial(_job, setup), policies)
 
 
@@ -103,7 +103,7 @@ def _by_transformers(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> n
 
 
 def _by_older_transformers(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """Around the call of each layer: FSDP's hooks are inside, and run again in backward."""
+    """Checkpoint the call of each layer: FSDP's hooks are inside, and are repeated in backward."""
     base = type(layers[0])
 
     class Older(base):  # type: ignore[misc, valid-type]
@@ -146,7 +146,7 @@ def _unit_in_wrapper(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> n
 
 
 def _by_accelerate(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """As ``Accelerator.prepare`` does it for the setup's version of FSDP."""
+    """Like ``Accelerator.prepare`` for the setup's version of FSDP."""
     if setup.wrapper == "fsdp":
         whole, kind = _wrapped(setup, model, layers), type(layers[0])
         wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
@@ -171,7 +171,7 @@ def _by_accelerate(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.
 
 
 def _by_verl(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """As verl's engine does: transformers checkpoints, FSDP2 around layers and embedding, the weights from one rank."""
+    """Like verl's engine: transformers checkpoints, FSDP2 around layers and embedding, the weights from one rank."""
     switch_on_checkpoints(model, {"use_reentrant": False})
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     options: dict[str, Any] = {
@@ -190,7 +190,7 @@ def _by_verl(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module
 
 
 def _by_ms_swift(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """As ms-swift's trainer does: accelerate wraps by its own FSDP2 settings, and inputs are made to take gradients."""
+    """Like ms-swift's trainer: accelerate wraps with its FSDP2 settings, and inputs require gradients."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin

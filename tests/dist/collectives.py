@@ -1,4 +1,4 @@
-"""Blocks that call collectives in their forward, of which neither a wrapper nor a parameter tells."""
+"""Blocks that call collectives in their forward, which neither a wrapper nor a parameter shows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Setup:
 
     Attributes:
         style: ``"tensor"``: Megatron's, matrices split and sums over ranks; ``"sequence"``: Megatron's with split
-            activations between; ``"experts"``: an expert a rank, tokens sent to it and back.
+            activations between; ``"experts"``: one expert per rank, tokens sent to it and back.
         dense: Layers before the first that has experts.
         lengths: Tokens of a batch, by rank.
-        one_wishes: Only rank 0 wishes that blocks be checkpointed.
+        one_wishes: Only rank 0 wants blocks checkpointed.
     """
 
     style: str
@@ -83,7 +83,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """Rows to their ranks, as expert parallelism sends tokens."""
+    """Send rows to their ranks, as expert parallelism sends tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -97,7 +97,7 @@ class Send(torch.autograd.Function):
 
 
 class SplitMlp(nn.Module):
-    """A column-parallel and a row-parallel matrix; activations between layers are whole, or split in rows."""
+    """A column-parallel and a row-parallel matrix; activations between layers are full, or split in rows."""
 
     def __init__(self, *, sequence: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class SplitMlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router, and one expert on this rank: each token goes to the rank of the expert that it prefers."""
+    """A router, and one expert on this rank: each token goes to the rank of its preferred expert."""
 
     def __init__(self, *, dense: bool) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Model(nn.Module):
 
 
 class OneWishes:
-    """A plan by which rank 0 checkpoints all blocks, the first not excepted, and the other one none."""
+    """A plan by which rank 0 checkpoints all blocks, including the first, and the other rank none."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -157,12 +157,12 @@ class OneWishes:
         return getattr(self._plan, name)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        asked = must_keep_bytes > 2**60  # whether it ever would
+        asked = must_keep_bytes > 2**60  # whether it might at any time
         return Action.CHECKPOINT if asked or dist.get_rank() == 0 else Action.KEEP
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...]) -> dict[str, Findings]:
-    """Train plainly, then with each policy; return the findings of each."""
+    """Train without ebbtide, then with each policy; return the findings of each."""
     return compare(partial(_job, setup), policies)
 
 

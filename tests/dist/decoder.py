@@ -1,4 +1,4 @@
-"""A decoder that makes sharding difficult: weights used as activations, through views, by several blocks."""
+"""A decoder that is difficult to shard: weights used as activations, through views, by several blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ShiftedNorm(nn.Module):
 
 
 class Expert(nn.Module):
-    """An expert whose matrix is used through views and through ``data``: neither is a parameter any more."""
+    """An expert whose matrix is used through views and through ``data``, which are not parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router and its experts: every token goes to one of them, so shapes change from step to step."""
+    """A router and its experts: every token goes to one of them, so shapes change between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, head; one projection of the root is used by every block."""
+    """Embedding, blocks, head; every block uses one projection of the root."""
 
     def __init__(self, layers: int = 2, *, tied: bool = False) -> None:
         super().__init__()

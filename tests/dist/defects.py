@@ -1,7 +1,7 @@
-"""What breaks offloaders that commit a group of tensors a layer: each case as a row that is run, not described.
+"""Cases that break offloaders which commit one group of tensors per layer: each is a row that is run.
 
-A row is a stack of toy layers and a step. It is trained plainly and with offloading, alone in a process or sharded on
-two ranks, and must compute the same bits; where plain training raises, so must the other.
+A row is a stack of toy layers and a step. It is trained without and with offloading, in one process or sharded on
+two ranks, and must compute the same bits; where ordinary training raises, offloading must raise.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LAYERS, WIDTH, ROWS_OF_X = 5, 24, 24
 
 
 class Layer(nn.Module):
-    """A block with two parts, and a switch for what is peculiar in a row.
+    """A block with two parts, and hooks for the peculiarity of a row.
 
     Args:
-        inner: Computes the block from its first product.
-        output: Makes what the block returns of what it computed.
+        inner: Compute the block from its first product.
+        output: Make the block's return value from its result.
     """
 
     def __init__(self, inner: Callable[[Tensor], Tensor], output: Callable[[Tensor], Any]) -> None:
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Toy(nn.Module):
-    """Five blocks, run in the order that is asked for, each output handed on by ``between``."""
+    """Five blocks, run in the requested order, each output passed on by ``between``."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Toy(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """What a row's step is given: the model, a batch by number, and a note of the gradients."""
+    """Arguments of a row's step: the model, a batch by number, and a record of the gradients."""
 
     model: nn.Module
     note: Callable[..., None]
@@ -84,16 +84,16 @@ class Row:
     """A scenario.
 
     Attributes:
-        step: Forwards and backwards of a step.
-        inner: What is peculiar inside a block.
-        output: What it returns.
-        between: What the model makes of that.
+        step: Run the forwards and backwards of a step.
+        inner: The peculiarity inside a block.
+        output: The block's return value.
+        between: The model's use of that value.
         frozen: Blocks whose weights take no gradient.
         needs_grad: The model's input takes a gradient.
         units: How blocks are sharded on ranks: ``"blocks"``, ``"nested"``, ``"in checkpoints"``.
-        alone: It is run in a single process too.
-        policies: Under which it is run.
-        raises: Plain training raises, and so must we.
+        alone: The row also runs in a single process.
+        policies: The policies to run.
+        raises: Ordinary training raises, and ebbtide must too.
         kept: Bytes of the largest storage that may be moved; 0: any.
     """
 
@@ -167,7 +167,7 @@ def failed_first(trainee: Trainee) -> None:
     hook.remove()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks stay open"
     for unit in trainee.model.modules():
-        if hasattr(unit, "reshard"):  # torch leaves the weights of an interrupted forward whole
+        if hasattr(unit, "reshard"):  # torch leaves the weights of an interrupted forward unsharded
             unit.reshard()
     plain(trainee)
 
@@ -180,13 +180,13 @@ def two_backwards(trainee: Trainee) -> None:
 
 
 def refused(trainee: Trainee) -> None:
-    """The step raises in backward, or the row is wrong."""
+    """Assert that the step raises in backward."""
     loss = trainee.loss(0)
     try:
         loss.backward()
     except RuntimeError as error:
         trainee.record["said"] = torch.tensor("modified by an inplace operation" in str(error))
-        torch.zeros((), requires_grad=True).clone().backward()  # autograd lets go of what was left to do
+        torch.zeros((), requires_grad=True).clone().backward()  # autograd drops its remaining nodes
     trainee.model.zero_grad()
     trainee.note("refused")
 
@@ -195,7 +195,7 @@ def _fail(*_: object) -> None:
     raise ArithmeticError("this forward fails")
 
 
-# What is peculiar inside
+# Peculiarities inside a block
 
 
 def with_transpose(h: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ ROWS: dict[str, Row] = {
 
 
 def run_row(name: str, *, sharded: bool) -> dict[str, Findings]:
-    """Train plainly and under each of the row's policies; return the findings of each."""
+    """Train without ebbtide and under each of the row's policies; return the findings of each."""
     row = ROWS[name]
     return compare(partial(_job, row, sharded), row.policies)
 

@@ -1,6 +1,6 @@
-"""Loads a checkpoint by ``load_sharded`` and plainly, trains both, and compares every shard, bit by bit.
+"""Load a checkpoint with ``load_sharded`` and in the ordinary way, train both, and compare every shard bitwise.
 
-The plain way is the library's own: ``from_pretrained`` on each rank, then the same wrapper.
+The ordinary way is the library's own: ``from_pretrained`` on each rank, then the same wrapper.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROWS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One case; names are told by what differs from the defaults.
+    """One case; its name lists the differences from the defaults.
 
     ``adapters`` are made ``before`` or ``after`` the model is sharded; ``four`` is the dtype in which 4-bit weights are
     stored, with ``nested`` scales, and with ``column`` as the checkpoint has them.
@@ -64,7 +64,7 @@ class Setup:
 
 
 def spelled(setup: Setup) -> str:
-    """Name a setup by what it changes."""
+    """Name a setup by its changes from the defaults."""
     changed = [f"{f.name}={v}" for f in fields(setup) if (v := getattr(setup, f.name)) != f.default]
     return " ".join(changed) or "plain"
 
@@ -93,12 +93,12 @@ def write_checkpoint(folder: Path, setup: Setup) -> None:
 
 
 def source_of(setup: Setup, folder: str) -> str:
-    """Return where in its folder the checkpoint is that a setup reads."""
+    """Return the place of a setup's checkpoint in its folder."""
     return f"{folder}/column" if setup.column else folder
 
 
 def checkpoint_of(setup: Setup) -> Setup:
-    """Return what two setups have in common that read the same checkpoint."""
+    """Return the key that setups with the same checkpoint share."""
     four = (setup.four, setup.nested) if setup.column else ("", False)
     return Setup(family=setup.family, tied=setup.tied, column=setup.column, four=four[0], nested=four[1])
 
@@ -116,7 +116,7 @@ def _four_bit(setup: Setup) -> Any:
 
 
 def _model_on_meta(setup: Setup, folder: str, dtype: torch.dtype) -> Any:
-    """Build a setup's model on meta, its linear layers in 4 bits if it says so."""
+    """Build a setup's model on meta, its linear layers in 4 bits if the setup has them."""
     if not setup.four:
         return on_meta(setup.family, dtype, tied=setup.tied)
     from ebbtide.integrations.pretrained import weights_later
@@ -138,14 +138,14 @@ def on_meta(family: str, dtype: torch.dtype, *, tied: bool = False) -> Any:
                 return type(real)(copy.deepcopy(real.config))
         from accelerate import init_empty_weights
 
-        with init_empty_weights():  # diffusers computes buffers where modules are made
+        with init_empty_weights():  # diffusers computes buffers in the constructors
             return type(real).from_config(real.config)
     finally:
         torch.set_default_dtype(before)
 
 
 def sharder(setup: Setup, blocks: str) -> Callable[[nn.Module], nn.Module]:
-    """Return the function that wraps a model as a setup says."""
+    """Return the function that wraps a model according to a setup."""
 
     def shard(model: nn.Module) -> nn.Module:
         world = torch.distributed.get_world_size()
@@ -190,7 +190,7 @@ def _flat(model: nn.Module, setup: Setup, layers: list[nn.Module], world: int) -
 
 
 def compare(setup: Setup, folder: str) -> dict[str, Any]:
-    """Load and train both ways in this rank; return what differs, and how it was loaded."""
+    """Load and train both ways in this rank; return the differences, and the way of loading."""
     dtype = getattr(torch, setup.dtype) if setup.dtype else torch.bfloat16
     real, batch, blocks = built(setup.family, tied=setup.tied)
     shard = sharder(setup, blocks)
@@ -238,7 +238,7 @@ def compare(setup: Setup, folder: str) -> dict[str, Any]:
 
 
 def _weights(setup: Setup, folder: str, plain: nn.Module) -> Any:
-    """Return what this rank is told: the folder, one it does not have, or values in memory on one rank."""
+    """Return this rank's source: the folder, a missing one, or values in memory on one rank."""
     first = torch.distributed.get_rank() == 0
     match setup.seeing:
         case "all":
@@ -265,7 +265,7 @@ def _adapted(model: nn.Module) -> nn.Module:
 
 
 def _copy_adapters(ours: nn.Module, plain: nn.Module) -> None:
-    """Give the plain model the adapters that were made: their values are random, and checked elsewhere."""
+    """Copy the adapters to the plain model: their values are random, and checked elsewhere."""
     wanted = dict(plain.named_parameters())
     for name, parameter in ours.named_parameters():
         if "lora_" in name:
@@ -290,7 +290,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def _train(
     ours: nn.Module, plain: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> list[str]:
-    """Train both for two steps; return what differs afterwards."""
+    """Train both for two steps; return the differences afterwards."""
     found: list[str] = []
     optimizers = (optimizer or _optimizer(ours), _optimizer(plain))
     for step in range(2):
@@ -332,7 +332,7 @@ def _differences(ours: nn.Module, plain: nn.Module) -> list[str]:
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Compare bits: packed numbers in a floating-point dtype may be no numbers."""
+    """Compare bits: packed numbers in a floating-point dtype may be NaN."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
     return torch.equal(one.reshape(-1).contiguous().view(torch.uint8), two.reshape(-1).contiguous().view(torch.uint8))
@@ -348,9 +348,9 @@ def save(setup: Setup, folder: str, out: str) -> int:
 
 
 def first_values(setup: Setup) -> dict[str, Tensor]:
-    """Initialise in this rank; return the whole of every parameter and buffer."""
+    """Initialise in this rank; return every full parameter and buffer."""
     _, _, blocks = built(setup.family, tied=setup.tied)
-    torch.manual_seed(100 + torch.distributed.get_rank())  # ranks that were seeded apart agree on the first one's
+    torch.manual_seed(100 + torch.distributed.get_rank())  # ranks with different seeds agree on the first one's
     model = ebbtide.load_sharded(on_meta(setup.family, torch.float32, tied=setup.tied), shard=sharder(setup, blocks))
     found: dict[str, Tensor] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -360,7 +360,7 @@ def first_values(setup: Setup) -> dict[str, Tensor]:
 
 
 def fail(fault: str, folder: str) -> tuple[str, bool]:
-    """Load with a fault, most on the last rank; return the message, and whether parameters are still on meta."""
+    """Load with a fault, usually on the last rank; return the message, and whether parameters are still on meta."""
     rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
     meta = on_meta("qwen3", torch.bfloat16)
     mesh = init_device_mesh("cpu", (last + 1,))
@@ -391,7 +391,7 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
 
 
 def fail_receiving() -> str:
-    """Let the last rank fail after the first of several messages that bring its weights; return the message."""
+    """Let the last rank fail after the first of several messages with its weights; return the error's message."""
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
     def stop(done: int, total: int) -> None:
@@ -408,7 +408,7 @@ def fail_receiving() -> str:
 
 
 def save_after_evaluation(wrapper: str, out: str) -> None:
-    """Save a model, whose shards are in float32 and which computes in bfloat16, before and after a forward alone."""
+    """Save a model with float32 shards that computes in bfloat16, before and after a forward without backward."""
     torch.manual_seed(5)
     model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.Sequential(nn.Linear(7, 9)), nn.Linear(9, 5))
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -427,14 +427,14 @@ def save_after_evaluation(wrapper: str, out: str) -> None:
 
 
 class _Unreadable(dict[str, Tensor]):
-    """A state dict whose values are gone when they are asked for."""
+    """A state dict whose values cannot be read."""
 
     def __getitem__(self, key: str) -> Tensor:
         raise OSError(5, "Input/output error")
 
 
 def _values(folder: str, *, readable: bool) -> dict[str, Tensor]:
-    """Return a checkpoint in memory; one that is not readable tells what it holds and fails when it is read."""
+    """Return a checkpoint in memory; an unreadable one lists its contents and fails when it is read."""
     values: dict[str, Tensor] = {}
     for file in Path(folder).glob("*.safetensors"):
         values |= load_file(file)

@@ -1,10 +1,10 @@
-"""What a rank holds between forward and backward, counted twice: by the handle, and by weak references of our own.
+"""Bytes that a rank holds between forward and backward, counted twice: by the handle, and by our weak references.
 
 [Note: a second count]
-In the plain run, hooks of ours around every block note each storage that autograd saves, weights left out: that is what
-plain training holds. In the other runs our count stands between autograd and the handle's hooks, hands everything on
-and keeps weak references only: what of it is alive when backward begins is what is really held. What comes into the
-store is counted where it comes in. The handle's own numbers, and what its plan says, must agree with that to the byte.
+In the plain run, our hooks around every block record each storage that autograd saves, without weights: the bytes that
+ordinary training holds. In the other runs our count sits between autograd and the handle's hooks, passes everything on
+and keeps weak references only: the storages alive when backward begins are those really held. Bytes that enter the
+store are counted at its entry. The handle's own numbers, and those of its plan, must agree exactly.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Count:
     """Bytes when the backward of a step begins, each storage once.
 
     Attributes:
-        saved: What autograd saved in blocks, weights left out.
-        inputs: What of that came into its block from outside.
-        widened: What of that is float32 made of a narrower input: it is stored as what it was made of.
-        alive: What of that is still there.
-        parked: What came into the store.
-        weights: What of that lay in a weight's memory.
-        stored: What the store says it holds.
-        stats: What the handle said, by name; empty in the plain run.
+        saved: Bytes that autograd saved in blocks, without weights.
+        inputs: Those of them that came into their block from outside.
+        widened: Those that are float32 made of a narrower input: they are stored in the narrow type.
+        alive: Those that are still alive.
+        parked: Bytes that entered the store.
+        weights: Those of them in a weight's memory.
+        stored: Bytes that the store reports.
+        stats: The handle's figures by name; empty in the plain run.
     """
 
     saved: int
@@ -60,7 +60,7 @@ class Count:
 
 
 class Census:
-    """Counts what is saved in the blocks of a model. See [Note: a second count]."""
+    """Counts the bytes saved in the blocks of a model. See [Note: a second count]."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -73,14 +73,14 @@ class Census:
         self._known.clear()
 
     def see(self, tensor: Tensor) -> None:
-        """Note a saved tensor."""
+        """Record a saved tensor."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or self.is_weight(tensor):
             return
         storage = tensor.untyped_storage()
         known = self._known.get(id(storage))
         if known is not None and known.reference() is storage:
             return
-        if known is not None:  # the other one is dead; its bytes count all the same
+        if known is not None:  # the other one is dead; its bytes count nevertheless
             self._known[-len(self._known)] = known
         given = [x for reference in self._given if (x := reference()) is not None]
         self._known[id(storage)] = _Storage(
@@ -91,7 +91,7 @@ class Census:
         )
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory that a weight or buffer of the model has now."""
+        """Whether a tensor is in the current memory of a weight or buffer of the model."""
         weights = (*self._model.parameters(), *self._model.buffers())
         plain = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
         where = tensor.untyped_storage().data_ptr()
@@ -127,7 +127,7 @@ def _is_widened(tensor: Tensor, given: Tensor) -> bool:
 
 
 class _Pack:
-    """A pack hook that is counted; it belongs to whom the hook behind it belongs to."""
+    """A counting pack hook; it has the owner of the hook behind it."""
 
     def __init__(self, census: Census, pack: Any) -> None:
         self.__self__ = pack.__self__
@@ -139,7 +139,7 @@ class _Pack:
 
 
 def measure(setup: Setup, policy: str | None) -> Count:
-    """Train two steps, plainly or with a policy; return what was there when the second backward began."""
+    """Train two steps, with or without a policy; return the count at the beginning of the second backward."""
     torch.manual_seed(7)
     counts: list[Count] = []
     with contextlib.ExitStack() as stack:
@@ -193,16 +193,16 @@ def measure(setup: Setup, policy: str | None) -> Count:
 
 
 def measure_all(setup: Setup) -> dict[str, Count]:
-    """Return the counts of plain training (``"plain"``) and of each policy."""
+    """Return the counts of ordinary training (``"plain"``) and of each policy."""
     return {policy or "plain": measure(setup, policy) for policy in (None, *POLICIES)}
 
 
 def _note_blocks(model: nn.Module, census: Census) -> None:
-    """Count what autograd saves in blocks of a model with parameters plainly."""
+    """Count the bytes that autograd saves in blocks of a model without ebbtide."""
 
     def pack(tensor: Tensor) -> Tensor:
         census.see(tensor)
-        return tensor.detach()  # itself would hold an operator that saves its own output
+        return tensor.detach()  # the tensor itself would hold an operator that saves its own output
 
     for module, _ in find_blocks(model):
 
@@ -214,7 +214,7 @@ def _note_blocks(model: nn.Module, census: Census) -> None:
 
 
 def _when_backward_begins(model: nn.Module, count: Callable[[Tensor], None]) -> None:
-    """Call ``count`` when the gradient of the model's output is known: before any block's backward."""
+    """Call ``count`` when the gradient of the model's output is computed: before any block's backward."""
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         first = next(x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)

@@ -35,8 +35,8 @@ class Setup:
     Attributes:
         style: ``"tensor"``: matrices are split, activations are local tensors; ``"dtensor"``: activations in a block
             stay DTensors; ``"sequence"``: norms and residuals are split along the sequence; ``"loss"``: the loss too.
-        shard: FSDP2 over the ranks that the style leaves.
-        checkpointed: Every block is checkpointed, from the outside.
+        shard: FSDP2 over the ranks that the style does not use.
+        checkpointed: The call of every block is checkpointed.
         mixed: FSDP2's bfloat16 parameters.
         schedule: A name of ``SCHEDULES``.
     """
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...]) -> dict[str, Findings]:
-    """Train plainly, then with each policy; return the findings of each."""
+    """Train without ebbtide, then with each policy; return the findings of each."""
     return compare(partial(_job, setup), policies)
 
 
@@ -118,7 +118,7 @@ def _job(setup: Setup, enable: Enable) -> Job:
         enable(model, strategy="fsdp2" if setup.shard else "single")
         return model, whole
 
-    if setup.style == "loss":  # its backward belongs into a context
+    if setup.style == "loss":  # its backward must run in a context
         model, whole = make()
         return Job(model=model, step=partial(_step_of_split_loss, model), whole=whole)
     return job_of(setup.schedule, make, partial(_loss, mesh["shard"].get_local_rank()))

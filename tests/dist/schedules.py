@@ -1,4 +1,4 @@
-"""The orders in which forwards and backwards of one optimizer step may come: a table of functions of a ``Step``."""
+"""Orders of the forwards and backwards of one optimizer step: a table of functions of a ``Step``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Step:
     """One optimizer step of a rank.
 
     Attributes:
-        models: What is trained: one model, or two for the schedules of two.
+        models: The trained models: one, or two for the schedules of two.
         loss: ``loss(model, number, order)``: a forward with the batch of that number through the blocks in that order.
-        note: ``note(name, loss)``: compare gradients as they are now.
+        note: ``note(name, loss)``: record the current gradients for the comparison.
     """
 
     models: Sequence[nn.Module]
@@ -49,7 +49,7 @@ def one(step: Step) -> None:
 
 
 def accumulated(step: Step) -> None:
-    """Gradients are reduced in the last microbatch only; FSDP2 keeps its weights whole until then."""
+    """Gradients are reduced in the last microbatch only; FSDP2 keeps its weights unsharded until then."""
     model = step.model
     for i in range(MICROBATCHES):
         last = i == MICROBATCHES - 1
@@ -77,7 +77,7 @@ def forwards_then_backwards(step: Step) -> None:
 
 
 def looked_at(step: Step) -> None:
-    """Forwards without gradients between the others: in train mode, in eval mode, and what generates."""
+    """Forwards without gradients between the others: in train mode, in eval mode, and generation."""
     model = step.model
     step.forward(0).backward()
     with torch.no_grad():
@@ -94,7 +94,7 @@ def looked_at(step: Step) -> None:
 
 
 def dropped(step: Step) -> None:
-    """A graph that is never walked, one that lives through the step, and one that is walked."""
+    """A graph without backward, one that lives through the step, and one with a backward."""
     step.forward(0)
     kept = step.forward(1)
     step.forward(2).backward()
@@ -118,7 +118,7 @@ def raised(step: Step) -> None:
     with contextlib.suppress(ArithmeticError):
         step.forward(0)
     hook.remove()
-    for unit in step.model.modules():  # torch leaves the weights of an interrupted forward whole
+    for unit in step.model.modules():  # torch leaves the weights of an interrupted forward unsharded
         if isinstance(unit, FSDPModule):
             unit.reshard()
     loss = step.forward(1)
@@ -127,7 +127,7 @@ def raised(step: Step) -> None:
 
 
 def two_models(step: Step) -> None:
-    """A student learns from a teacher that learns too: graphs of both in one backward."""
+    """A student learns from a teacher that also learns: graphs of both in one backward."""
     student, teacher = step.models
     losses = step.loss(student, 0, None), step.loss(teacher, 1, None)
     ((losses[0] - losses[1]).square() + losses[1]).backward()
@@ -154,8 +154,8 @@ def job_of(schedule: str, make: Callable[[], tuple[nn.Module, dict[str, Tensor]]
 
     Args:
         schedule: A name of ``SCHEDULES``.
-        make: Returns a model, ready to be trained, and its weights as they were before they were sharded.
-        loss: As ``Step`` takes it; numbers do not repeat from step to step.
+        make: Return a model, ready to train, and its weights before sharding.
+        loss: As in ``Step``; numbers do not repeat between steps.
     """
     made = [make() for _ in range(2 if schedule == "two models" else 1)]
     models = [model for model, _ in made]
@@ -183,7 +183,7 @@ def _whole(model: nn.Module) -> bool:
 
 
 def _generate(model: nn.Module) -> None:
-    """Some tokens, by the model's own way if it has one; lengths stay even, for those that are split along them."""
+    """Generate some tokens, with the model's own method if it has one; lengths stay even, for split sequences."""
     ids = torch.arange(8).reshape(2, 4)
     if hasattr(model, "generate"):
         generator: Any = model

@@ -1,4 +1,4 @@
-"""Training in shards: the ways to wrap a model, each a job for ``trial.compare``."""
+"""Sharded training: the ways to wrap a model, each a job for ``trial.compare``."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Setup:
             blocks, and a unit of two modules; ``"root"``: the model is the one unit (FSDP1 too).
         reshard: ``reshard_after_forward``.
         mixed: bfloat16 parameters in forward and backward (FSDP2's policy), or ``"autocast"``.
-        frozen: Part of the weights takes no gradient.
+        frozen: Some weights take no gradient.
         tied: The head's weight is the embedding's.
-        lora: All weights are frozen; adapters of peft are trained.
+        lora: All weights are frozen; PEFT adapters are trained.
         host: FSDP2's ``CPUOffloadPolicy``.
-        prefetch: FSDP2 is told which units to gather next.
+        prefetch: FSDP2's explicit prefetch of the next units is set.
         replicas: Copies of the shards (hybrid sharding): FSDP2 and FSDP1.
         schedule: A name of ``SCHEDULES``.
         early: Offloading is enabled before the model is wrapped.
         flat: FSDP1 with ``use_orig_params=False``.
         sharding: FSDP1's strategy.
-        ddp: Options of DDP that are on.
+        ddp: Enabled options of DDP.
         unused: Some weights are in no graph.
     """
 
@@ -73,17 +73,17 @@ class Setup:
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...] = POLICIES) -> dict[str, Findings]:
-    """Train plainly, then with each policy; return the findings of each."""
+    """Train without ebbtide, then with each policy; return the findings of each."""
     return compare(partial(make_job, setup), policies)
 
 
 def make_job(setup: Setup, enable: Enable) -> Job:
-    """Build, wrap and enable what a setup says."""
+    """Build, wrap and enable according to a setup."""
 
     def make() -> tuple[nn.Module, dict[str, Tensor]]:
         model, blocks = _build(setup)
         whole = randomise(model)
-        # Some are found by structure, some are named.
+        # Some blocks are found by structure, some are named.
         options: dict[str, Any] = {"strategy": "auto", "blocks": None if setup.model == "decoder" else blocks}
         if setup.early:
             enable(model, **options)
@@ -193,11 +193,11 @@ def _parts(layer: nn.Module, units: str) -> list[nn.Module]:
     return []
 
 
-# What is tried
+# The combinations
 
 
 def spelled(setup: Any) -> str:
-    """Name a setup by what it changes."""
+    """Name a setup by its changes from the defaults."""
     changed = [f"{f.name}={v}" for f in fields(setup) if (v := getattr(setup, f.name)) != f.default]
     return " ".join(changed) or "plain"
 
@@ -269,10 +269,10 @@ STRATEGIES = (
 
 
 def refused_by_torch(setup: Setup) -> bool:
-    """Whether plain training cannot follow the schedule: what then comes of it is no case."""
+    """Whether ordinary training cannot follow the schedule, so that there is no case."""
     wrapper, schedule = setup.wrapper, setup.schedule
     return (
-        # FSDP1 takes the last forward's weights for those of all; with original parameters it needs one backward each.
+        # FSDP1 uses the last forward's weights for all; with original parameters it needs one backward each.
         (wrapper == "fsdp" and schedule == "forwards, then backwards")
         or (setup == replace(FSDP, schedule="several forwards"))
         # Weights that are in no graph.

@@ -31,7 +31,7 @@ PLACES: dict[str, list[list[int]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A way to train.
+    """One way to train.
 
     Attributes:
         schedule: A name of ``PLACES``.
@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...]) -> dict[str, Findings]:
-    """Train plainly, then with each policy; return the findings of each."""
+    """Train without ebbtide, then with each policy; return the findings of each."""
     return compare(partial(_job, setup), policies)
 
 
@@ -93,7 +93,7 @@ def _job(setup: Setup, enable: Enable) -> Job:
 
 
 def _stage(part: nn.Module, index: int, count: int, group: Any) -> pipelining.PipelineStage:
-    # Shapes are told: else the stage finds them by a forward over memory that nobody has written.
+    # Pass the shapes: else the stage finds them by a forward over uninitialised memory.
     size = (BATCH // MICROBATCHES, SEQUENCE)
     ids, hidden, logits = torch.zeros(size, dtype=torch.long), torch.zeros(*size, WIDTH), torch.zeros(*size, VOCABULARY)
     given = ids if index == 0 else hidden.requires_grad_()

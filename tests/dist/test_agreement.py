@@ -1,4 +1,4 @@
-"""Ranks that train the same part of a model must be told the same; who differs, or does not come, is named."""
+"""Ranks that train the same part of a model need equal settings; a rank that differs or is absent is named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wrapped(wrapper: str, model: nn.Module | None = None) -> nn.Module:
         for i, layer in enumerate(model.layers):
             model.layers[i] = FullyShardedDataParallel(layer, mesh.get_group(), device_id=torch.device("cpu"))
     if wrapper != "ddp":
-        # One wrapper around all: a block may have all its numbers on the other rank.
+        # One wrapper around everything: all of a block's numbers may be on the other rank.
         return FullyShardedDataParallel(
             model, mesh.get_group(), device_id=torch.device("cpu"), use_orig_params=wrapper == "fsdp"
         )
@@ -51,7 +51,7 @@ def wrapped(wrapper: str, model: nn.Module | None = None) -> nn.Module:
 
 
 def told(wrapper: str, *options: dict[str, Any]) -> str:
-    """Enable on this rank with its own options (the last for all further ranks); return what was said."""
+    """Enable on this rank with its own options (the last for all further ranks); return the message."""
     rank = dist.get_rank()
     model = wrapped(wrapper)
     try:
@@ -63,13 +63,13 @@ def told(wrapper: str, *options: dict[str, Any]) -> str:
 
 
 def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, after: str = "") -> list[str]:
-    """Enable on this rank, wrap, train; return what was said in each of three steps.
+    """Enable on this rank, wrap, train; return the message of each of three steps.
 
     Args:
         wrapper: How it is wrapped.
         options: As ``told`` takes them.
         late: Rank 1 wraps first.
-        after: What came of earlier steps: ``"measured"`` or ``"at rest"``.
+        after: State after earlier steps: ``"measured"`` or ``"at rest"``.
     """
     rank = dist.get_rank()
     model: nn.Module = Stack(*(Block() for _ in range(2)))
@@ -100,7 +100,7 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, af
 
 @contextmanager
 def counted() -> Iterator[list[object]]:
-    """Note how often ranks compare."""
+    """Count the comparisons of ranks."""
     compared: list[object] = []
 
     def check(*args: Any) -> None:
@@ -130,7 +130,7 @@ def never_enabled() -> str:
 
 
 def asked(wrapper: str) -> dict[str, str]:
-    """Ask for every strategy; return what was found, or what was said."""
+    """Request every strategy; return the one in use, or the message."""
     model, said = wrapped(wrapper), {}
     for strategy in STRATEGIES:
         try:
@@ -141,7 +141,7 @@ def asked(wrapper: str) -> dict[str, str]:
 
 
 def interrupted() -> str:
-    """Ctrl-C while a rank waits for one that does not come; then both come, and the other one is interrupted."""
+    """Ctrl-C while a rank waits for an absent one; then both meet, and the other one is interrupted."""
     model = wrapped("fsdp2")
     said = ""
     if dist.get_rank() == 0:
@@ -159,7 +159,7 @@ def interrupted() -> str:
 
 
 def met() -> list[str]:
-    """A rank is interrupted after the other has read its text: both count that meeting."""
+    """A rank is interrupted after the other has read its settings: both count that meeting."""
     said: list[str] = []
     with suppress(KeyboardInterrupt), Meeting([0, 1], "meet", "one") as meeting:
         said += meeting.attend().values()
@@ -172,7 +172,7 @@ def met() -> list[str]:
 
 
 def absent(late: bool) -> str:
-    """Rank 1 does not come, or only after the others have given up; then all come."""
+    """Rank 1 is absent, or comes after the others have given up; then all meet."""
     store = dist.distributed_c10d._get_default_store()
     before = store.timeout
     model = wrapped("fsdp2")
@@ -300,7 +300,7 @@ def four() -> dict[str, CaseResult]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_ranks_that_are_told_the_same_agree(two: dict[str, CaseResult], wrapper: str) -> None:
+def test_ranks_with_equal_settings_agree(two: dict[str, CaseResult], wrapper: str) -> None:
     assert two[f"same {wrapper}"].values() == ["agreed"] * 2
     for said in two[f"policy {wrapper}"].values():
         assert "policy is 'offload" in said and "on rank 0, but 'inputs" in said
@@ -313,14 +313,14 @@ def test_ranks_of_a_model_wrapped_later_compare_once_in_the_first_forward(
     agreed = ["trains, 1 compared", "trains, 0 compared", "trains, 0 compared"]
     assert two[f"later same {wrapper}"].values() == [agreed] * 2
     for said in two[f"later policy {wrapper}"].values():
-        for one in said:  # not only the first: nobody trains on
+        for one in said:  # not only the first: no rank trains on
             assert "policy is 'offload" in one and "on rank 0, but 'inputs" in one
             assert "expected the same on ranks 0, 1, which train the same part of the model" in one
 
 
 @pytest.mark.parametrize("after", ["measured", "rests"])
 def test_steps_before_the_wrapping_are_no_difference_and_no_excuse(two: dict[str, CaseResult], after: str) -> None:
-    """What ranks have measured differs by nature; and one that needs no hooks any more must still be met."""
+    """Ranks' measurements differ by nature; and a rank whose hooks are removed must still be met."""
     agreed = ["trains, 1 compared", "trains, 0 compared", "trains, 0 compared"]
     assert two[f"{after} later"].values() == [agreed] * 2
 
@@ -400,7 +400,7 @@ def test_replicas_hold_the_same_part(four: dict[str, CaseResult]) -> None:
 def test_groups_that_cross_are_all_met(four: dict[str, CaseResult]) -> None:
     groups, said = zip(*four["crossing"].values(), strict=True)
     assert groups == ([(0, 1), (0, 2)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(1, 3), (2, 3)])
-    assert said[0] == "agreed"  # no collective of its own has rank 3
+    assert said[0] == "agreed"  # no collective of this rank includes rank 3
     assert "on rank 1, but 'keep (" in said[1] and "on rank 2, but 'keep (" in said[2]
     assert "on rank 1, but 'keep (" in said[3]
 

@@ -1,4 +1,4 @@
-"""Offloading of sharded models that are checkpointed already: the checkpoint stays, what it keeps is offloaded."""
+"""Offloading of sharded models with checkpointing: the checkpoints stay, and the tensors they keep are offloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFTEN = {spelled(s) for s in USUAL}
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every case that was asked for, in one group of processes."""
+    """Results of the selected cases, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     policies = MOVING if len(wanted) <= len(OFTEN) else ("keep", "inputs", *MOVING)
     cases = {name: (compare_setup, (SETUPS[name], POLICIES.get(SETUPS[name].how, policies))) for name in wanted}
@@ -28,12 +28,12 @@ def test_checkpoints_stay_and_what_they_keep_is_offloaded(results: dict[str, Cas
     values = results[name].values()
     check(values, blocks=3)
     for by_policy in values:
-        # Two steps of three blocks: hidden states, and what all blocks share; never what is inside a block.
+        # Two steps of three blocks: hidden states, and the tensors that blocks share; never those inside a block.
         assert all(found.parked <= 2 * (3 + 3) for found in by_policy.values()) or _keeps_more(SETUPS[name])
 
 
 def _keeps_more(setup: Setup) -> bool:
-    """Whether less than a layer is checkpointed: accelerate before 1.15 does so under FSDP2, each part by itself."""
+    """Whether units smaller than a layer are checkpointed, as by accelerate before 1.15 under FSDP2."""
     import accelerate
 
     in_parts = tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 15)

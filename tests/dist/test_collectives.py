@@ -23,7 +23,7 @@ SETUPS = {
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every case that was asked for, in one group of processes."""
+    """Results of the selected cases, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     return run_cases({name: (compare_setup, SETUPS[name]) for name in wanted}, 2, timeout_seconds=15.0)
 
@@ -35,5 +35,5 @@ def test_a_rank_computes_what_plain_training_does(results: dict[str, CaseResult]
     check(values, blocks=LAYERS)
     if SETUPS[name][0].one_wishes:  # the others follow
         counts = {found["minimal"].checkpointed for found in values}
-        # The first block of a structure runs tensor by tensor in the first pass only; a dense layer is rank 0's affair.
+        # The first block of a structure is not checkpointed in the first pass; a dense layer concerns rank 0 alone.
         assert counts == ({LAYERS, LAYERS - 1} if SETUPS[name][0].dense else {LAYERS})

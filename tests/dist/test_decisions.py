@@ -1,4 +1,4 @@
-"""Ranks that see different batches decide together which blocks are re-run whole: collectives inside blocks match."""
+"""Ranks with different batches decide together which blocks are checkpointed: collectives inside blocks match."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import ebbtide
 from ebbtide.base.actions import Action, Plan
 from ebbtide.base.errors import RestoreError
 from tests.dist.trial import Enable, Findings, Job, Record, check, compare, follow, note_step, randomise
+from tests.helpers.handles import Unlimited
 from tests.helpers.models import WIDTH
 from tests.helpers.recipes_only import measured_minimal
 from tests.helpers.spawn import Case, CaseResult, run_cases
@@ -30,7 +31,7 @@ SCALE = 1e-6
 
 
 class Attention(nn.Module):
-    """Scores are in memory, and dropped out at random: what no rule recomputes grows with the square of the length."""
+    """Materialises scores, with dropout: the tensors that no rule recomputes grow with the square of the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Exchange(torch.autograd.Function):
-    """A sum over the ranks, as experts or a split sequence have it written by hand: no module tells of it."""
+    """A hand-written sum over the ranks, as with experts or a split sequence: no module shows it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class Exchanging(Layer):
 
 
 class Varying(Exchanging):
-    """Adds up in another order each time, as ``index_put_`` does with several threads."""
+    """Sums in a different order each time, as ``index_put_`` does with several threads."""
 
     varies = False
 
@@ -105,7 +106,7 @@ class Model(nn.Module):
 
 
 class OfTheLength:
-    """A plan by which what a rank has seen of its own batch decides, as under ``Minimal``, but with a known border."""
+    """A plan that decides by the rank's own batch, like ``Minimal``, but with a known threshold."""
 
     def __init__(self, plan: Plan, border_bytes: int) -> None:
         self._plan, self._border_bytes = plan, border_bytes
@@ -148,7 +149,7 @@ def _step(model: nn.Module, length: int, step: int, record: Record) -> None:
 
 
 def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> dict[str, Findings]:
-    """Train on sequences of another length on each rank; with a border, that decides what is re-run."""
+    """Train on a different sequence length on each rank; with a border, the length decides about checkpoints."""
     original = ebbtide.enable_activation_offloading
 
     def with_border(model: nn.Module, **options: Any) -> ebbtide.Handle:
@@ -180,15 +181,15 @@ def without_gradients(enough: bool) -> list[int]:
 
 
 def measured(wrapper: str) -> dict[str, Findings]:
-    """Long enough that plans are made from measurements and judged, on ranks whose batches differ."""
+    """Train until plans are made from measurements and judged, on ranks whose batches differ."""
     with measured_minimal():
-        policies: Any = ("minimal", ebbtide.Auto(max_slowdown=3.0))
+        policies: Any = ("minimal", Unlimited(max_slowdown=3.0))
         found = compare(partial(_job, wrapper, (4, 24)), policies, steps=14)
     return {str(policy): one for policy, one in found.items()}
 
 
 def varying(evaluated: bool) -> list[str]:
-    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing more.
+    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing further.
 
     Args:
         evaluated: The model is in evaluation mode during the backward.
@@ -207,14 +208,14 @@ def varying(evaluated: bool) -> list[str]:
             except RestoreError as error:
                 said.append(str(error))
             failed = torch.tensor([float(said[-1] != "trains")])
-            dist.all_reduce(failed)  # a third forward of one rank would have taken the other's part in it
+            dist.all_reduce(failed)  # a third forward on one rank would have needed the other rank's collectives
             if failed:
                 break
     return said
 
 
 def skipping() -> int:
-    """A replica runs no block, and the units in the blocks are of one rank each."""
+    """A replica runs no block, and the units in the blocks belong to one rank each."""
     store = dist.distributed_c10d._get_default_store()
     rank, before, model = dist.get_rank(), store.timeout, Model()
     mesh = [dist.DeviceMesh("cpu", [r]) for r in range(2)][rank]
@@ -258,7 +259,7 @@ def results() -> dict[str, CaseResult]:
     return run_cases(cases, 2, timeout_seconds=90.0)
 
 
-def test_one_rank_that_wishes_it_has_all_run_again_what_has_collectives(results: dict[str, CaseResult]) -> None:
+def test_one_rank_that_wants_it_has_all_checkpoint_blocks_with_collectives(results: dict[str, CaseResult]) -> None:
     values = results["units in blocks"].values()
     check(values, blocks=LAYERS)
     assert [found["minimal"].checkpointed for found in values] == [LAYERS, LAYERS]
@@ -285,7 +286,7 @@ def test_collectives_that_no_module_tells_of_are_not_repeated_by_one_rank_alone(
     assert one == other
 
 
-def test_where_no_rank_wishes_it_nothing_is_run_again(results: dict[str, CaseResult]) -> None:
+def test_where_no_rank_wants_it_nothing_is_checkpointed(results: dict[str, CaseResult]) -> None:
     values = results["short"].values()
     check(values, blocks=LAYERS)
     assert [found["minimal"].checkpointed for found in values] == [0, 0]

@@ -1,4 +1,4 @@
-"""What is left on every rank when one of them fails in a step."""
+"""The state of every rank after one of them fails in a step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LIMIT_SECONDS = 8.0
 
 
 def fails(where: str, wrapper: str) -> tuple[str, str]:
-    """Rank 1 fails in a step; return what this rank was told and what became of the next steps."""
+    """Rank 1 fails in a step; return this rank's error and the results of the next steps."""
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     model = wrap(Model(), wrapper, DeviceMesh.from_group(group, "cpu"))
     handle = ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window=1)
@@ -82,7 +82,7 @@ def fails(where: str, wrapper: str) -> tuple[str, str]:
         _failing_step(model, where)
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        torch.zeros((), requires_grad=True).clone().backward()  # autograd lets go of what was left to do
+        torch.zeros((), requires_grad=True).clone().backward()  # autograd drops its remaining nodes
     gc.collect()
     assert hooks_are_closed()
     model.zero_grad()
@@ -114,7 +114,7 @@ def _raise(*_: object) -> None:
 
 
 def _trains_on(wrapper: str) -> str:
-    """The group is lost; with another one the next model trains."""
+    """The group is lost; in a new group the next model trains."""
     dist.barrier()
     model = wrap(Model(), wrapper)
     with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0) as handle:
@@ -132,7 +132,7 @@ OFTEN = {"forward, fsdp2", "backward, ddp"}
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every case that was asked for, in one group of processes."""
+    """Results of the selected cases, in one group of processes."""
     params = [item.callspec.params for item in request.session.items if item.path == request.path]
     return run_cases({p["name"]: FAILURES[p["name"]] for p in params}, 2, timeout_seconds=60.0)
 
@@ -142,6 +142,6 @@ def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
 def test_a_rank_that_fails_leaves_nothing_behind_on_any_rank(results: dict[str, CaseResult], name: str) -> None:
     (waited, then), (failed, afterwards) = results[name].values()
     assert failed == "ValueError: rank 1 cannot"
-    # With a collective to wait for, the other rank is told by its group's own time limit.
+    # If a collective is pending, the time limit of the group ends the other rank.
     assert "imeout" in waited or "imed out" in waited or "Connection closed" in waited
     assert (then, afterwards) == ("trains on", "trains on")

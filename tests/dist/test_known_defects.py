@@ -1,4 +1,4 @@
-"""What was seen to break other offloaders of activations, each row run alone and sharded by FSDP2 on two ranks."""
+"""Known defects of other activation offloaders, each row run alone and sharded by FSDP2 on two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.spawn import CaseResult, run_cases
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every row that was asked for on ranks, in one group of processes."""
+    """Results of the selected rows on ranks, in one group of processes."""
     params = [item.callspec.params for item in request.session.items if item.path == request.path]
     return run_cases({p["row"]: (_on_a_rank, (p["row"],)) for p in params}, 2, timeout_seconds=60.0)
 

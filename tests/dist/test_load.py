@@ -1,4 +1,4 @@
-"""Sharded models out of checkpoints: the shards, and two steps of training, are those of loading plainly."""
+"""Sharded models loaded from checkpoints: shards, and two steps of training, equal those of ordinary loading."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SLOW = {f"{world}: {spelled(s)}" for world, s in FURTHER}
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, CaseResult]]:
-    """Every case that was asked for; one group of processes a world size, one checkpoint a family."""
+    """Results of the selected cases: one group of processes per world size, one checkpoint per family."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     folders: dict[Setup, Path] = {}
     found: dict[str, CaseResult] = {}

@@ -1,4 +1,4 @@
-"""Under accelerate, models that are loaded inside the context are, and train as, those that are loaded plainly."""
+"""Under accelerate, models loaded inside the context equal models loaded without it, and train like them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that load stop together with one message; what they save is read on any number of ranks; first values agree."""
+"""Loading ranks stop together with one message; saved models load on any number of ranks; first values agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ INITIALISED = {"decoder": Setup(), "experts": Setup(family="qwen3_moe"), "convol
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, one of which a file is cut off, and another one, beside each other."""
+    """A folder with a checkpoint, a truncated copy, and another checkpoint."""
     home = tmp_path_factory.mktemp("together")
     write_checkpoint(home / "model", Setup())
     shutil.copytree(home / "model", home / "model-cut")

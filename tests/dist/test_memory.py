@@ -1,4 +1,4 @@
-"""What every rank holds and moves, to the byte, for every way to wrap: by formula from what plain training saves."""
+"""Bytes that every rank holds and moves, for every wrapper: by formula from the saved bytes of ordinary training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUR = {spelled(s) for s in ON_FOUR}
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every strategy that was asked for, two ranks and four ranks each in one group of processes."""
+    """Results of the selected strategies: one group of processes for two ranks, one for four."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     found: dict[str, CaseResult] = {}
     for size in (2, 4):
@@ -36,7 +36,7 @@ def test_a_rank_holds_and_moves_what_its_plan_says(results: dict[str, CaseResult
         plain = counts.pop("plain")
         assert plain.saved == plain.alive > plain.inputs > 0
         if SETUPS[name].model == "decoder" and not SETUPS[name].mixed:
-            # Of adapters' first block nothing leads back to its input.
+            # With adapters the input of the first block takes no gradient.
             assert plain.inputs == (BLOCKS - SETUPS[name].lora) * TOKENS * WIDTH * 4
         for policy, count in counts.items():
             _check_both_counts(policy, count, plain)
@@ -44,7 +44,7 @@ def test_a_rank_holds_and_moves_what_its_plan_says(results: dict[str, CaseResult
 
 
 def _check_both_counts(policy: str, count: Count, plain: Count) -> None:
-    """What the handle says is what was counted beside it; weights never move."""
+    """The handle's figures equal the independent count; weights never move."""
     said = count.stats
     assert said["unique"] == plain.saved, policy
     assert said["kept"] == count.alive, policy
@@ -63,7 +63,7 @@ def _check_formula(policy: str, count: Count, plain: Count, *, narrowed: bool) -
             assert narrowed or not plain.widened
         case "offload":
             assert count.alive == 0
-            # What was cast up is stored as it was before: fewer bytes, and recomputed from them.
+            # A tensor that was cast up is stored in its narrow type: fewer bytes, and recomputed from them.
             assert count.parked == plain.saved - count.stats["recomputed"]
             assert narrowed or count.stats["recomputed"] == 0
         case _:

@@ -1,4 +1,4 @@
-"""An output folder that ranks do not share is refused on all of them, where checkpoints would be written to it."""
+"""If checkpoints would be written, an output folder that ranks do not share is refused on all of them."""
 
 from __future__ import annotations
 

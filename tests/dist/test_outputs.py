@@ -1,4 +1,4 @@
-"""Blocks under FSDP2 that save what they hand on: the next block saves it too, and lacks the first one's weights.
+"""Blocks under FSDP2 that save their output: the next block saves it too, without the first one's weights.
 
 Between steps the model is moved, which swaps its shards.
 """
@@ -20,7 +20,7 @@ LAYERS = 4
 
 
 class Activated(nn.Module):
-    """Ends in an operator that saves its result, as the blocks of many convolutional networks do."""
+    """Ends in an operator that saves its result, like the blocks of many convolutional networks."""
 
     def __init__(self) -> None:
         super().__init__()

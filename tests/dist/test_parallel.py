@@ -1,4 +1,4 @@
-"""Offloading beside tensor, sequence and pipeline parallelism, and on meshes of two dimensions."""
+"""Offloading with tensor, sequence and pipeline parallelism, and on two-dimensional meshes."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def _blocks(name: str) -> int:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every case that was asked for, two ranks and four ranks each in one group of processes."""
+    """Results of the selected cases: one group of processes for two ranks, one for four."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     found: dict[str, CaseResult] = {}
     for known, size in ((TWO, 2), (FOUR, 4)):
-        # Those of every run see the policies that move; with the slow ones all see all.
+        # Cases of every run get the policies that move; in a run with slow ones all cases get all policies.
         policies = MOVING if len(wanted) <= len(OFTEN) else POLICIES
         cases = {name: (known[name][0], (known[name][1], policies)) for name in wanted if name in known}
         found |= run_cases(cases, size, timeout_seconds=90.0) if cases else {}
@@ -85,7 +85,7 @@ def test_what_a_rank_computes_is_bitwise_that_of_plain_training(results: dict[st
     checkpointed = getattr(CASES[name][1], "checkpointed", False)
     for by_policy in values:
         for policy, found in by_policy.items():
-            # What a checkpoint outside drops is no tensor of ours; Auto's plan follows the times it measured.
+            # A tensor dropped by an outer checkpoint is none of ours; Auto's plan depends on measured times.
             expected = found.checkpointed == (2 if checkpointed else 0)
             assert expected or (policy in ("minimal", "auto") and not checkpointed), (name, policy, found)
             if policy == "minimal" and not checkpointed:

@@ -1,7 +1,7 @@
 """Offloading under FSDP2, FSDP1 and DDP on two ranks: the gradients of every shard, and what the store holds.
 
-Every strategy with every schedule under every policy is the slow part; of it, each run of the tests takes one schedule
-a strategy, and further combinations of what can be wrapped and held.
+The full product of strategies, schedules and policies is slow; each run of the tests takes one schedule
+per strategy, and further combinations of wrappers and settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SETUPS = {spelled(s): s for s in (*PRODUCT, *USUAL, *FURTHER)}
 
 
 def _diagonal() -> list[str]:
-    """One schedule a strategy, the next one for the next strategy."""
+    """One schedule per strategy, the next one for the next strategy."""
     names, schedules = [], list(SCHEDULES)
     for number, strategy in enumerate(STRATEGIES):
         schedule = schedules[number % len(schedules)]
@@ -33,9 +33,9 @@ OFTEN = list(dict.fromkeys([*_diagonal(), *map(spelled, USUAL)]))
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every case that was asked for, in one group of processes."""
+    """Results of the selected cases, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    # Those of every run see two of the policies that move, but for the first two; with the slow ones all see all.
+    # Cases of every run get two moving policies, except the first two; in a run with slow ones all get all.
     few = OFTEN[2:] if len(wanted) <= len(OFTEN) else []
     policies = {name: (MOVING[i % 3], MOVING[(i + 1) % 3]) if name in few else POLICIES for i, name in enumerate(wanted)}
     return run_cases({n: (compare_setup, (SETUPS[n], policies[n])) for n in wanted}, 2, timeout_seconds=180.0)
@@ -54,13 +54,13 @@ def test_shards_are_bitwise_those_of_plain_training(results: dict[str, CaseResul
     )
     for by_policy in values:
         assert all((f.units > 0) == (setup.wrapper in ("fsdp", "fsdp2")) for f in by_policy.values())
-        # Where nothing is to be recomputed only autocast's copies of weights are made again.
+        # If nothing is to be recomputed, only autocast's copies of weights are.
         moved = ("inputs", "offload")
         assert all(f.recomputes > 0 for p, f in by_policy.items() if p not in ("keep", *moved))
         assert all(f.recomputes == 0 for p, f in by_policy.items() if p == "keep" or (p in moved and not setup.mixed))
 
 
 def _unknowable(setup: Setup, weight: str) -> bool:
-    # Autocast's copy of ``weight.data.t()`` has another shape and no graph, that of a frozen weight from outside the
+    # Autocast's copy of ``weight.data.t()`` has another shape and no graph; that of a frozen weight from outside the
     # block has no module: nothing ties them to a weight.
     return setup.mixed == "autocast" and (".up " in weight or (setup.lora and "shared." in weight))

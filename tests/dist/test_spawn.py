@@ -35,7 +35,7 @@ def die_on_rank_0() -> None:
 
 def hang_on_rank_1() -> int:
     if dist.get_rank() == 1:
-        dist.recv(torch.zeros(1), src=0)  # nobody sends
+        dist.recv(torch.zeros(1), src=0)  # no rank sends
     return dist.get_rank()
 
 
@@ -58,7 +58,7 @@ def results() -> dict[str, CaseResult]:
         "dies": (die_on_rank_0, ()),
         "unpicklable": (unpicklable, ()),
     }
-    # Only the one that waits for it has the short limit: on a busy machine any case may take as long.
+    # Only the case that must time out has the short limit: on a busy machine any other may take as long.
     hangs = run_cases({"hangs": (hang_on_rank_1, ())}, 2, timeout_seconds=HANG_SECONDS)
     return {**run_cases(cases, 2, timeout_seconds=60.0), **hangs}
 
@@ -81,7 +81,7 @@ def test_every_case_starts_from_the_same_seed_on_every_rank(results: dict[str, C
     assert results["random"].values() == [torch.rand(()).item()] * 2
 
 
-def test_an_exception_is_told_with_its_rank_and_traceback(results: dict[str, CaseResult]) -> None:
+def test_an_exception_is_reported_with_its_rank_and_traceback(results: dict[str, CaseResult]) -> None:
     with pytest.raises(SpawnError, match=r"(?s)case 'raises': rank 1 raised.*fail_on_rank_1.*rank 1 cannot"):
         results["raises"].values()
 
@@ -91,7 +91,7 @@ def test_a_hang_is_a_failure_with_the_stack_of_who_hangs(results: dict[str, Case
         results["hangs"].values()
 
 
-def test_a_death_is_told_with_its_exit_code_what_was_written_and_the_stack(results: dict[str, CaseResult]) -> None:
+def test_a_death_is_reported_with_its_exit_code_output_and_stack(results: dict[str, CaseResult]) -> None:
     with pytest.raises(SpawnError, match=r"(?s)rank 0 died with exit code -6.*its last words.*in die_on_rank_0"):
         results["dies"].values()
 

@@ -1,9 +1,9 @@
-"""A training that can be repeated with offloading on, and what a rank sees of the difference.
+"""A training that can be repeated with offloading, and the differences that a rank sees.
 
 [Note: what a trial shows]
-``compare`` trains the same thing twice in one rank, from the same seed, without and with offloading, and returns what
-differs: losses, local gradients after every backward, weights after every optimizer step. Beside that it watches the
-store: every byte that is parked is searched for every weight, sharded or whole, in every dtype it is used in. All
+``compare`` trains the same job twice in one rank, from the same seed, without and with offloading, and returns the
+differences: losses, local gradients after every backward, weights after every optimizer step. It also watches the
+store: all offloaded bytes are searched for every weight, sharded or full, in every dtype it is used in. All
 weights are random, those of norms too, so that no activation equals one by chance.
 """
 
@@ -36,12 +36,12 @@ Enable = Callable[..., Any]
 
 @dataclass(kw_only=True)
 class Job:
-    """What one rank trains.
+    """The training of one rank.
 
     Attributes:
-        model: Holds every parameter that is trained.
-        step: Runs the forwards and backwards of one optimizer step and notes what they gave.
-        whole: Weights as they were before they were sharded, where sharding hides them.
+        model: Holds every trained parameter.
+        step: Run the forwards and backwards of one optimizer step and record their results.
+        whole: Weights before sharding, if sharding hides them.
     """
 
     model: nn.Module
@@ -54,14 +54,14 @@ Make = Callable[[Enable], Job]
 
 @dataclass(kw_only=True)
 class Findings:
-    """What one rank saw: see [Note: what a trial shows].
+    """The results of one rank: see [Note: what a trial shows].
 
     Attributes:
-        differences: Names of what is not bitwise equal.
-        noted: Values that were compared.
-        weights_parked: Weights whose bytes came into the store.
-        parked: Copies that came into it, of ``parked_bytes``, none larger than ``largest_bytes``.
-        said: Answers that a step noted by names that end in "said": all must be true.
+        differences: Names of values that are not bitwise equal.
+        noted: Number of compared values.
+        weights_parked: Weights whose bytes entered the store.
+        parked: Copies that entered it, of ``parked_bytes``, none larger than ``largest_bytes``.
+        said: Answers that a step recorded under names that end in "said": all must be true.
         units: FSDP units.
     """
 
@@ -82,7 +82,7 @@ class Findings:
 
 
 def compare(make: Make, policies: tuple[str, ...] = POLICIES, *, steps: int = 2) -> dict[str, Findings]:
-    """Train plainly, then with each policy; return the findings of each."""
+    """Train without ebbtide, then with each policy; return the findings of each."""
     plain, _ = _train(make, None, steps)
     found: dict[str, Findings] = {}
     for policy in policies:
@@ -100,12 +100,12 @@ def compare(make: Make, policies: tuple[str, ...] = POLICIES, *, steps: int = 2)
 def check(
     values: list[dict[str, Findings]], *, blocks: int, unknowable: Callable[[str], bool] = lambda weight: False
 ) -> None:
-    """Assert that every rank found no difference, no weight parked, nothing left, and that there was something to find.
+    """Assert that no rank found a difference, an offloaded weight or leftovers, and that the search was not empty.
 
     Args:
-        values: What each rank's ``compare`` returned.
-        blocks: Blocks of a rank.
-        unknowable: Weights whose copies nothing tells from activations.
+        values: Return value of each rank's ``compare``.
+        blocks: Number of blocks of a rank.
+        unknowable: Weights whose copies cannot be told from activations.
     """
     for rank, by_policy in enumerate(values):
         for policy, found in by_policy.items():
@@ -119,14 +119,14 @@ def check(
 
 
 def note_step(record: Record, name: str, model: nn.Module, loss: Tensor | None = None) -> None:
-    """Note a loss and the gradients as they are now."""
+    """Record a loss and the current gradients."""
     if loss is not None:
         record[f"{name} loss"] = _local(loss).detach().clone()
     record |= {f"{name} grad {k}": _copy(p.grad) for k, p in model.named_parameters()}
 
 
 def randomise(model: nn.Module) -> dict[str, Tensor]:
-    """Give every parameter random values; return a copy of all weights, whole."""
+    """Give every parameter random values; return a copy of all full weights."""
     for p in model.parameters():
         nn.init.normal_(p, std=0.2)
     named = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -169,7 +169,7 @@ def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings
 
 
 def _add(findings: Findings, handle: ebbtide.Handle) -> None:
-    for _ in range(100):  # gloo's thread holds a collective's input, and its graph, for a moment after it
+    for _ in range(100):  # gloo's thread briefly holds a collective's input, and its graph, afterwards
         if not handle._engine.live_tickets:
             break
         time.sleep(0.01)
@@ -194,12 +194,12 @@ def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.H
 
 
 def follow(handle: ebbtide.Handle, plan: Any) -> None:
-    """Let a handle carry out another plan from now on."""
+    """Let a handle carry out another plan."""
     handle._engine.plan = handle._attachment._reruns._plan = plan
 
 
 class _Recompute:
-    """A plan that re-runs no block whole."""
+    """A plan that checkpoints no block."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -215,7 +215,7 @@ class _Recompute:
 
 
 def _watch(handle: ebbtide.Handle) -> list[Tensor]:
-    """Let the store remember every byte that is parked in it."""
+    """Let the store remember every offloaded byte."""
     tier, parked = handle._engine.tier, []
     park = tier.park
 
@@ -228,7 +228,7 @@ def _watch(handle: ebbtide.Handle) -> list[Tensor]:
 
 
 def _weights_among(parked: list[Tensor], whole: dict[str, Tensor], model: nn.Module) -> list[str]:
-    """Name the weights whose bytes stand somewhere in what was parked, as they were in this step's forward."""
+    """Name the weights whose values in this step's forward occur among the offloaded bytes."""
     now = dict(whole)
     for k, p in model.named_parameters():
         now[k] = p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()

@@ -1,4 +1,4 @@
-"""What the doctor says of a machine with an accelerator."""
+"""The doctor's report on a machine with an accelerator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (0 if found["healthy"] else 1)
     assert found["facts"]["target"] == "host" and found["facts"]["unmeasured"] is None
     machine = found["machine"]
-    simulated = device_here().type == "simdev"  # whose rates are those of a machine that does other work too
+    simulated = device_here().type == "simdev"  # its rates are those of a busy machine
     assert machine["flop32_per_second"] > 0
     assert machine["flop_per_second"] > (0 if simulated else machine["flop32_per_second"])
     least = 0 if simulated else 1e9

@@ -83,7 +83,7 @@ def test_nothing_is_read_before_its_copy_when_compute_is_late(policy: str) -> No
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1MiB"):
         for _ in range(3):
             assert _same(plain, _step(model, x))
-            torch.full((64 * 2**20,), float("nan"), device=x.device)  # freed blocks are handed out again, poisoned
+            torch.full((64 * 2**20,), float("nan"), device=x.device)  # freed blocks are reused, poisoned
 
 
 def test_memory_after_forward_is_what_is_kept_and_the_window() -> None:
@@ -116,11 +116,11 @@ def test_a_hundred_steps_do_not_grow(policy: str) -> None:
             moved.append(handle.stats().total_copy_in_bytes)
             if step in (9, 99):
                 torch.accelerator.synchronize()
-                handle._engine.trust.settle()  # answers that one block in fifty steps has asked of the device
-                assert handle.stats().store_bytes == 0  # whoever asks the store for anything lets it drop its sources
+                handle._engine.trust.settle()  # answers that one block in fifty steps has requested from the device
+                assert handle.stats().store_bytes == 0  # any call of the store lets it drop its sources
                 sizes.append(torch.accelerator.memory_allocated())
         assert sizes[1] <= sizes[0]
-        assert moved[-1] > moved[-2] or policy == "auto", "a plan may move nothing, as the times that it measured say"
+        assert moved[-1] > moved[-2] or policy == "auto", "a plan may move nothing, depending on measured times"
         assert handle.stats().live_tickets == 0
         assert handle.stats().store_bytes == 0
 
@@ -136,7 +136,7 @@ DEVICE_NODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(
     "node", [pytest.param(n, marks=pytest.mark.needs_cuda if "Fused" in n else ()) for n in DEVICE_NODES]
 )
-def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) -> None:
+def test_what_only_devices_compute_is_recomputed(node: str, dtype: torch.dtype) -> None:
     device, make = torch.accelerator.current_accelerator(), DEVICE_NODES[node]
     module = make.to(device, dtype) if isinstance(make, nn.Module) else None
 
@@ -147,7 +147,7 @@ def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) 
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x * 1.5) if module is not None else make(x * 1.5)
-            return y.sigmoid() * y  # what a Mul saves of y stands behind the node
+            return y.sigmoid() * y  # the y that a Mul saves is behind the node
 
     x = torch.randn(4, 6, device=device, dtype=dtype)
 
@@ -161,9 +161,9 @@ def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) 
     model = nn.Sequential(nn.Sequential(Once()), nn.Sequential(nn.Identity(), Once()))
     try:
         expected = step(model)
-    except NotImplementedError as error:  # no such kernel for this type
+    except NotImplementedError as error:  # no such kernel for this dtype
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
-    if not all(_same(expected, step(model)) for _ in range(3)):  # CUDA adds up this gradient in any order
+    if not all(_same(expected, step(model)) for _ in range(3)):  # CUDA sums this gradient in any order
         pytest.skip("plain training does not repeat its bits")
     with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0", "1"], min_bytes=0) as handle:
         for _ in range(3):

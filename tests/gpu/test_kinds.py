@@ -1,7 +1,8 @@
-"""What only a device saves: attention kernels with their random state, vendor libraries, streams, low precision.
+"""Tensors that only a device saves: attention kernels with random state, vendor libraries, streams, low precision.
 
-Plain training and training under every policy start from the same random state and run deterministic kernels, so that
-every gradient is compared bit by bit; a case that plain training itself does not repeat is skipped and says so.
+Ordinary training and training under every policy start from the same random state and run deterministic kernels, so
+that every gradient is compared bitwise; a case whose ordinary training does not repeat itself is skipped with the
+reason.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Attend(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer of the vendor's library and a residual."""
+    """A recurrent layer of the vendor's library, and a residual."""
 
     def __init__(self, kind: type[nn.Module], **given: Any) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class OnItsOwnStream(torch.autograd.Function):
         torch.accelerator.current_stream().wait_stream(side)
         y.record_stream(
             torch.accelerator.current_stream()
-        )  # made on one stream, read on another, also in plain training
+        )  # made on one stream, read on another, also in ordinary training
         ctx.save_for_backward(y)
         return y
 
@@ -98,11 +99,11 @@ class Sided(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + OnItsOwnStream.apply(self.linear(x)) * torch.tensor(0.5)  # a CPU tensor among the device's
+        return x + OnItsOwnStream.apply(self.linear(x)) * torch.tensor(0.5)  # a CPU tensor among those of the device
 
 
 class Mixed(nn.Module):
-    """Dropout, an embedding's indices, a gather: what is saved is of many types."""
+    """Dropout, an embedding's indices, a gather: saved tensors of many dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ def build(name: str) -> nn.Module:
 def train(
     model: nn.Module, steps: int, precision: str, before_last: Callable[[], object] = lambda: None
 ) -> list[Tensor]:
-    """Some steps of plain gradient descent; the losses, the input gradients and all weights."""
+    """Take some steps of plain gradient descent; return losses, input gradients and all weights."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
     torch.manual_seed(1)
@@ -170,7 +171,7 @@ def offloaded(model: nn.Module, policy: str) -> ebbtide.Handle:
 
 
 def train_offloaded(handle: ebbtide.Handle, model: nn.Module, precision: str) -> tuple[list[Tensor], int]:
-    """Three steps, and how many bytes the last of them copied in."""
+    """Take three steps; return also the bytes that the last one copied in."""
     before: list[int] = []
     got = train(model, 3, precision, lambda: before.append(handle.stats().total_copy_in_bytes))
     return got, handle.stats().total_copy_in_bytes - before[0]
@@ -184,7 +185,7 @@ def test_what_devices_save_comes_back_as_it_was(name: str, precision: str, monke
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
         plain, again = (train(build(name).to(dtype), 3, precision) for _ in range(2))
-    except RuntimeError as error:  # no such kernel for this type or device
+    except RuntimeError as error:  # no such kernel for this dtype or device
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
     if not all(map(same_bits, plain, again)):
         pytest.skip("plain training does not repeat itself bitwise")
@@ -225,7 +226,7 @@ def test_compiled_blocks(backend: str) -> None:
 
 
 class Dropping(nn.Module):
-    """What a device's library keeps to itself would differ in a second run: its random state, or the algorithm."""
+    """Has state inside a device's library that a checkpoint would not repeat: random state, or the algorithm."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loading onto a real device: what the file holds, within the shard and one staging buffer.
+"""Loading onto a real device: the file's values, in the memory of the shard and one staging buffer.
 
 Skipped, with the reason, where there is no accelerator.
 """
@@ -43,7 +43,7 @@ def test_weights_come_to_the_device_without_a_second_copy(path: Path, dtype: tor
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     assert all(p.device.type == torch.accelerator.current_accelerator().type for p in model.parameters())  # type: ignore[union-attr]
     assert all(torch.equal(p.cpu(), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-    # A chunk in the dtype of the file may stand beside the shard while it is converted, one for each thread.
+    # Each thread may hold a chunk in the dtype of the file, in addition to the shard, while it is converted.
     assert torch.accelerator.max_memory_allocated() - before <= 1.02 * held + (32 << 20)
 
 

@@ -1,4 +1,4 @@
-"""The host tier on a real device: bitwise behind late kernels, pinned once, given back, and beyond its budget.
+"""The host tier on a real device: bitwise behind late kernels, pinned once, released, and beyond its budget.
 
 Skipped, with the reason, where there is no accelerator.
 """
@@ -22,7 +22,7 @@ from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.location import filesystem_of
 from ebbtide.store.pinned import pinned_memory
-from ebbtide.store.spillslot import SpillSlot
+from ebbtide.store.spill import SpillSlot
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import delay, memory_limited_to, needs_limit, needs_sleep
 from tests.helpers.handles import enable_over
@@ -47,7 +47,7 @@ def noise(nbytes: int) -> torch.Tensor:
 
 
 def resident_bytes(chunks: list[tuple[int, int]]) -> int:
-    """Count the bytes of these (address, length) that are backed by memory; other threads' memory is not counted."""
+    """Count the resident bytes of these (address, length) pairs; other threads' memory is not counted."""
     page = os.sysconf("SC_PAGE_SIZE")
     present = 0
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
@@ -59,7 +59,7 @@ def resident_bytes(chunks: list[tuple[int, int]]) -> int:
 
 
 def step(tier: Any, sizes: list[int], *, late: bool) -> None:
-    """Park, drop the sources as the engine does, poison what was freed, take back, compare."""
+    """Copy out, drop the sources as the engine does, poison the freed memory, copy in, compare."""
     expected, slots = [], []
     for size in sizes:
         source = noise(size)
@@ -85,8 +85,8 @@ def step(tier: Any, sizes: list[int], *, late: bool) -> None:
 
 @needs_sleep
 def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> None:
-    """The allocator must not hand out memory that a copy still reads, though nobody wants the copy any more."""
-    step(tier, [8 * MIB], late=False)  # streams and host memory are there
+    """The allocator must not hand out memory that a copy still reads, even if the copy is not needed."""
+    step(tier, [8 * MIB], late=False)  # makes streams and host memory
     out, _ = tier.copies._side_streams(noise(1).device)
     source = noise(8 * MIB)
     address = source.data_ptr()
@@ -101,13 +101,13 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> No
     assert address not in [t.data_ptr() for t in taken]
     del taken
     torch.accelerator.synchronize()
-    assert tier.used_bytes == 0  # whoever asks the tier for anything lets go of it
+    assert tier.used_bytes == 0  # any call of the tier releases it
     taken = [torch.empty(8 * MIB, dtype=torch.uint8, device=out.device) for _ in range(6)]
     assert address in [t.data_ptr() for t in taken]
 
 
 @needs_sleep
-def test_what_nobody_took_goes_back_and_comes_again(tier: HostTier) -> None:
+def test_an_unread_prefetch_is_dropped_and_repeated(tier: HostTier) -> None:
     source = noise(4 * MIB)
     slot = park(tier, source)
     before = torch.accelerator.memory_allocated()
@@ -120,8 +120,8 @@ def test_what_nobody_took_goes_back_and_comes_again(tier: HostTier) -> None:
     assert torch.equal(slot.take(), source)
 
 
-def test_stalls_are_told_by_block() -> None:
-    """With a window of one byte compute waits for every copy: each block's forward and backward says for how long."""
+def test_stalls_are_reported_by_block() -> None:
+    """With a window of one byte compute waits for every copy: each block's forward and backward has its stall."""
     model, x = _model(), _batch()
     plain = _step(model, x)
     with ebbtide.enable_activation_offloading(model, policy="offload", window="1B") as handle:
@@ -287,7 +287,7 @@ def test_a_refused_registration_leaves_no_error_behind(tier: HostTier) -> None:
     memory = pinned_memory(4 * MIB, registrar)
     assert memory.is_pinned()
     assert registrar.register(memory.data_ptr(), 4 * MIB) != 0  # it is pinned already
-    assert noise(1000).numel() == 1000  # a kernel of somebody else's
+    assert noise(1000).numel() == 1000  # a kernel of other code
     torch.accelerator.synchronize()
     del memory
     gc.collect()

@@ -1,7 +1,7 @@
-"""The zoo on a real card: families in several precisions under every policy, with the kernels that a card chooses.
+"""The zoo on a real card: families in several precisions under every policy, with the card's own kernels.
 
-Steps run with deterministic kernels where there are some; a family that plain training itself does not repeat there is
-skipped and says so.
+Steps run with deterministic kernels if there are any; a family whose ordinary training does not repeat itself there is
+skipped with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_a_family_under_a_policy(name: str, precision: str, policy: str) -> None
     try:
         tiny = on_device(build(name, **PRECISIONS[precision]))
         expected = tiny.step()
-    except NotImplementedError as error:  # no such kernel for this type
+    except NotImplementedError as error:  # no such kernel for this dtype
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
     if differences(expected, tiny.step()):
         pytest.skip("plain training does not repeat its bits")

@@ -1,1 +1,1 @@
-"""What several tiers need: tiny models, the oracle, the spawn helper."""
+"""Shared by several tiers: tiny models, the oracle, the spawn helper."""

@@ -1,4 +1,4 @@
-"""What tests of a real device ask of it beyond ``torch.accelerator``: late streams, less memory. By capability."""
+"""What tests of a real device need beyond ``torch.accelerator``: late streams, less memory. By capability."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def delay() -> None:
 
 
 def on_device(tiny: Tiny) -> Tiny:
-    """Move a model and what it is given to the accelerator."""
+    """Move a model and its inputs to the accelerator."""
     device = torch.accelerator.current_accelerator()
     tiny.model.to(device)
     for name, value in tiny.inputs.items():
@@ -41,7 +41,7 @@ def on_device(tiny: Tiny) -> Tiny:
 
 @contextmanager
 def memory_limited_to(nbytes: int) -> Iterator[None]:
-    """Let the allocator reserve no more than this in all."""
+    """Limit the allocator's reserved memory to this total."""
     device: Any = torch.get_device_module()
     device.set_per_process_memory_fraction(min(1.0, nbytes / device.mem_get_info()[1]))
     try:

@@ -1,12 +1,12 @@
 """The fake device with torch's own checker of stream order listening: ``torch.cuda._sanitizer.EventHandler``.
 
-[Note: what the checker is told]
+[Note: what the checker sees]
 Every kernel that autograd launches (``Computing``), every copy, record, wait and query of the device, and every
 allocation and death of device memory. Freed memory goes back to the compute stream's pool, whose next owner may write
-to it without asking anybody: so a death counts as a write by compute, and memory that a side stream still uses is
-found at its death, whatever the rates. Freed host memory is written by the *host*, which is ordered after what it has
-seen to be done and after nothing else. Memory in host chunks is told of in pieces of 64 bytes, so that places that
-overlap only in part are compared.
+to it freely: so a death counts as a write by compute, and memory that a side stream still uses is found at its death,
+whatever the rates. Freed host memory is written by the *host*, which is ordered after the work it has seen finish and
+after nothing else. Memory in host chunks is reported in pieces of 64 bytes, so that places that overlap only in part
+are compared.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ HOST = "host"
 
 
 class CheckedDevice(FakeDevice):
-    """A fake device that tells torch's checker of all that is asked of it.
+    """A fake device that reports every request to torch's checker.
 
     Args:
         out: Rate of copies out.
         into: Rate of copies in.
-        forgets: Kinds of streams, waiting and awaited, between which waits are left out.
+        forgets: Kinds of streams, waiting and awaited, whose waits are left out.
         given: Further arguments of ``FakeDevice``.
 
     Attributes:
-        found: What the checker has found.
+        found: The checker's findings.
     """
 
     def __init__(self, out: float, into: float, *, forgets: tuple[str, str] | None = None, **given: Any) -> None:
@@ -53,13 +53,13 @@ class CheckedDevice(FakeDevice):
         self._serials = itertools.count(1)
         self._names: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._events: dict[FakeEvent, int] = {}  # by identity, and all kept, so that a number stays an event's own
-        self._deaths: deque[int] = deque()  # storages die in the middle of anything
+        self._deaths: deque[int] = deque()  # storages may die at any point
         self._chunks: set[int] = set()
         super().__init__(out, into, **given)
         for name in ("compute", HOST):
             self._checker._handle_stream_creation(name)  # type: ignore[arg-type]
 
-    # What the tier asks
+    # The protocol that the tier uses
 
     def side_stream(self, where: torch.device, purpose: str) -> FakeStream:
         stream = super().side_stream(where, purpose)
@@ -98,7 +98,7 @@ class CheckedDevice(FakeDevice):
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
         with self.at_work():
             tensor = super().allocate(nbytes, where)
-        # Its last owner may not be done with it: the pool promises only that compute is asked for no more.
+        # Its last owner may not be done with it: the pool orders it only after compute.
         self.launch("compute", (), [self.name_of(tensor)], "use before")
         return tensor
 
@@ -133,11 +133,11 @@ class CheckedDevice(FakeDevice):
         with self.at_work():
             super().compute(seconds, writes=writes)
 
-    # What the checker is told
+    # Reports to the checker
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """The device's own arithmetic is no kernel."""
+        """The device's own arithmetic is not a kernel."""
         self.inside += 1
         try:
             yield
@@ -145,12 +145,12 @@ class CheckedDevice(FakeDevice):
             self.inside -= 1
 
     def launch(self, stream: str, reads: Iterable[Hashable], writes: Iterable[Hashable], what: str) -> None:
-        """Tell of a kernel or a copy."""
+        """Report a kernel or a copy."""
         self._bury()
         self._launch(stream, reads, writes, what)
 
     def name_of(self, tensor: torch.Tensor) -> int:
-        """Return the name of the memory a tensor on the device lies in; new memory is told of."""
+        """Return the name of a device tensor's memory; report new memory."""
         storage = tensor.untyped_storage()
         number = self._names.get(storage)
         if number is None:
@@ -160,7 +160,7 @@ class CheckedDevice(FakeDevice):
         return number
 
     def names_of(self, tensor: torch.Tensor) -> list[Hashable]:
-        """Return the names of the memory a tensor lies in: one, or those of its pieces of a host chunk."""
+        """Return the names of a tensor's memory: one, or those of its pieces of a host chunk."""
         if self.owns(tensor):
             return [self.name_of(tensor)]
         chunk, first = self._names[tensor.untyped_storage()], int(tensor.storage_offset())
@@ -185,7 +185,7 @@ class CheckedDevice(FakeDevice):
 
 
 class Computing(TorchDispatchMode):
-    """Tells a checked device of every kernel, and lets it take its time.
+    """Reports every kernel to a checked device, and charges its time.
 
     Args:
         device: The device.
@@ -207,7 +207,7 @@ class Computing(TorchDispatchMode):
         values = [*zip(func._schema.arguments, args, strict=False), *((named[k], v) for k, v in kwargs.items())]
         for argument, value in values:
             changed = argument.alias_info is not None and argument.alias_info.is_write
-            if argument.alias_info is None or changed:  # else a view, of which nothing is read
+            if argument.alias_info is None or changed:  # else a view, which reads nothing
                 (writes if changed else reads).update(self._names(value))
         results = func(*args, **kwargs)
         if not any(r.alias_info is not None for r in func._schema.returns):
@@ -225,7 +225,7 @@ class Computing(TorchDispatchMode):
 
 @contextlib.contextmanager
 def quiet_checker() -> Iterator[None]:
-    """No stack traces, which cost most of the checker's time, and no talk of streams it was not told of."""
+    """Omit stack traces, which take most of the checker's time, and messages about unknown streams."""
     empty = types.SimpleNamespace(extract=lambda *args, **kwargs: [])
     logger = logging.getLogger("torch.cuda._sanitizer")
     cheap = types.SimpleNamespace(StackSummary=empty, walk_stack=lambda frame: ())
@@ -238,7 +238,7 @@ def quiet_checker() -> Iterator[None]:
 
 
 def without_waits(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A tier's method that forgets to make any stream wait."""
+    """Run a tier's method without any stream wait."""
 
     def careless(self: Any, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(type(self.device), "wait", lambda *a: None):

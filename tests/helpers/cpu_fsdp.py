@@ -1,6 +1,6 @@
-"""Lets accelerate shard on gloo ranks without an accelerator. For tests alone.
+"""Lets accelerate shard on gloo ranks without an accelerator. For tests only.
 
-On a world of CPUs transformers and TRL run DDP whatever the FSDP settings say, and say nothing. Here accelerate takes
+On a world of CPUs transformers and TRL silently run DDP whatever the FSDP settings are. Here accelerate takes
 such a world for one of accelerators, so that its real FSDP code runs. Every test that uses this must assert that the
 model is an ``FSDPModule``: without the shim it would prove nothing.
 """
@@ -15,7 +15,7 @@ import torch
 
 
 def shard_on_cpus() -> Callable[[], None]:
-    """Install the shim; before the trainer's arguments are made. Returns what takes it away."""
+    """Install the shim, before the trainer's arguments are made. Return a function that removes it."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -26,7 +26,7 @@ def shard_on_cpus() -> Callable[[], None]:
         shared = PartialState._shared_state
         if shared.get("distributed_type") == DistributedType.MULTI_CPU:
             shared["distributed_type"] = self.__dict__["distributed_type"] = DistributedType.MULTI_GPU
-            # FSDP1 takes the numbered device, cpu:0, for another than the one it computes on.
+            # FSDP1 mistakes the numbered device, cpu:0, for another device than the one it computes on.
             shared["device"] = self.__dict__["device"] = torch.device("cpu")
 
     PartialState.__init__ = init

@@ -1,4 +1,4 @@
-"""Decoders: dense, with parallel branches, with linear attention; mixtures of experts, one by one and grouped."""
+"""Decoders: dense, with parallel branches, with linear attention; mixtures of experts, separate and grouped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def causal(class_name: str, blocks: str, fields: Fields) -> Maker:
 
 
 def llama_like(size: Size) -> dict[str, Any]:
-    """Return the fields that most decoders name alike."""
+    """Return the fields that have the same name in most decoders."""
     return {
         "hidden_size": size.width,
         "intermediate_size": size.inner,
@@ -34,7 +34,7 @@ def llama_like(size: Size) -> dict[str, Any]:
 
 
 def without_groups(size: Size) -> dict[str, Any]:
-    """Return the fields of a model whose heads have keys and values of their own."""
+    """Return the fields of a model in which each head has its own keys and values."""
     return {k: v for k, v in llama_like(size).items() if k != "num_key_value_heads"}
 
 

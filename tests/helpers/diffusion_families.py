@@ -1,4 +1,4 @@
-"""Families that make pictures and films: U-Nets, an autoencoder, and diffusion transformers for images and video."""
+"""Families that generate images and video: U-Nets, an autoencoder, and diffusion transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs a function under the engine, and under nothing, and compares every bit that it computes.
+"""Run a function with and without the engine, and compare the results bitwise.
 
 A *program* is a function of leaves that returns tensors. ``observe`` gives it fresh leaves, runs its forward as one
-block, its backward from fixed gradients, and takes all outputs and all gradients. ``Setting`` says under what: plain
+block, its backward from fixed gradients, and takes all outputs and all gradients. ``Setting`` chooses the mode: plain
 autograd, the oracle, or an engine with a policy over a tier.
 """
 
@@ -43,7 +43,7 @@ TIERS = ("disk", "host")
 
 
 class ByTable:
-    """A plan for tests: one action for all storages, or what a function of the candidate says."""
+    """A plan for tests: one action for all storages, or a function of the candidate."""
 
     def __init__(self, choose: Action | Callable[[Candidate], Action]) -> None:
         self.name, self.recomputes = "table", True
@@ -77,16 +77,16 @@ def open_engine(
     device: FakeDevice | None = None,
     **given: Any,
 ) -> Iterator[Engine]:
-    """An engine over a tier of its own.
+    """Open an engine over a tier of its own.
 
     Args:
         policy: A policy, its name, or a plan.
         tier: ``"disk"``, or ``"host"`` on the fake device.
-        rate: Copies of the fake device, bytes in a virtual second.
+        rate: Bytes per virtual second that the fake device copies.
         window_bytes: Bytes in flight.
-        min_bytes: Smaller storages stay.
+        min_bytes: Smaller storages stay on the device.
         verify: Compare checksums.
-        device: Of the host tier; ``None``: a fake one.
+        device: Device of the host tier; ``None``: a fake one.
         given: Further arguments of ``Engine``.
     """
     plan = (
@@ -113,7 +113,7 @@ def block(engine: Engine, *inputs: Tensor, weights: Sequence[Tensor] = (), name:
 
 @contextlib.contextmanager
 def forward_pass(engine: Engine, *inputs: Tensor, **given: Any) -> Any:
-    """One forward of one block: a whole graph."""
+    """One forward of one block: a complete graph."""
     engine.begin_pass()
     try:
         with block(engine, *inputs, **given) as run:
@@ -124,13 +124,13 @@ def forward_pass(engine: Engine, *inputs: Tensor, **given: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What a program computed, or how it failed.
+    """The results of a program, or its failure.
 
     Attributes:
-        outputs: What it returned.
+        outputs: Its return values.
         grads: Gradients by leaf.
-        error: Class of what was raised, and where (``"forward"``, ``"backward"``).
-        message: What it said.
+        error: Class of the exception, and its phase (``"forward"``, ``"backward"``).
+        message: Message of the exception.
     """
 
     outputs: list[Tensor]
@@ -164,12 +164,12 @@ def observe(
 
     Args:
         program: The function; may draw random numbers.
-        leaves: Its leaves; ``nn.Parameter`` stays one, others that require gradients are the block's inputs.
+        leaves: Its leaves; an ``nn.Parameter`` stays one, others that require gradients are the block's inputs.
         engine: ``"plain"``, ``"oracle"`` or an engine.
-        backward: What is done with the outputs' graphs. A note ``backward ...`` on its error says where.
-        thread: Backward in a thread of its own, as an accelerator does it.
-        seed: Of the forward and of the gradients fed in.
-        blocks: The program opens its blocks itself, by the function that it is given beside the leaves.
+        backward: Uses of the outputs' graphs. A note ``backward ...`` on its error names the phase.
+        thread: Run backward in a thread of its own, as an accelerator does.
+        seed: Seed of the forward and of the gradients fed in.
+        blocks: The program opens its blocks itself, with a function that it takes besides the leaves.
     """
     fresh = {k: _fresh(v) for k, v in leaves.items()}
     weights = [v for v in fresh.values() if isinstance(v, nn.Parameter)]
@@ -200,7 +200,7 @@ def observe(
 
 
 def compare(one: Observed, other: Observed) -> list[str]:
-    """Name what differs in a bit; errors must be raised in the same place. An empty list means equal."""
+    """Name everything that differs bitwise; errors must be raised in the same phase. An empty list means equal."""
     if one.error is not None or other.error is not None:
         places = [e and e[1] for e in (one.error, other.error)]
         return [] if places[0] == places[1] else [f"raised: {one.error} against {other.error}"]
@@ -215,7 +215,7 @@ def compare(one: Observed, other: Observed) -> list[str]:
 
 
 def check_everywhere(program: Program, leaves: Leaves, *, tiers: Sequence[str] = TIERS, steps: int = 2) -> None:
-    """Assert that a program gives plain autograd's bits under the oracle and under every policy over every tier.
+    """Assert that a program is bitwise plain autograd under the oracle and under every policy over every tier.
 
     Backward runs in the caller's thread and in one of its own; after each step nothing is alive and nothing is stored.
     """
@@ -237,7 +237,7 @@ def assert_nothing_left(engine: Engine) -> None:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a thread of its own; its result or its error comes back."""
+    """Run ``work`` in a thread of its own; return its result or raise its error."""
     result: list[Any] = []
     failed: list[BaseException] = []
 
@@ -261,7 +261,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def drain() -> None:
-    """Let autograd forget what was left to do in a backward that raised: its queue holds nodes until the next one."""
+    """Let autograd drop the remaining nodes of a backward that raised: its queue holds them until the next one."""
     torch.zeros((), requires_grad=True).clone().backward()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def failing(number: int) -> Callable[..., int]:
-    """Return a function that raises the system's error of this number, whatever it is called with."""
+    """Return a function that raises the system error of this number for any arguments."""
 
     def fail(*args: Any) -> int:
         raise OSError(number, os.strerror(number))

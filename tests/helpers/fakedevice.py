@@ -1,14 +1,14 @@
 """A simulated device: virtual time, and poison where a real device would return garbage.
 
 [Note: virtual time] Each stream has a clock: the end of all work queued on it. A copy begins as early as its stream and
-its waits allow (the host runs far ahead), and takes bytes ÷ rate. *Now* is the compute stream's clock; only
-``compute(seconds)``, a wait of compute, or ``synchronize`` advances it. A copy is performed when now reaches its end,
-in order of ends; a copy-in's bytes stay ``0xFF`` in the target until compute has waited for it.
+its waits allow (the host runs far ahead), and takes bytes ÷ rate. The current time is the compute stream's clock; only
+``compute(seconds)``, a wait of compute, or ``synchronize`` advances it. A copy is performed when the clock reaches its
+end, in order of ends; a copy-in's bytes stay ``0xFF`` in the target until compute has waited for it.
 
 [Note: poison] Each stream also records the last operation of every other stream that it is ordered after (a vector
 clock). A copy that is not ordered after the producer of its source, or after the last use of its target, delivers
 ``0xFF``: as floating point, NaN. So does one whose source's storage died before its end, or whose host buffer was
-freed. This holds for any rates: lucky timing cannot hide a missing wait. Every such mistake is also a line in
+freed. This holds for any rates: lucky timing cannot hide a missing wait. Every such error is also a line in
 ``violations``.
 """
 
@@ -90,7 +90,7 @@ class FakeDevice:
     Attributes:
         out_bytes: Bytes copied out so far.
         in_bytes: Bytes copied in so far.
-        live_bytes: Bytes allocated on the device and alive now.
+        live_bytes: Bytes allocated on the device and still alive.
         peak_bytes: Their maximum.
         host_bytes: Allocated host memory.
         host_calls: Number of allocations of host memory.
@@ -120,7 +120,7 @@ class FakeDevice:
         self._pending: list[tuple[float, int, _Copy]] = []
         self._arrived: list[_Copy] = []
         self._count = 0
-        self._observed: Vector = {}  # operations that the host knows to be done
+        self._observed: Vector = {}  # operations that the host has seen finish
         self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
         self._pinned_bytes = self.host_calls = self.flushes = 0
         self.violations: list[str] = []

@@ -16,7 +16,7 @@ class _Use:
 
 
 class Uses:
-    """The uses of one storage that a later one may have to wait for."""
+    """The uses of one storage that a later use may have to wait for."""
 
     def __init__(self) -> None:
         self._uses: list[_Use] = []

@@ -1,7 +1,7 @@
 """Random autograd graphs of real operators, drawn by hypothesis.
 
-A graph is a list of instructions over a growing pool of tensors: what it does depends on nothing but the instructions,
-so a failing one can be pasted back. Values stay small and finite; shapes are brought together by broadcasting; some
+A graph is a list of instructions over a growing pool of tensors: it depends on nothing but the instructions,
+so a failing one can be pasted into a test. Values stay small and finite; shapes are matched by broadcasting; some
 results are never used, some are detached, some are changed in place, legally or not.
 """
 
@@ -41,7 +41,7 @@ class Swish(torch.autograd.Function):
 
 
 def like(x: Tensor, y: Tensor) -> Tensor:
-    """``y``, or what of it can stand beside ``x`` in an element-wise operator."""
+    """``y``, or the part of it that fits ``x`` in an element-wise operator."""
     try:
         torch.broadcast_shapes(x.shape, y.shape)
     except RuntimeError:
@@ -50,12 +50,12 @@ def like(x: Tensor, y: Tensor) -> Tensor:
 
 
 def real(x: Tensor) -> Tensor:
-    """``x`` in a type that every operator takes."""
+    """``x`` in a dtype that every operator takes."""
     return x.float() if x.dtype is torch.bfloat16 else x
 
 
 def rows(x: Tensor) -> Tensor:
-    """``x`` as a matrix of ``WIDTH`` columns, by views where it can be."""
+    """``x`` as a matrix of ``WIDTH`` columns, by views where possible."""
     if x.dim() and x.shape[-1] == WIDTH and x.numel():
         return x.reshape(-1, WIDTH)[:MOST_ROWS]
     flat = x.reshape(-1)[: 2 * WIDTH]
@@ -223,7 +223,7 @@ CHANGES: dict[str, Operator] = {
 
 
 def _can_be_used(x: Tensor) -> bool:
-    """Whether autograd still knows how ``x`` was made: not a part made by split after the whole was changed."""
+    """Whether autograd still knows how ``x`` was made: not a part of a split whose base was changed since."""
     try:
         _ = x.grad_fn
     except RuntimeError:
@@ -271,7 +271,7 @@ class Graph:
             pool.append(x)
         made = (OPERATORS.get(name) or CHANGES[name])(x, y, k)
         if name in CHANGES:
-            _ = x.grad_fn  # a change that views do not allow is found out when this is asked for: here, in every run
+            _ = x.grad_fn  # reading this reveals a change that views do not allow: here, in every run
         if isinstance(made, Tensor):
             pool.append(made)
         elif made is not None:
@@ -280,19 +280,19 @@ class Graph:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is done with the heads of a graph, one thing after the other.
+    """Successive uses of the heads of a graph.
 
     Attributes:
         turns: ``(what, head, leaf, retain)``; ``what`` is ``"all"`` (a backward over all heads), ``"one"``, ``"some"``
             (the gradient of one leaf alone), ``"twice"`` (the gradient of a gradient), ``"touch"`` (a leaf is changed
-            in place) or ``"drop"`` (a head is not wanted any more).
+            in place) or ``"drop"`` (a head is dropped).
     """
 
     turns: tuple[tuple[str, int, int, bool], ...]
 
     @property
     def makes_graphs(self) -> bool:
-        """Whether a backward makes a graph that another one goes through."""
+        """Whether a backward makes a graph that another backward uses."""
         return any(what == "twice" for what, *_ in self.turns)
 
     def __call__(self, heads: Sequence[Tensor], fed: Sequence[Tensor], leaves: Leaves) -> dict[str, Tensor | None]:
@@ -354,8 +354,8 @@ def graphs(*, changes: bool = False, most: int = 14, outside: bool = True) -> st
 
     Args:
         changes: Some of them change a tensor in place.
-        most: Instructions.
-        outside: Some stand outside of blocks, or make leaves: autograd itself holds their memory.
+        most: Largest number of instructions.
+        outside: Some are outside of blocks, or make leaves: autograd itself holds their memory.
     """
     inside = [name for name in OPERATORS if outside or name != "cut"]
     names = [*inside, *("|||~" if outside else "|||"), *(CHANGES if changes else ())]

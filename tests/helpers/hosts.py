@@ -1,4 +1,4 @@
-"""The same training in a host, without and with ebbtide: losses and parameters must have the same bits."""
+"""The same training in a host, without and with ebbtide: losses and parameters must be bitwise equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training leaves: losses step by step, parameters, and the handle's figures."""
+    """The results of a training: losses step by step, parameters, and the handle's figures."""
 
     losses: list[Tensor]
     parameters: dict[str, Tensor]
@@ -34,7 +34,7 @@ Train = Callable[[dict[str, Any] | None], Trained]
 
 
 def trained(losses: Iterable[float | Tensor], model: nn.Module, handle: ebbtide.Handle | None) -> Trained:
-    """Return what a training leaves, copied."""
+    """Return copies of a training's results."""
     return Trained(
         losses=[torch.as_tensor(loss).detach().clone() for loss in losses],
         parameters={name: p.detach().clone() for name, p in model.named_parameters()},
@@ -46,7 +46,7 @@ def check_bitwise(train: Train) -> None:
     """Train without ebbtide, with the default policy and with ``enable_ckpt=True``, and compare."""
     plain = train(None)
     values = [loss.item() for loss in plain.losses]
-    assert len(values) >= 4 and len(set(values)) > 1, f"losses that show no training: {values}"
+    assert len(values) >= 4 and len(set(values)) > 1, f"losses without a trend: {values}"
     for mode, options in MODES.items():
         ours = train({"min_bytes": 0, **options})
         assert differences(plain, ours) == [], mode
@@ -56,7 +56,7 @@ def check_bitwise(train: Train) -> None:
 
 
 def differences(one: Trained, other: Trained) -> list[str]:
-    """Name what has other bits."""
+    """Name everything that differs bitwise."""
     found = [f"{len(one.losses)} losses against {len(other.losses)}"] if len(one.losses) != len(other.losses) else []
     if one.parameters.keys() != other.parameters.keys():
         found.append(f"parameters of one side only: {sorted(one.parameters.keys() ^ other.parameters.keys())}")
@@ -67,13 +67,13 @@ def differences(one: Trained, other: Trained) -> list[str]:
 
 
 def seeded(seed: int = 0) -> None:
-    """Seed all that a host may draw from."""
+    """Seed every generator that a host may use."""
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def enabled(model: nn.Module, options: Mapping[str, Any] | None) -> ebbtide.Handle | None:
-    """Enable offloading with some options; None: not at all."""
+    """Enable offloading with some options; None: do not enable it."""
     return None if options is None else ebbtide.enable_activation_offloading(model, **options)
 
 
@@ -112,7 +112,7 @@ def batch(step: int, *shape: int) -> Tensor:
 
 
 def encoder_layers(count: int = 3, width: int = 32) -> nn.Sequential:
-    """Return a stack of transformer layers with dropout: what is drawn must be the same too."""
+    """Return a stack of transformer layers with dropout: the random numbers must be the same too."""
     layers: Sequence[nn.Module] = [
         nn.TransformerEncoderLayer(width, 4, dim_feedforward=64, dropout=0.1, batch_first=True) for _ in range(count)
     ]

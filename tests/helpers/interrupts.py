@@ -1,9 +1,9 @@
 """Interrupts at every point of a step at which a signal can strike.
 
 [Note: where a signal strikes]
-Python looks for signals when a function begins, after a call, and at a jump back: there a handler, such as the one that
-raises ``KeyboardInterrupt``, may raise. ``Fuse`` traces the instructions of chosen files and raises at the k-th such
-point; swept over k, it strikes wherever Ctrl-C can. A point is left out where the tracer would raise behind the end of
+Python checks for signals when a function begins, after a call, and at a jump back: there a handler, such as the one
+that raises ``KeyboardInterrupt``, may raise. ``Fuse`` traces the instructions of chosen files and raises at the k-th
+such point; swept over k, it strikes wherever Ctrl-C can. A point is left out if the tracer would raise after the end of
 a ``with`` or ``try`` that still covers the true one.
 """
 
@@ -40,11 +40,11 @@ def points(code: CodeType) -> frozenset[int]:
 
 
 class Fuse:
-    """Goes off at the ``when``-th point of the work that it is given, once; 0 only counts.
+    """Raises once, at the ``when``-th point of the work; 0 only counts.
 
     Attributes:
-        count: Points met so far.
-        where: ``file:line function`` of where it went off, or an empty string.
+        count: Number of points so far.
+        where: ``file:line function`` where it raised, or an empty string.
     """
 
     def __init__(self, error: type[BaseException], when: int = 0, *, also: tuple[str, ...] = ()) -> None:
@@ -52,7 +52,7 @@ class Fuse:
         self._folders = FOLDERS + also
 
     def burn(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` with the fuse lit, in this thread."""
+        """Run ``work`` under the fuse, in this thread."""
         before = sys.gettrace()
         sys.settrace(self._called)
         try:

@@ -1,6 +1,6 @@
-"""What happens around the steps of a training program: see ``Event``.
+"""The events around the steps of a training program: see ``Event``.
 
-Each event says what it does ``before`` the forward, ``between`` forward and backward, ``after`` the backward (before
+Each event defines what it does ``before`` the forward, ``between`` forward and backward, ``after`` the backward (before
 the update) and at the ``end`` of the step.
 """
 
@@ -95,7 +95,7 @@ def freeze(name: str) -> dict[str, Happening]:
 
 
 def swap_parameters(t: Training) -> None:
-    """Give the linear layers other parameters, as a loader of other weights would."""
+    """Give the linear layers new parameters, as a loader of weights would."""
     t.swapped = []
     for m in t.model.modules():
         if type(m) is nn.Linear and "weight" in m._parameters:
@@ -201,7 +201,7 @@ def seed(t: Training) -> None:
 
 
 def step_optimizer(t: Training) -> None:
-    """Let the optimizer step by gradients that something else has left."""
+    """Let the optimizer step with gradients left by something else."""
     for p in t.trained:
         p.grad = torch.full_like(p, 0.01)
     t.update()

@@ -1,7 +1,7 @@
-"""Where ebbtide may do otherwise than plain training: the documented limits, each by name.
+"""Where ebbtide may differ from ordinary training: the documented limits, each by name.
 
-A limit is a debt. ``tests/property/test_training_loops.py`` runs the example of each and fails when the limit no longer
-shows: then it is to be struck out here and in ``docs/concepts/correctness.md``.
+A limit is a debt. ``tests/property/test_training_loops.py`` runs the example of each and fails when the limit does not
+show: then delete it here and in ``docs/concepts/correctness.md``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tests.helpers.loop_programs import Event, Part, Program, Setting
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Something that plain training allows.
+    """Something that ordinary training allows.
 
     Attributes:
         name: What it is, in the words of the documentation.
-        features: A program that holds one of them may meet it.
+        features: A program with one of them may meet it.
         applies: Whether a program may meet it under a setting.
         errors: Names of the errors that ebbtide may raise; empty: gradients may differ without an error.
         example: A program that meets it.
@@ -101,12 +101,12 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def excuse(program: Program, setting: Setting, error: str | None) -> str:
-    """Return ``excused: <limit>`` if what came may have come by a documented limit; else an empty text.
+    """Return ``excused: <limit>`` if a documented limit may explain the outcome; else an empty text.
 
     Args:
-        program: What was trained.
-        setting: What ebbtide was told.
-        error: Name of the error that was raised where plain training trains; None: other bits.
+        program: The program that was trained.
+        setting: Ebbtide's settings.
+        error: Name of an error where ordinary training trains; None: values differ.
     """
     for limit in LIMITS:
         wanted = error in limit.errors if error is not None else not limit.errors

@@ -17,7 +17,7 @@ from tests.helpers.loop_parts import WIDTH, Piece, numerics
 
 
 class Halved(torch.autograd.Function):
-    """Changes in backward what it saved."""
+    """Changes its saved tensor in backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Halved(torch.autograd.Function):
 
 
 class Copied(Piece):
-    """A copy made by a cast to the same dtype, of which a backward changes its own."""
+    """A copy made by a cast to the same dtype; a backward changes its own copy."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -53,7 +53,7 @@ class Recurrent(Piece):
 
 
 class Routed(Piece):
-    """Two experts, chosen by values or by turns."""
+    """Two experts, chosen by values or alternately."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -116,7 +116,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Updated(torch.autograd.Function):
-    """Changes its input in place and says so."""
+    """Changes its input in place and marks it dirty."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Updated(torch.autograd.Function):
 
 
 class Weighed(torch.autograd.Function):
-    """A linear layer by hand: it saves its weight, and reads it in backward."""
+    """A hand-written linear layer: it saves its weight, and reads it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Custom(Piece):
 
 
 class Hooked(Piece):
-    """Module hooks and tensor hooks that change what goes through; the late ones are added late."""
+    """Module hooks and tensor hooks that change the tensors; the late ones are added late."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -215,7 +215,7 @@ class Regions(Piece):
         self.up, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.variant == 0:  # as norms in float32 are written
+        if self.variant == 0:  # as in norms that compute in float32
             with torch.autocast("cpu", enabled=False):
                 h = F.gelu(F.linear(x.float(), self.up.weight.float(), self.up.bias.float())).to(x.dtype)
         elif self.variant == 1:
@@ -230,7 +230,7 @@ class Regions(Piece):
         elif self.variant == 4:
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
                 h = (F.silu(self.up(x)) * self.up(x)).to(x.dtype)
-        else:  # what a kernel does with the numerics' state, on hardware where they make a difference
+        else:  # like a kernel that depends on the numerics' state, on hardware where they make a difference
             h = F.gelu(self.up(x)) * (1 + zlib.crc32(repr(numerics()).encode()) % 7 * 0.1)
         return self.out(h)
 

@@ -1,6 +1,6 @@
-"""What the blocks of training programs are made of: layers that keep no state of their own but weights and buffers.
+"""The parts of the blocks of training programs: layers without state other than weights and buffers.
 
-Every piece takes and returns ``[batch, length, WIDTH]``. ``late`` tells it to be peculiar: it is set before a step, by
+Every piece takes and returns ``[batch, length, WIDTH]``. ``late`` makes it peculiar: it is set before a step, by
 the program. Pieces that keep other state, draw from generators or can be switched are in ``loop_stateful``.
 """
 
@@ -37,8 +37,8 @@ class Piece(nn.Module):
     """A part of a block.
 
     Args:
-        variant: Which kind of this piece.
-        index: Of its block.
+        variant: Number of the variant.
+        index: Index of its block.
     """
 
     def __init__(self, variant: int, index: int) -> None:
@@ -54,16 +54,16 @@ class Piece(nn.Module):
         """Get ready for the n-th call of the block in a forward."""
 
     def switch(self) -> None:
-        """Change what the caller may change between two calls."""
+        """Make the changes that a caller may make between two calls."""
 
     def merge(self) -> None:
         """Fold additions into a weight."""
 
     def unmerge(self) -> None:
-        """Take them out again."""
+        """Undo ``merge``."""
 
     def forget(self) -> None:
-        """Drop graphs that are kept from one step to the next."""
+        """Drop graphs kept from one step to the next."""
 
 
 class Mlp(Piece):
@@ -129,7 +129,7 @@ class Norm(Piece):
 
 
 class FunctionalNorm(Piece):
-    """A norm that a functional computes, and a leaf that passes its output on: timm's BatchNormAct2d."""
+    """A norm computed by a functional, and a leaf module that returns its input: timm's BatchNormAct2d."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -163,7 +163,7 @@ class Conv(Piece):
 
 
 class MadeWeight(Piece):
-    """A weight that is made of parameters: by hooks, by parametrizations, or in forward."""
+    """A weight computed from parameters: by hooks, by parametrizations, or in forward."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -219,7 +219,7 @@ class Masked(Piece):
 
 
 class FrozenMerge(Piece):
-    """A weight that is put where the layer's was, for the length of a forward: a swap that nobody is told of."""
+    """A weight that silently replaces the layer's for the duration of a forward."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -240,7 +240,7 @@ class FrozenMerge(Piece):
 
 
 class InPlace(Piece):
-    """Changes in place: legal ones, and from ``late`` on (variants 2 and 5) of what autograd saved."""
+    """Changes in place: legal ones, and from ``late`` on (variants 2 and 5) of saved tensors."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -272,7 +272,7 @@ class InPlace(Piece):
 
 
 class Decay(Piece):
-    """A parameter that forward itself changes, after its use, under ``no_grad``."""
+    """A parameter that the forward changes after its use, under ``no_grad``."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -291,7 +291,7 @@ class Decay(Piece):
 
 
 class Clamped(Piece):
-    """An intermediate that nobody saved, changed under ``no_grad``."""
+    """An unsaved intermediate, changed under ``no_grad``."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -306,7 +306,7 @@ class Clamped(Piece):
 
 
 class DataWrite(Piece):
-    """A write through ``.data``, which counts no version, between two operators that save the tensor."""
+    """A write through ``.data``, which bumps no version, between two operators that save the tensor."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -337,7 +337,7 @@ class Dropout(Piece):
 
 
 class Checkpointed(Piece):
-    """Torch's own checkpoint inside a block, or around a part of it."""
+    """Torch's checkpoint inside a block, or around a part of it."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -349,6 +349,6 @@ class Checkpointed(Piece):
     def forward(self, x: Tensor) -> Tensor:
         if self.variant < 2 or not self.late:
             y = checkpoint(self.inner, x, use_reentrant=self.variant % 2 == 0)
-        else:  # one inside the other
+        else:  # nested
             y = checkpoint(lambda t: checkpoint(self.inner, t, use_reentrant=False), x, use_reentrant=self.variant == 2)
         return F.silu(y)  # type: ignore[arg-type]

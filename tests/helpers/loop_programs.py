@@ -1,10 +1,10 @@
 """Training programs as plain data, and how hypothesis draws them.
 
 [Note: a program]
-A ``Program`` says what a model is made of and what its training loop does; ``tests.helpers.loops`` interprets it. Its
-``repr`` is an expression that gives it back: ``python -m tests.helpers.loops "Program(...)" "Setting(...)"`` runs it
-again. Peculiarities begin *late*: a part behaves oddly from step ``step`` on and in blocks from ``block`` on, an event
-happens from step ``step`` on. What an engine decides in the first step, or for the first block, is then out of date.
+A ``Program`` describes a model's parts and its training loop; ``tests.helpers.loops`` interprets it. Its ``repr`` is an
+expression that recreates it: ``python -m tests.helpers.loops "Program(...)" "Setting(...)"`` repeats it. Peculiarities
+begin *late*: a part behaves oddly from step ``step`` on and in blocks from ``block`` on, an event happens from step
+``step`` on. A decision of the first step, or for the first block, is then out of date.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ POLICIES = ("auto", "auto_relaxed", "minimal", "ckpt", "offload", "inputs", "kee
 
 
 class Short:
-    """Shows only what differs from the defaults."""
+    """Its ``repr`` shows only the fields that differ from the defaults."""
 
     def __repr__(self) -> str:
         given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class Part(Short):
 
     Attributes:
         kind: A key of ``PARTS``.
-        variant: Which of its variants.
+        variant: Number of its variant.
         block: The first block in which it is peculiar.
         step: The first step in which it is.
     """
@@ -127,7 +127,7 @@ class Event(Short):
     Attributes:
         kind: One of ``EVENTS``.
         step: The first step in which it does.
-        every: In every how-many-th step from then on.
+        every: Interval in steps from then on.
     """
 
     kind: str
@@ -140,19 +140,19 @@ class Program(Short):
     """A model and its training loop. See [Note: a program].
 
     Attributes:
-        parts: What each block is made of, in order.
+        parts: The parts of each block, in order.
         loop: One of ``LOOPS``.
-        loop_step: The first step that has this shape; the ones before are plain.
+        loop_step: The first step of this shape; earlier ones are plain.
         optimizer: One of ``OPTIMIZERS``.
         trains: Which parameters require gradients; the optimizer has these.
-        events: What happens around the steps.
+        events: The events around the steps.
         precision: One of ``PRECISIONS``.
         calls: How the model calls its blocks.
-        blocks: How many there are.
-        lengths: Of the sequences, in turn; even numbers.
-        steps: How many steps are trained.
+        blocks: Number of blocks.
+        lengths: Lengths of the sequences, in turn; even numbers.
+        steps: Number of steps.
         input_grads: The batch requires gradients.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
     """
 
     parts: tuple[Part, ...] = (Part(kind="mlp"),)
@@ -171,7 +171,7 @@ class Program(Short):
 
     @property
     def features(self) -> set[str]:
-        """Everything in it that can be named: kinds with their variants, events, loop, optimizer, calls, precision."""
+        """Names of everything in it: kinds with their variants, events, loop, optimizer, calls, precision."""
         named = {f"loop:{self.loop}", f"optimizer:{self.optimizer}", f"calls:{self.calls}", f"trains:{self.trains}"}
         named |= {f"part:{p.kind}" for p in self.parts} | {f"part:{p.kind}:{p.variant}" for p in self.parts}
         if self.optimizer.startswith("in_backward") and self.loop in ("retained", "interleaved"):
@@ -181,12 +181,13 @@ class Program(Short):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Setting(Short):
-    """What ebbtide is told.
+    """Ebbtide's settings.
 
     Attributes:
-        policy: One of ``POLICIES``. ``"drawn"`` draws an action for every site, ``"checkpoint"`` re-runs every block.
-        verify: As of ``enable_activation_offloading``.
-        salt: What is drawn from.
+        policy: One of ``POLICIES``. ``"drawn"`` draws an action for every site, ``"checkpoint"`` checkpoints every
+            block.
+        verify: As in ``enable_activation_offloading``.
+        salt: Seed of the drawn actions.
     """
 
     policy: str = "offload"
@@ -195,12 +196,12 @@ class Setting(Short):
 
     @property
     def recomputes(self) -> bool:
-        """Whether it may produce a tensor again."""
+        """Whether it may recompute a tensor."""
         return self.policy not in ("offload", "inputs", "keep")
 
     @property
     def checkpoints(self) -> bool:
-        """Whether it may re-run a block."""
+        """Whether it may checkpoint a block."""
         return self.policy in ("auto", "auto_relaxed", "minimal", "ckpt", "checkpoint")
 
 
@@ -232,7 +233,7 @@ def programs(draw: st.DrawFn, *, most: int = 3) -> Program:
 
     Args:
         draw: Hypothesis'.
-        most: Parts of a block, and events.
+        most: Most parts of a block, and most events.
     """
     known = OPTIMIZERS + (("bnb_adamw8bit",) if importlib.util.find_spec("bitsandbytes") else ())
     return Program(
@@ -254,7 +255,7 @@ def programs(draw: st.DrawFn, *, most: int = 3) -> Program:
 
 @st.composite
 def settings_of_ebbtide(draw: st.DrawFn) -> Setting:
-    """Draw what ebbtide is told."""
+    """Draw ebbtide's settings."""
     policy = draw(st.sampled_from(POLICIES))
     salt = draw(st.integers(0, 20)) if policy in ("drawn", "checkpoint") else 0
     return Setting(policy=policy, verify=draw(st.sampled_from((False, False, False, True))), salt=salt)

@@ -1,4 +1,4 @@
-"""Parts of blocks that keep state, draw from generators of their own, or can be switched from outside."""
+"""Parts of blocks that keep state, draw from their own generators, or can be switched from outside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_THE_MODULE: dict[int, torch.Generator] = {}
 
 
 class States(Piece):
-    """Computes by what the caller has set: a tuple, a list, a dictionary, a module, a tensor, a function, an object."""
+    """Computes with a value that the caller has set: a tuple, list, dictionary, module, tensor, function or object."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -31,7 +31,7 @@ class States(Piece):
         self.hold(0)
 
     def hold(self, n: int) -> None:
-        """Set what the next call computes by."""
+        """Set the value for the next call."""
         self.now = n
         scale = 1.0 + 0.5 * n
         self.tuple, self.table = (scale, n), {"scale": scale}
@@ -68,7 +68,7 @@ class States(Piece):
 
 
 class Generators(Piece):
-    """Draws noise from a generator that a second run would have to find first."""
+    """Draws noise from a generator that a checkpoint would have to find first."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -95,7 +95,7 @@ class Generators(Piece):
             self.factors = itertools.cycle((0.5, 1.0, 2.0, 0.7))
 
     def noise(self) -> float:
-        """Draw a number."""
+        """Draw a random number."""
         sources: tuple[Callable[[], Any], ...] = (
             lambda: torch.rand((), generator=self.generator).item(),
             lambda: torch.rand((), generator=self.generators[0]).item(),
@@ -181,7 +181,7 @@ class Scheduled(Piece):
 
 
 class Cached(Piece):
-    """A merged weight that outlives its step, or a table that does: made anew in every second step."""
+    """A merged weight, or a table, that outlives its step: rebuilt in every second step."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -206,7 +206,7 @@ class Cached(Piece):
 
 
 class Adapters(Piece):
-    """A frozen or trained base with two low-rank adapters, as PEFT's: active ones in a list, merged into the base."""
+    """A frozen or trained base with two low-rank adapters like PEFT's: active ones in a list, merged into the base."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -304,7 +304,7 @@ class Grown(Piece):
 
 
 class Counted(Piece):
-    """Counts its calls, in a number or in a list, and computes by the count."""
+    """Counts its calls, in a number or in a list, and computes with the count."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)
@@ -320,7 +320,7 @@ class Counted(Piece):
 
 
 class Depth(Piece):
-    """A branch that is left out by chance: whose generator, and how often, differs."""
+    """A branch that is skipped at random: the generator, and how often, differ."""
 
     def __init__(self, variant: int, index: int) -> None:
         super().__init__(variant, index)

@@ -1,8 +1,8 @@
 """Shapes of a training step: each calls forwards, backwards and updates in its own order.
 
-A step is a function of a ``Training``. Between its phases it lets the program's events happen:
+A step is a function of a ``Training``. Between its phases it runs the program's events:
 ``before`` · forward · ``between`` · backward · ``after``. Gradients are recorded by ``update``, before the optimizer
-changes anything; what else is to be compared is noted by name.
+changes anything; further values to compare are recorded by name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def two_forwards(t: Training) -> None:
 
 
 def two_losses(t: Training) -> None:
-    """Step between the backwards of two losses: legal where what changed was not saved (only biases train)."""
+    """Step between the backwards of two losses: legal if the changed weights were not saved (only biases train)."""
     t.happen("before")
     first, second = t.loss(t.forward()), t.loss(t.forward(), 2)
     t.happen("between")
@@ -91,7 +91,7 @@ def gan(t: Training) -> None:
 
 
 def gan_d_first(t: Training) -> None:
-    """Step the discriminator before the generator's backward: plain training raises, or reads the new weights."""
+    """Step the discriminator before the generator's backward: ordinary training raises, or reads the new weights."""
     t.happen("before")
     fake = t.generated()
     mine = t.loss(t.forward(fake))
@@ -117,7 +117,7 @@ def penalty(t: Training) -> None:
 
 
 def functional(t: Training) -> None:
-    """Run the model with weights that are not its own."""
+    """Run the model with other weights than its own."""
     t.happen("before")
     other = {n: (p * 1.1 if k % 2 else p) for k, (n, p) in enumerate(t.model.named_parameters())}
     loss = t.loss(t.forward(call=lambda x: functional_call(t.model, other, (x,))))
@@ -142,7 +142,7 @@ def fast_weights(t: Training) -> None:
 
 
 def twin(t: Training) -> None:
-    """Two models, each under a handle of its own, in one loss; the second is given what the first returns."""
+    """Two models, each under a handle of its own, in one loss; the second takes the output of the first."""
     t.happen("before")
     x = t.batch()
     other = t.twin()
@@ -180,7 +180,7 @@ def head_first(t: Training) -> None:
 
 
 def carried(t: Training) -> None:
-    """Cut a long sequence in two and carry the detached end over: truncated backpropagation."""
+    """Cut a long sequence in two and carry the detached state over: truncated backpropagation."""
     end: Tensor | None = None
     for _ in range(2):
         t.happen("before")
@@ -222,7 +222,7 @@ def thread(t: Training) -> None:
 
 
 def closure(t: Training) -> None:
-    """Let the optimizer ask for the loss, as often as it likes."""
+    """Let the optimizer compute the loss as often as it likes."""
 
     def evaluate() -> Tensor:
         t.clear()
@@ -247,7 +247,7 @@ def inside_autocast(t: Training) -> None:
 
 
 def inputs_only(t: Training) -> None:
-    """Ask first for the gradient of the batch alone."""
+    """First compute the gradient of the batch alone."""
     t.happen("before")
     x = t.batch().requires_grad_()
     loss = t.loss(t.forward(x))
@@ -260,7 +260,7 @@ def inputs_only(t: Training) -> None:
 
 
 def interleaved(t: Training) -> None:
-    """Begin a forward before the backward of the one before, and go back in the order in which they came."""
+    """Begin a forward before the backward of the previous one, and run backwards in the order of the forwards."""
     t.happen("before")
     first = t.loss(t.forward())
     t.happen("between")

@@ -1,4 +1,4 @@
-"""A training program that runs: its model, its optimizer, its handles, and what is taken down of every step."""
+"""A running training program: its model, optimizer and handles, and the record of every step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
+from tests.helpers.handles import Unlimited
 from tests.helpers.loop_events import EVENTS
 from tests.helpers.loop_oddities import MAKERS
 from tests.helpers.loop_parts import WIDTH, Piece, numerics
@@ -40,7 +41,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A stem, a stack of blocks that are called as the program says, and a head."""
+    """A stem, a stack of blocks that are called in the program's way, and a head."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -49,11 +50,11 @@ class Model(nn.Module):
         self.calls, self.step, self.fails, self.turned = program.calls, 0, False, False
 
     def turn_round(self) -> None:
-        """Call the blocks in the other order from now on."""
+        """Reverse the order in which the blocks are called."""
         self.turned = not self.turned
 
     def order(self) -> list[int]:
-        """Return which blocks are called, in order."""
+        """Return the blocks in the order of their calls."""
         every = list(range(len(self.layers)))
         if self.calls == "twice":
             every = [k for k in every for _ in range(2)]
@@ -77,12 +78,12 @@ class Model(nn.Module):
 
 
 class Training:
-    """A program that runs.
+    """A running program.
 
     Args:
-        program: What is trained.
-        setting: What ebbtide is told; None: plain training.
-        around: Makes the context of every forward (``contextlib.nullcontext``, or hooks to compare with).
+        program: The program to train.
+        setting: Ebbtide's settings; None: ordinary training.
+        around: Make the context of every forward (``contextlib.nullcontext``, or hooks to compare with).
     """
 
     def __init__(self, program: Program, setting: Setting | None, around: Callable[[], Any]) -> None:
@@ -103,7 +104,7 @@ class Training:
         self.enable(self.model)
 
     def enable(self, model: nn.Module) -> None:
-        """Put a model under a handle, if the setting says so."""
+        """Put a model under a handle, if there is a setting."""
         if self.setting is not None:
             self.handles.append(_enable(model, self.setting))
 
@@ -113,7 +114,7 @@ class Training:
             handle.close()
 
     def release(self) -> None:
-        """Drop what holds graphs: kept weights, and what weight norm and pruning leave on their modules."""
+        """Drop what holds graphs: kept weights, and tensors that weight norm and pruning leave on their modules."""
         for model in filter(None, (self.model, self.other)):
             for piece in self.pieces(model):
                 piece.forget()
@@ -128,7 +129,7 @@ class Training:
         return [piece for layer in (model or self.model).layers for piece in layer.pieces]
 
     def take_step(self) -> Snapshot:
-        """Take a step; return what can be seen of it."""
+        """Take a step; return its record."""
         program, self.snapshot, self.losses = self.program, {}, 0
         self.model.step = self.step
         for k, layer in enumerate(self.model.layers):
@@ -146,7 +147,7 @@ class Training:
         return self.snapshot
 
     def happen(self, phase: str) -> None:
-        """Let the program's events of a phase happen."""
+        """Run the program's events of a phase."""
         self.phase = phase
         if phase == "after":
             self.note("numerics", numerics())
@@ -157,7 +158,7 @@ class Training:
                     action(self)
 
     def note(self, name: str, value: Any) -> None:
-        """Take a value down, to be compared. A name that was used gets a number."""
+        """Record a value for the comparison. A repeated name gets a number."""
         while name in self.snapshot:
             name += "'"
         self.snapshot[name] = value.detach().clone() if isinstance(value, Tensor) else value
@@ -169,11 +170,11 @@ class Training:
         return x.requires_grad_(self.program.input_grads)
 
     def generated(self) -> Tensor:
-        """Return a batch that the generator makes."""
+        """Return a batch made by the generator."""
         return self.generator(self.batch().detach())
 
     def forward(self, x: Tensor | None = None, *, call: Any = None, body_only: bool = False) -> Tensor:
-        """Run the model, or what ``call`` says, on a batch."""
+        """Run the model, or ``call``, on a batch."""
         x = self.last_batch = self.batch() if x is None else x
         precise = self.program.precision != "autocast"
         with contextlib.nullcontext() if precise else torch.autocast("cpu", torch.bfloat16), self.around():
@@ -181,13 +182,13 @@ class Training:
         return out.float() if body_only else out
 
     def loss(self, out: Tensor, power: int = 1) -> Tensor:
-        """Return the loss of what the model returned, and take it down."""
+        """Return the loss of the model's output, and record it."""
         loss = (out.float() - 0.1).square().mean() ** power
         self.note("loss", loss)
         return loss
 
     def backward(self, loss: Tensor, **given: Any) -> None:
-        """Go back through a loss."""
+        """Run the backward of a loss."""
         self.phase = "backward"
         loss.backward(**given)
         self.phase = "after backward"
@@ -202,7 +203,7 @@ class Training:
         self.model.train(before)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> None:
-        """Take the gradients down, then let the optimizer step."""
+        """Record the gradients, then let the optimizer step."""
         for name, p in self.model.named_parameters():
             self.note(f"gradient of {name}", p.grad)
         if self.optimizer is not None:
@@ -292,7 +293,7 @@ def _require(model: nn.Module, trains: str, blocks: int) -> None:
 
 @dataclass(frozen=True)
 class DrawnPlan:
-    """A plan that gives every site an action by chance, the same for the same salt; or checkpoints every block."""
+    """A plan that gives every site a random action, the same for the same salt; or checkpoints every block."""
 
     salt: int
     checkpoints: bool
@@ -316,7 +317,7 @@ def _enable(model: nn.Module, setting: Setting) -> ebbtide.Handle:
     drawn = setting.policy in ("drawn", "checkpoint")
     given: dict[str, Any] = {"policy": "minimal" if drawn else setting.policy}
     if setting.policy == "auto_relaxed":
-        given["policy"] = ebbtide.Auto(max_slowdown=10.0)
+        given["policy"] = Unlimited(max_slowdown=10.0)
     elif setting.policy == "ckpt":
         given = {"enable_ckpt": True}
     plan = DrawnPlan(setting.salt, setting.policy == "checkpoint")

@@ -1,16 +1,16 @@
-"""Interprets training programs, alone and under a handle, and judges what came of them.
+"""Interprets training programs, with and without a handle, and judges the results.
 
-``train`` runs a ``Program`` and takes what can be seen after every step: losses, gradients before the update, weights,
-buffers, random states, numerics. ``judge`` compares two such traces bit by bit. See [Note: a program], [Note: verdict].
+``train`` runs a ``Program`` and records every step: losses, gradients before the update, weights,
+buffers, random states, numerics. ``judge`` compares two such traces bitwise. See [Note: a program], [Note: verdict].
 
-To run a program again that a test has printed::
+To repeat a program that a test has printed::
 
     python -m tests.helpers.loops "Program(...)" "Setting(policy='minimal')"
 
 [Note: verdict]
-Plain training is right by definition. If it trains, ebbtide gives the same bits, or raises an error of its own where
-the program holds a feature of ``LIMITS``; nothing else. If it raises, ebbtide raises in the same step: a step that
-plain training refuses is never trained. Afterwards no ticket is alive, the store is empty and no hook is open.
+Ordinary training is right by definition. If it trains, ebbtide gives the same bits, or raises an error of its own where
+the program has a feature of ``LIMITS``; nothing else. If it raises, ebbtide raises in the same step: a step that
+ordinary training refuses is never trained. Afterwards no ticket is alive, the store is empty and no hook is open.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.helpers.torches import CURRENT_PRECISIONS
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception that ended a training: in which step and phase, and whether it is one of ebbtide's own."""
+    """An exception that ended a training: its step and phase, and whether it is one of ebbtide's own."""
 
     step: int
     phase: str
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What could be seen of a training: every step's values, what ended it, what it left behind."""
+    """The record of a training: every step's values, its failure, and its leftovers."""
 
     steps: list[Snapshot] = field(repr=False)
     failure: Failure | None
@@ -70,8 +70,8 @@ def train(
 
     Args:
         program: What is trained.
-        setting: What ebbtide is told; None: plain training.
-        around: Makes a context that every forward runs in.
+        setting: What ebbtide is told; None: ordinary training.
+        around: Make the context of every forward.
     """
     with _as_it_was():
         torch.manual_seed(program.seed)
@@ -97,18 +97,18 @@ def train(
 
 
 def identity_hooks() -> saved_tensors_hooks:
-    """Return hooks that change nothing: what any saved-tensor hooks do to a training."""
+    """Return hooks that change nothing: they show the effect of any saved-tensor hooks."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def judge(program: Program, setting: Setting, plain: Trace, got: Trace) -> str:
-    """Say what is wrong with a training under ebbtide; an empty text means nothing. See [Note: verdict].
+    """Describe the fault of a training under ebbtide; an empty text means none. See [Note: verdict].
 
     Args:
-        program: What was trained.
-        setting: What ebbtide was told.
-        plain: What plain training gave.
-        got: What came of it under ebbtide.
+        program: The program.
+        setting: Ebbtide's settings.
+        plain: The trace of ordinary training.
+        got: The trace under ebbtide.
     """
     for k, (a, b) in enumerate(zip(plain.steps, got.steps, strict=False)):
         found = difference(a, b)
@@ -127,12 +127,12 @@ def judge(program: Program, setting: Setting, plain: Trace, got: Trace) -> str:
 
 
 def check(program: Program, setting: Setting) -> str:
-    """Train plainly and under ebbtide; say what is wrong. Empty, or beginning with ``excused``: nothing."""
+    """Train without and with ebbtide; describe the fault. Empty, or beginning with ``excused``: none."""
     return judge(program, setting, train(program), train(program, setting))
 
 
 def difference(one: Snapshot, other: Snapshot) -> str:
-    """Name the values of a step that differ in a bit, and the worst."""
+    """Name the values of a step that differ bitwise, and the worst."""
     if list(one) != list(other):
         return f"{sorted(one.keys() ^ other.keys()) or 'the order of what happened'} on one side only"
     found = [n for n in one if not _same(one[n], other[n])]
@@ -159,7 +159,7 @@ def _relative(one: Any, other: Any) -> float:
 
 
 def _left_by(training: Training, failure: Failure | None) -> str:
-    """Say what a training left behind. Torch itself keeps a graph of jagged tensors whose backward it does not have."""
+    """Name a training's leftovers. Torch itself keeps a graph of jagged tensors for which it has no backward."""
     if failure is not None and failure.kind == "NotImplementedError":
         return ""
     training.release()
@@ -173,7 +173,7 @@ def _left_by(training: Training, failure: Failure | None) -> str:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Begin from the same numerics each time, and put back what a program may have set, random states too."""
+    """Begin from the same numerics each time, and restore all settings and random states afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     _default_numerics()
     try:
@@ -197,17 +197,17 @@ def _default_numerics() -> None:
 
 
 def kind_of(verdict: str) -> str:
-    """Return what sort of fault a verdict tells of; empty: none."""
+    """Return the kind of a verdict's fault; empty: none."""
     return "" if verdict.startswith("excused") else re.sub(r"^step \d+: ", "", verdict).partition(":")[0]
 
 
 def shrunk(program: Program, setting: Setting, *, tries: int = 60) -> tuple[Program, Setting]:
-    """Take away what a fault does not need: parts, events, and every field that need not differ from its default.
+    """Remove everything that a fault does not need: parts, events, and fields that may have their default.
 
     Args:
-        program: That fails.
-        setting: Under which it does.
-        tries: Most programs that are tried.
+        program: The failing program.
+        setting: Its settings.
+        tries: Largest number of programs to try.
     """
     kind = kind_of(check(program, setting))
     pending = iter(_smaller(program, setting))
@@ -245,7 +245,7 @@ def _smaller(program: Program, setting: Setting) -> Iterator[tuple[Program, Sett
 
 
 def main(program: str, setting: str = "") -> int:
-    """Run a program that a test has printed; without a setting under every policy."""
+    """Run a program that a test has printed, under every policy if there is no setting."""
     known = {"Program": Program, "Part": Part, "Event": Event, "Setting": Setting}
     chosen = eval(program, known)
     if setting:

@@ -1,4 +1,4 @@
-"""Families that see and hear: vision transformers and conv nets, audio, and models that read text and pictures."""
+"""Vision and audio families: vision transformers, conv nets, audio, and models that read text and images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = Callable[[Size], dict[str, Any]]
 
 
 def reader(class_name: str, blocks: str, batch: Batch, fields: Fields, *, once: str = "") -> Maker:
-    """A model of transformers whose batch is made by ``batch``; ``once`` is where older versions have its blocks."""
+    """A model of transformers whose batch ``batch`` makes; ``once`` is the path of its blocks in older versions."""
 
     def make(size: Size, changes: dict[str, Any]) -> Built:
         model = from_config("transformers", class_name, **(fields(size) | changes))
@@ -83,7 +83,7 @@ def _speech(size: Size) -> dict[str, Any]:
 
 
 def _hears_gradients(make: Maker) -> Maker:
-    """Let the waveform require gradients: the feature encoder would set a flag that only leaves have."""
+    """Make the waveform require gradients: the feature encoder would set a flag that only leaves have."""
 
     def without_flag(size: Size, changes: dict[str, Any]) -> Built:
         model, batch, blocks = make(size, changes)
@@ -121,7 +121,7 @@ def _reads(size: Size) -> dict[str, Any]:
 
 
 def _llava(size: Size) -> dict[str, Any]:
-    # Features are taken from the last layer but one: the last is a block that no gradient reaches.
+    # Features come from the second to last layer: no gradient reaches the last block.
     sees = _vit(size) | {"model_type": "clip_vision_model", "num_hidden_layers": 3}
     return {
         "text_config": _reads(size) | {"model_type": "llama"},

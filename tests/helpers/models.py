@@ -1,11 +1,11 @@
-"""Tiny models with random weights, made from configurations: nothing is fetched, the same seed gives the same bits.
+"""Tiny models with random weights, made from configurations: nothing is downloaded, the same seed gives the same bits.
 
-``build("llama")`` gives a model with a batch; ``Tiny.step()`` runs forward and backward and returns everything it
-computed, to be compared by ``oracle.differences``. Each family has more than one block, a width that is no power of two
-where the architecture allows, and float inputs that require gradients where it takes floats, so that input gradients
-are compared as well. The families of transformers and diffusers are in ``decoder_families``, ``text_families``,
-``media_families`` and ``diffusion_families``; those written here in plain torch are for tests that want little around
-one thing.
+``build("llama")`` returns a model with a batch; ``Tiny.step()`` runs forward and backward and returns everything it
+computed, to be compared by ``oracle.differences``. Each family has more than one block, a width that is not a power of
+two where the architecture allows, and float inputs that require gradients where it takes floats, so that input
+gradients are compared as well. The families of transformers and diffusers are in ``decoder_families``,
+``text_families``, ``media_families`` and ``diffusion_families``; those written here in plain torch are for tests that
+want little code around one thing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tiny:
     """A model, a batch for it, and how to take a step.
 
     Attributes:
-        name: The name it was built by.
+        name: Its name in ``NAMES``.
         model: In training mode.
         inputs: Keyword arguments of its forward.
         blocks: Name of the module that holds its repeated blocks, for tests that wrap them one by one.
@@ -67,7 +67,7 @@ class Tiny:
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
-    """Return what of a forward's result can be differentiated."""
+    """Return the differentiable tensors of a forward's result."""
     if isinstance(result, Tensor):
         return {"output": result}
     items = result.items() if isinstance(result, Mapping) else enumerate(result)
@@ -99,12 +99,12 @@ def build(
     Args:
         name: One of ``NAMES``.
         dtype: Dtype of weights and float inputs.
-        seed: Seed of weights and batch; the caller's random state is left as it was.
-        size: From which configuration and batch are made.
+        seed: Seed of weights and batch; the caller's random state is unchanged.
+        size: Size of configuration and batch.
         autocast: Run the forward under ``torch.autocast``.
         changes: Further fields of the configuration, such as ``attention_dropout=0.1``.
 
-    A test is skipped whose model torch itself cannot run on this processor.
+    A test is skipped if torch itself cannot run its model on this processor.
     """
     if autocast and name in ("lstm", "lstm_stack") and not _has_bfloat16_lstm():
         pytest.skip("torch has no LSTM in bfloat16 on this processor")
@@ -119,14 +119,14 @@ def build(
 
 
 def switch_on_checkpoints(model: Any, options: Mapping[str, Any]) -> None:
-    """Have a model of transformers checkpoint its layers: newer versions have another word, and deprecate the older."""
+    """Have a model of transformers checkpoint its layers: newer versions deprecate the older keyword."""
     newer = getattr(model, "activation_checkpointing_enable", None)
     (newer or model.gradient_checkpointing_enable)(dict(options))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast as ``from_pretrained`` does: diffusers keeps the modules that a model names in float32."""
-    nn.Module.to(model, dtype)  # diffusers' own warns that it casts those too
+    nn.Module.to(model, dtype)  # diffusers' own method warns that it casts those too
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     for name, parameter in model.named_parameters():
         if set(kept) & set(name.split(".")):
@@ -175,7 +175,7 @@ class Conv(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after another under the name ``layers``, as most models have them."""
+    """Blocks one after another under the name ``layers``, as in most models."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Block(nn.Sequential):
 
 
 class Cell(nn.Module):
-    """A norm, a recurrent layer and a residual: a block whose middle no rule covers."""
+    """A norm, a recurrent layer and a residual: no rule covers the middle of the block."""
 
     def __init__(self, layer: type[nn.RNNBase], width: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Removes one guard of the code at a time and shows that a test notices.
 
-``python -m tests.helpers.mutants`` runs the tables of ``mutant_table.py`` beside it and of ``tests/simdev/mutants.py``;
-with words, only the mutants whose names hold all of them. Each mutant changes one text in a copy of ``src``; the tests
-named in its row run against that copy, and the first failure kills it. What killed it last time is tried before them:
-``docs/reference/mutants.md``, which a run of all mutants writes anew. The exit status is 1 if one survives.
+``python -m tests.helpers.mutants`` runs the tables of ``mutant_table.py`` and of ``tests/simdev/mutants.py``; with
+words, only the mutants whose names contain all of them. Each mutant changes one text in a copy of ``src``; the tests
+named in its row run against that copy, and the first failure kills it. The test that killed it last time runs first:
+``docs/reference/mutants.md``, which a run of all mutants rewrites. The exit status is 1 if one survives.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Mutant:
     """One change that some test must notice.
 
     Attributes:
-        name: What is removed.
+        name: The removed guard.
         file: Below ``src``.
         old: Text that occurs in it once.
-        new: What it is replaced by.
-        tests: What is run: paths, and options of pytest.
+        new: Its replacement.
+        tests: Paths and options of pytest.
     """
 
     name: str
@@ -55,19 +55,19 @@ def apply(mutant: Mutant, source: Path) -> None:
     """Change a copy of ``src``.
 
     Raises:
-        ValueError: The text is not there, or more than once.
+        ValueError: The text does not occur exactly once.
     """
     path = source / mutant.file
     text = path.read_text()
     if text.count(mutant.old) != 1:
         raise ValueError(f"{mutant.name!r}: found {text.count(mutant.old)} times in {mutant.file}; expected once")
     changed = text.replace(mutant.old, mutant.new)
-    compile(changed, str(path), "exec")  # a mutant that is no Python would count as killed
+    compile(changed, str(path), "exec")  # a mutant with a syntax error would count as killed
     path.write_text(changed)
 
 
 def killed_by(mutant: Mutant, first: str = "") -> str:
-    """Return the test that fails under a mutant, or how the tests ended; an empty text if it survives.
+    """Return the test that fails under a mutant, or how the run ended; an empty text if it survives.
 
     Args:
         mutant: The change.
@@ -79,7 +79,7 @@ def killed_by(mutant: Mutant, first: str = "") -> str:
         apply(mutant, source)
         options = [text for text in mutant.tests if text.startswith("-")]
         status, output = _run([*options, first], source) if first else (0, "")
-        if status in (0, 4, 5):  # it passes now, or is gone
+        if status in (0, 4, 5):  # it passes, or does not exist
             status, output = _run(mutant.tests, source)
     if status is None:
         return NO_END
@@ -94,7 +94,7 @@ def killed_by(mutant: Mutant, first: str = "") -> str:
 
 
 def _run(tests: Sequence[str], source: Path) -> tuple[int | None, str]:
-    """Return how tests against a copy of ``src`` ended, None if they did not, and what they printed."""
+    """Return the exit status of tests against a copy of ``src``, None if they did not end, and their output."""
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--tb=no", *tests]
     try:
@@ -107,12 +107,12 @@ def _run(tests: Sequence[str], source: Path) -> tuple[int | None, str]:
 
 
 def known_killers() -> dict[str, str]:
-    """Return which test found each mutant when the page was written."""
+    """Return the test that found each mutant when the page was written."""
     return dict(re.findall(r"^- (.+): `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def write_page(killers: Mapping[Mutant, str]) -> None:
-    """Write which test found each mutant, by file."""
+    """Write the test that found each mutant, by file."""
     text = _ABOUT
     for file in dict.fromkeys(mutant.file for mutant in killers):
         found = [f"- {m.name}: `{killer}`" for m, killer in killers.items() if m.file == file]
@@ -121,7 +121,7 @@ def write_page(killers: Mapping[Mutant, str]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the mutants whose names hold all words, and print a table."""
+    """Run the mutants whose names contain all words, and print a table."""
     from tests.helpers.mutant_table import MUTANTS
     from tests.simdev.mutants import MUTANTS as OF_THE_STORE
 

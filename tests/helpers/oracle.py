@@ -1,7 +1,7 @@
 """The oracle: an engine with no cleverness, and the comparison that tests make with it.
 
-The oracle copies every saved tensor's whole storage away, keeps nothing, shares nothing, and puts an equal tensor in
-its place. It is obviously right; whatever ebbtide does must give the same bits.
+The oracle copies every saved tensor's entire storage, keeps nothing, shares nothing, and puts an equal tensor in
+its place. It is obviously right; ebbtide must give the same bits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Copy:
 
 
 class Oracle(saved_tensors_hooks):
-    """``with Oracle() as oracle: loss = ...``; counts what it copied.
+    """``with Oracle() as oracle: loss = ...``; counts its copies.
 
     Attributes:
         alive: The copies that a graph still has. Some are never freed: an input that an operator saves and that is
             changed in place later is saved by a graph that it is the end of. A backward that frees the graph breaks
-            that circle of C++; one that retains it, or fails because of the change, leaves it for good.
+            that C++ reference cycle; one that retains it, or fails because of the change, leaves it for good.
     """
 
     alive: ClassVar[weakref.WeakSet[_Copy]] = weakref.WeakSet()
@@ -63,7 +63,7 @@ class Oracle(saved_tensors_hooks):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Everything a training step computes: what bitwise equality is claimed of."""
+    """Everything a training step computes, all of which must be bitwise equal."""
 
     outputs: dict[str, Tensor]
     input_grads: dict[str, Tensor | None]
@@ -73,7 +73,7 @@ class Outcome:
 def step(
     model: nn.Module, loss: Callable[[], tuple[Tensor, Mapping[str, Tensor]]], inputs: Mapping[str, Any]
 ) -> Outcome:
-    """Run one forward and backward and take everything it computed; gradients are cleared before and after.
+    """Run one forward and backward and return everything it computed; gradients are cleared before and after.
 
     Args:
         model: The model; its parameters' gradients are taken.

@@ -1,4 +1,4 @@
-"""What the system says of this process's pages."""
+"""Facts that the system reports about this process's pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", re.MULTILIN
 
 
 def asked_for_huge_pages(begin: int, end: int) -> bool:
-    """Whether somebody asked for huge pages for all memory between two addresses."""
+    """Whether huge pages were requested for all memory between two addresses."""
     asked_bytes = 0
     for first, last, flags in _MAPPING.findall(Path("/proc/self/smaps").read_text()):
         if "hg" in flags.split():

@@ -1,4 +1,4 @@
-"""Takes a part of a product of parameters in every run, and the rest in the slow ones."""
+"""Splits a product of parameters into a part for every run and a slow rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def all_pairs(*parameters: Iterable[Any]) -> list[Any]:
-    """Return the parameter sets of a product, all but those that every run takes marked slow.
+    """Return the parameter sets of a product; those that not every run takes are marked slow.
 
     Every run takes the sets whose middle value is the next one for the next first value and for the next last value.
     Of three parameters, that is each first value with each last one, and every pair of values where the others are at

@@ -1,4 +1,4 @@
-"""Small models of parts, and the steps they take under a handle and without one.
+"""Small models of parts, and their steps with and without a handle.
 
 A *part* is a block made of a function and of the modules that the function uses; a ``Model`` is three of them, called
 as its ``route`` says.
@@ -70,7 +70,7 @@ def gated_model(width: int = WIDTH) -> Model:
 
 
 def training_step(model: nn.Module, x: Tensor, *, seed: int = 5) -> dict[str, Tensor | None]:
-    """Run one step of a model and take all that it computed: output, gradients (sparse ones made dense), buffers."""
+    """Run one step of a model; return everything it computed: output, gradients (sparse ones made dense), buffers."""
     torch.manual_seed(seed)
     model.zero_grad()
     fed = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.is_floating_point())
@@ -82,13 +82,13 @@ def training_step(model: nn.Module, x: Tensor, *, seed: int = 5) -> dict[str, Te
 
 
 def differing(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:
-    """Name the tensors that are not equal in every bit."""
+    """Name the tensors that are not bitwise equal."""
     pairs = {k: (one.get(k), other.get(k)) for k in [*one, *(other.keys() - one.keys())]}
     return [k for k, (a, b) in pairs.items() if (a is None) != (b is None) or (a is not None and not same_bits(a, b))]
 
 
 def check_model(model: nn.Module, x: Tensor, policy: str, *, steps: int = 3) -> ebbtide.Handle:
-    """Assert that steps of a model under a handle compute plain training's bits, buffers included, and leave nothing.
+    """Assert that steps under a handle are bitwise those of ordinary training, buffers included, and leave nothing.
 
     Every restored byte is verified, nothing is too small to move, and one byte fills the window.
     """

@@ -1,4 +1,4 @@
-"""Profiles of steps: written down for a known model and machine, or drawn."""
+"""Profiles of steps: of a known model and machine, or drawn at random."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def unit(
 def alike(
     count: int, units: tuple[Unit, ...], rates: Rates, *, forward: float = 1.0, beside: int = 0, **step: float
 ) -> Profile:
-    """Return a step of ``count`` blocks that are alike; a backward takes twice its forward.
+    """Return a step of ``count`` equal blocks; a backward takes twice its forward.
 
     Args:
-        count: Blocks.
-        units: What each saves.
-        rates: What moving costs.
+        count: Number of blocks.
+        units: The saved units of each block.
+        rates: The costs of moving.
         forward: Seconds of a forward.
-        beside: Bytes that are there in each of them, beside what is saved.
+        beside: Further bytes in use in each of them, besides the saved ones.
         step: Further fields of the profile.
     """
     blocks = tuple(
@@ -61,18 +61,18 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
 
 
 def shrink(profile: Profile, max_slowdown: float) -> Solution:
-    """Return the plan of the least memory within a slowdown, where hooks cost nothing."""
+    """Return the plan with the least memory within a slowdown, if hooks cost nothing."""
     return Search(profile).least_memory(max_slowdown * profile.step_seconds * (1 + 1e-9))
 
 
 def qwen3_8b(tokens: int, *, out: float = 52.8e9, back: float = 55e9, layers: int = 36) -> Profile:
-    """Return a step of a Qwen3-8B on one H200 at peak rates, with what fused kernels save.
+    """Return a step of a Qwen3-8B on one H200 at peak rates, with the saved tensors of fused kernels.
 
     Args:
-        tokens: Length of the one sequence.
+        tokens: Length of the sequence.
         out: Bytes a second to the host.
         back: Bytes a second to the device.
-        layers: Blocks.
+        layers: Number of blocks.
     """
     hidden, inner, queries, keys = 4096, 12288, 4096, 1024
     linear = 2 * tokens * hidden * (2 * queries + 2 * keys + 3 * inner) / GEMM
@@ -104,7 +104,7 @@ def qwen3_8b(tokens: int, *, out: float = 52.8e9, back: float = 55e9, layers: in
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    """Draw a small step: blocks of different size, units of every sort, slow and fast links."""
+    """Draw a small step: blocks of different sizes, units of every kind, slow and fast links."""
     seconds, nbytes = st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from([1, 10, 64, 1000])
     blocks: list[BlockProfile] = []
     for place in range(draw(st.integers(1, 4))):

@@ -1,4 +1,4 @@
-"""Lets ``Minimal`` keep to its recipes, in tests of recipes and of hooks."""
+"""Restricts ``Minimal`` to its recipes, in tests of recipes and of hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 @contextmanager
 def minimal_by_rule() -> Iterator[None]:
-    """Have ``Minimal`` measure no checkpointed block.
+    """Keep ``Minimal`` from measuring checkpointed blocks.
 
     In tiny blocks a recipe always takes longer than a second forward: some blocks of its second and third step and all
     from its fourth would be checkpointed, and no test of recipes would meet any.

@@ -1,4 +1,4 @@
-"""How large a family is built: the smallest that runs every code path, or wide enough that its activations dominate."""
+"""The sizes of families: the smallest that runs every code path, or wide enough that activations dominate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Size:
         tokens: Length of a text.
         width: Hidden size; a multiple of 16.
         inner: Width inside feed-forward layers.
-        layers: Repeated blocks, where the family lets one choose.
+        layers: Number of repeated blocks, if the family has a choice.
         pixels: Height and width of images and latents; a multiple of 8.
         frames: Frames of a latent video.
         samples: Length of a waveform.
@@ -44,11 +44,11 @@ class Size:
 
     @property
     def patch(self) -> int:
-        """Height and width of a vision transformer's patches: a few tokens from a small image, enough from a larger."""
+        """Height and width of a vision transformer's patches: few tokens from a small image, more from a larger."""
         return 4 if self.pixels <= 16 else 2
 
     def text(self) -> Tensor:
-        """Return token ids [batch, tokens]; 0 and 1 are left for special tokens."""
+        """Return token ids [batch, tokens]; 0 and 1 are reserved for special tokens."""
         return torch.randint(2, VOCABULARY, (self.batch, self.tokens))
 
     def image(self, channels: int = 3, pixels: int | None = None) -> Tensor:
@@ -75,7 +75,7 @@ Maker = Callable[[Size, dict[str, Any]], Built]
 
 def from_config(module: str, class_name: str, **fields: Any) -> nn.Module:
     """Build a model of ``transformers`` from its configuration, or of ``diffusers`` from keyword arguments."""
-    # Imported late: most tests need neither, and each takes seconds to import.
+    # Imported here: most tests need neither, and each takes seconds to import.
     import importlib
 
     cls = getattr(importlib.import_module(module), class_name)

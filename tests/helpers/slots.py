@@ -1,4 +1,4 @@
-"""One slot of a tier, whose calls take several."""
+"""Copy out one source: the calls of a tier take several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ebbtide.base.errors import CapError
 
 
 def park(tier: Any, source: torch.Tensor) -> Any:
-    """Begin to copy out one source and return its slot; raise the error of a cap."""
+    """Begin to copy out one source and return its slot; raise the error if a cap refuses it."""
     (slot,) = tier.park_all([source])
     if isinstance(slot, CapError):
         raise slot

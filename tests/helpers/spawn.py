@@ -1,13 +1,13 @@
-"""Runs functions on several gloo ranks, with a hard time limit.
+"""Run functions on several gloo ranks, with a hard time limit.
 
 [Note: a group's life]
-``run_cases`` starts one process a rank and then runs case after case in the same group. Importing torch and the hosts
+``run_cases`` starts one process per rank and then runs case after case in the same group. Importing torch and the hosts
 takes longer than most cases: one process imports them (``tests.helpers.warm``), and the ranks of all groups are forked
-from it, with the environment that the caller has by then. Ranks are told over pipes which case comes next and answer
+from it, with the caller's environment at that time. Ranks receive the next case over a pipe and answer
 with a value (pickled: tensors come back by value, never as shared memory) or with a traceback. A case that fails on any
-rank, or is not answered by all ranks in time, leaves the others inside a collective, so the whole group is ended, by
-pid, and the cases still to come get a new one. A hang is a failure like any other, said with the ranks that did not
-answer and the stacks they stand in.
+rank, or is not answered by all ranks in time, leaves the others inside a collective, so the entire group is ended, by
+pid, and the remaining cases get a new one. A hang is a failure like any other, reported with the ranks that did not
+answer and their stacks.
 
 The functions must be importable by name (module level, not lambdas); they run with the process group initialised.
 """
@@ -45,7 +45,7 @@ class SpawnError(AssertionError):
 
 @dataclass(kw_only=True)
 class CaseResult:
-    """What one case came to: the value of every rank, or what went wrong."""
+    """The result of one case: the value of every rank, or the error."""
 
     name: str
     values_: list[Any] = field(default_factory=list)
@@ -76,7 +76,7 @@ def run_cases(cases: Mapping[str, Case], world_size: int, *, timeout_seconds: fl
         timeout_seconds: Hard limit of each case; starting the processes has its own.
 
     Returns:
-        Name → result; a failed case raises only when its ``values()`` are asked for.
+        Name → result; a failed case raises only when its ``values()`` are requested.
     """
     results: dict[str, CaseResult] = {}
     group: _Group | None = None
@@ -129,7 +129,7 @@ class _Group:
                 pipe.send(message)
 
     def collect(self, timeout_seconds: float) -> tuple[list[Any], str]:
-        """Wait for an answer of every rank; return the values, or what went wrong with the first that failed."""
+        """Wait for an answer of every rank; return the values, or the error of the first rank that failed."""
         deadline = time.monotonic() + timeout_seconds
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         values: list[Any] = [None] * len(self._pipes)
@@ -150,7 +150,7 @@ class _Group:
         return values, ""
 
     def _death(self, raised: int) -> str:
-        """Name the rank that died, if one did: the error of its neighbour, whose connection broke, is a consequence."""
+        """Name the rank that died, if any: the error of its neighbour, whose connection broke, is a consequence."""
         dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=3.0)
         for rank, process in enumerate(self._processes):
             if process.sentinel in dead:
@@ -158,11 +158,11 @@ class _Group:
         return ""
 
     def _died(self, rank: int) -> str:
-        """Say how a rank ended and what it last wrote: what was thrown, and the stacks of a signal that is an error."""
+        """Describe how a rank ended and its last output: an exception, or the stacks at a fatal signal."""
         return f"rank {rank} died with exit code {self._processes[rank].exitcode}\n{self._wrote(rank)[-8000:]}"
 
     def _wrote(self, rank: int) -> str:
-        """Return what a rank wrote to standard error, its stacks included."""
+        """Return a rank's standard error, its stacks included."""
         file = Path(self._folder.name, f"stderr{rank}")
         return file.read_text(errors="replace") if file.exists() else ""
 
@@ -180,7 +180,7 @@ class _Group:
         return f"hangs: no answer of ranks {list(ranks)} within {timeout_seconds:g} s\n" + "\n".join(stacks)
 
     def end(self, *, grace_seconds: float = 0.0) -> None:
-        """Let the ranks end by themselves for a while, then end them by pid: no process outlives its test."""
+        """Wait a while for the ranks to end, then end them by pid: no process outlives its test."""
         deadline = time.monotonic() + grace_seconds
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -201,14 +201,14 @@ def _rank_main(
     timeout_seconds: float,
     environment: dict[str, str],
 ) -> None:
-    """One rank: initialise, say so, then answer case after case until told to stop."""
+    """One rank: initialise, report that, then answer case after case until the stop message."""
     os.environ.clear()
     os.environ.update(environment)
     stderr = Path(folder, f"stderr{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
     os.dup2(stderr.fileno(), 2)
     faulthandler.enable(file=stderr, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
-    size = str(world_size)  # as torchrun says it
+    size = str(world_size)  # as torchrun sets it
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -228,12 +228,12 @@ def _initialise(rank: int, world_size: int, folder: str, timeout_seconds: float)
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds * 2),  # ours is the limit; this one only ends orphans
+        timeout=timedelta(seconds=timeout_seconds * 2),  # the limit above counts; this one only ends orphans
     )
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Call and pickle the value, or the traceback of what went wrong."""
+    """Call, and pickle the value or the traceback."""
     try:
         return _by_value((True, function(*args)))
     except BaseException:

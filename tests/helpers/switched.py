@@ -1,6 +1,6 @@
-"""Runs a script as a process that ``ebbtide run`` or ``ebbtide compare`` has switched, without importing torch anew.
+"""Run a script like a process of ``ebbtide run`` or ``ebbtide compare``, without importing torch again.
 
-The process is forked from one that has imported torch and the hosts, so the switch is armed by hand where otherwise
+The process is forked from one that has imported torch and the hosts, so the switch is armed by hand where normally
 ``sitecustomize`` does it; the command line's own tests start real commands.
 """
 
@@ -22,7 +22,7 @@ from ebbtide.script.request import VARIABLE, Request, read_notes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Switched:
-    """What a switched script left."""
+    """The results of a switched script."""
 
     code: int
     output: str

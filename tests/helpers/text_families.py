@@ -1,4 +1,4 @@
-"""Families that read text and are no attention decoders: encoders, encoder-decoders, state spaces and recurrence."""
+"""Text families other than attention decoders: encoders, encoder-decoders, state spaces and recurrence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seq2seq(class_name: str, blocks: str, fields: Fields) -> Maker:
 
 
 def two_sides(size: Size) -> dict[str, Any]:
-    """Return the fields of encoder and decoder that Bart and Whisper name alike."""
+    """Return the fields of encoder and decoder that Bart and Whisper have in common."""
     half = {"layers": 2, "attention_heads": size.heads, "ffn_dim": size.inner}
     return {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in half.items()}
 

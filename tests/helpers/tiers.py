@@ -2,8 +2,8 @@
 
 [Note: tiers]
 A tier is a folder of ``tests/``. The closing summary says how many tests of each ran. A tier whose tests were all
-skipped proves nothing while looking green, so it fails the run. Two may be skipped whole: ``gpu`` needs an accelerator,
-``simdev`` the simulated one, which ``pytest --simdev`` loads and not every machine can build.
+skipped proves nothing while looking green, so it fails the run. Two may be skipped entirely: ``gpu`` needs an
+accelerator, ``simdev`` the simulated one, which ``pytest --simdev`` loads and not every machine can build.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TierTally:
         self.counts: dict[str, Counter[str]] = {tier: Counter() for tier in TIERS}
 
     def add(self, path: str, outcome: str) -> None:
-        """Count one test, or one module that skipped itself whole."""
+        """Count one test, or one module that skipped itself."""
         if (tier := tier_of(path)) is not None:
             self.counts[tier][outcome] += 1
 
@@ -53,14 +53,14 @@ class TierTally:
         ]
 
     def lines(self) -> list[str]:
-        """One line a tier: how many ran, how many did not."""
+        """One line for each tier: how many tests ran, and how many did not."""
         return [
             f"{tier:<12} {n.total() - n['skipped']:>5} ran {n['failed']:>5} failed {n['skipped']:>5} skipped"
             for tier, n in self.counts.items()
         ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # A test is counted once: by its call, or by a setup that did not come to one.
+        # A test is counted once: by its call, or by a setup that failed before it.
         if report.when == "call" or (report.when == "setup" and not report.passed):
             self.add(report.location[0], "xfailed" if hasattr(report, "wasxfail") else report.outcome)
 
@@ -85,5 +85,5 @@ class TierTally:
 
     @staticmethod
     def enforced(config: pytest.Config) -> bool:
-        """Whether whole tiers were asked for: somebody who runs one file may well see it skipped."""
+        """Whether entire tiers were selected: a run of one file may well see it skipped."""
         return not config.option.keyword and all(Path(arg).is_dir() for arg in config.args)

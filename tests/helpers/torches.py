@@ -1,4 +1,4 @@
-"""What the installed torch can do: marks for tests of what older ones cannot (``docs/reference/versions.md``)."""
+"""Capabilities of the installed torch: marks for tests that older ones cannot run (``docs/reference/versions.md``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains the same code twice, alone and under a handle, and says where the first bit differs."""
+"""Train the same code with and without a handle, and report where the first bit differs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stack(nn.Module):
 
 
 def hard(x: Tensor) -> Tensor:
-    """Save several tensors that no rule covers: Minimal runs the block again."""
+    """Save several tensors that no rule covers: Minimal checkpoints the block."""
     for _ in range(4):
         x = torch.special.i0e(x)
     return x
@@ -54,13 +54,13 @@ class Block(nn.Module):
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> nn.Module:
-    """Give a model an optimizer of what is trained in it, as ``model.optimizer``."""
+    """Give a model an optimizer of its trained parameters, as ``model.optimizer``."""
     model.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)  # type: ignore[assignment]
     return model
 
 
 def step_of(loss_of: Callable[[Any], Tensor]) -> Step:
-    """Return a step that zeroes gradients, computes a loss, goes backward and lets the optimizer step."""
+    """Return a step: zero gradients, loss, backward, optimizer step."""
 
     def step(model: Any, number: int) -> Tensor:
         model.optimizer.zero_grad()
@@ -73,7 +73,7 @@ def step_of(loss_of: Callable[[Any], Tensor]) -> Step:
 
 
 def two_losses(model: Any, number: int) -> Tensor:
-    """Step the optimizer between the backwards of two losses: legal where no weight that is stepped was saved."""
+    """Step the optimizer between the backwards of two losses: legal if no updated weight was saved."""
     x = torch.randn(8, 16, requires_grad=True)
     first, second = model(x).square().mean(), model(x).abs().mean()
     for loss in (first, second):
@@ -92,13 +92,13 @@ def only_biases(model: Any, optimizer: Callable[..., torch.optim.Optimizer]) -> 
 
 
 def train(make: Make, step: Step, steps: int, **given: Any) -> tuple[Outcome, Any]:
-    """Train; return what each step computed, up to its first error, and the handle's stats.
+    """Train; return the results of each step, up to the first error, and the handle's stats.
 
     Args:
-        make: Makes the model; its ``D`` is offloaded if it has one, else the whole.
-        step: Trains one step, returns the loss.
-        steps: How many.
-        given: Of ``enable_activation_offloading``; nothing: train alone.
+        make: Make the model; its ``D`` is offloaded if it has one, else all of it.
+        step: Train one step, return the loss.
+        steps: Number of steps.
+        given: Arguments of ``enable_activation_offloading``; none: train without it.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -139,7 +139,7 @@ def difference(plain: Outcome, got: Outcome) -> str:
 
 
 def check(make: Make, step: Step, *, steps: int = 6, policies: Sequence[str] = POLICIES, **more: Any) -> None:
-    """Assert that training computes the same bits under every policy."""
+    """Assert that training is bitwise the same under every policy."""
     plain, _ = train(make, step, steps)
     for policy in policies:
         got, _ = train(make, step, steps, policy=policy, **more)
@@ -149,9 +149,9 @@ def check(make: Make, step: Step, *, steps: int = 6, policies: Sequence[str] = P
 def check_refused(
     make: Make, step: Step, error: type[EbbtideError], *, policies: Sequence[str], steps: int = 6
 ) -> None:
-    """Assert that each policy trains the same bits up to a clear error, and does raise it."""
+    """Assert that training under each policy is bitwise the same up to a clear error, which must be raised."""
     plain, _ = train(make, step, steps)
-    assert not isinstance(plain[-1], BaseException), "plain training allows it"
+    assert not isinstance(plain[-1], BaseException), "ordinary training allows it"
     for policy in policies:
         got, _ = train(make, step, steps, policy=policy)
         assert isinstance(got[-1], error), (policy, _told(got[-1]))

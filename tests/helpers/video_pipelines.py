@@ -16,7 +16,7 @@ FAMILIES = ("wan", "hunyuan_video", "ltx", "cogvideox", "cosmos")
 
 
 def write(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """Write a pipeline and return its folder. Its weights depend on the seed alone."""
+    """Write a pipeline and return its folder. Its weights depend only on the seed."""
     import diffusers
 
     print(f"seed {seed}")

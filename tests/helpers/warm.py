@@ -1,4 +1,4 @@
-"""What every rank imports, imported once by the process that ranks are forked from. See ``tests.helpers.spawn``.
+"""The imports of every rank, done once by the process that ranks are forked from. See ``tests.helpers.spawn``.
 
 Nothing here may start a thread or use torch beyond importing it: neither survives a fork.
 """
@@ -19,6 +19,6 @@ for _name in (
     "ebbtide.api",
 ):
     import_module(_name)
-import_module("ebbtide_recipes.sft.pydoc").rows()  # kept for the life of a process: seconds for each rank that trains
+import_module("ebbtide_recipes.sft.pydoc").rows()  # kept for the process: saves seconds in each rank that trains
 gc.collect()
-gc.freeze()  # a collection in a rank would copy every page that it looks at
+gc.freeze()  # a collection in a rank would copy every page that it visits

@@ -1,10 +1,10 @@
-"""Runs commands of the documents on tiny models: as processes of their own, or as forks of one that has imported all.
+"""Run commands of the documents on tiny models: in separate processes, or in forks of one with all imports.
 
 [Note: forks]
-Importing what the recipe needs takes longer than two steps on a tiny model. ``Forks`` starts one process that imports,
-and forks it for each command, once a rank; what a fork calls is the command line's own ``main``, on the command's own
-words. Ranks meet as under torchrun, and FSDP gets the shim of ``tests.helpers.cpu_fsdp``. That ``ebbtide`` starts ranks
-itself, and that torchrun can, is left to ``start``.
+Importing a recipe's packages takes longer than two steps on a tiny model. ``Forks`` starts one process that imports,
+and forks it for each command, once per rank; a fork calls the command line's own ``main``, with the command's own
+words. Ranks meet as under torchrun, and FSDP gets the shim of ``tests.helpers.cpu_fsdp``. Ranks that ``ebbtide`` or
+torchrun starts are tested with ``start``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT_SECONDS = 550
 
 
 def surroundings() -> dict[str, str]:
-    """Return the environment of what runs: one thread, no network, this checkout."""
+    """Return the environment of commands: one thread, no network, this checkout."""
     changes = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return {**os.environ, **changes, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
@@ -37,7 +37,7 @@ def start(
     """Run ``ebbtide sft`` in processes of its own.
 
     Args:
-        words: What stands behind ``sft``.
+        words: The arguments of ``sft``.
         ranks: ``NPROC_PER_NODE``; ``None``: unset.
         torchrun: Start it under torchrun, on two ranks.
     """
@@ -55,7 +55,7 @@ def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 
 class Forks:
-    """A process that has imported what the recipe needs. See [Note: forks]."""
+    """A process that has imported a recipe's packages. See [Note: forks]."""
 
     def __enter__(self) -> Forks:
         self._process = subprocess.Popen(
@@ -71,7 +71,7 @@ class Forks:
         self._process.stdout.close()
 
     def sft(self, words: Sequence[str], ranks: int) -> str:
-        """Run ``ebbtide sft`` on so many ranks; return what they said.
+        """Run ``ebbtide sft`` on several ranks; return their output.
 
         Raises:
             AssertionError: One of them failed, or took longer than ``LIMIT_SECONDS``.
@@ -85,14 +85,14 @@ class Forks:
 
 
 def serve() -> None:
-    """Answer commands, one a line."""
+    """Answer commands, one per line."""
     import torch
 
     from ebbtide_recipes.language import adapters, meta, models  # noqa: F401
     from ebbtide_recipes.sft import data, pydoc, trainer  # noqa: F401
 
     torch.set_num_threads(1)
-    pydoc.rows()  # kept for the life of a process, and so by all forks
+    pydoc.rows()  # kept for the life of the process, and so by all forks
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
         with tempfile.TemporaryDirectory(prefix="ebbtide-forks-") as folder:

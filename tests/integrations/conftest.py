@@ -1,4 +1,4 @@
-"""A tiny model and tokenizer made offline, and the warnings of other packages that cannot be ours."""
+"""A tiny model and tokenizer made offline, and warnings of other packages that ebbtide cannot cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def accelerate_knows_the_simulated_device() -> Iterator[None]:
-    """Let trainers place models on the simulated device: accelerate looks for kinds that it knows, else for the CPU."""
+    """Let trainers place models on the simulated device: accelerate falls back to the CPU for unknown kinds."""
     found = torch.accelerator.current_accelerator(check_available=True)
     with pytest.MonkeyPatch.context() as patch:
         if found is not None and found.type == "simdev":
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, *, layers: int = 2, positions: int = 128) -> Path:
-    """Save a random Llama and a byte-level tokenizer trained on a few words, as transformers loads them."""
+    """Save a random Llama and a byte-level tokenizer trained on a few words, in transformers' format."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Tiny models beside the Llama: a mixture of experts, and models that see or hear with their own processors."""
+"""Tiny models besides the Llama: a mixture of experts, and vision and audio models with their own processors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEING_TEMPLATE = (
 
 
 def make_moe(folder: Path, text_model: Path) -> Path:
-    """Save a random mixture of experts beside the tokenizer of another tiny model."""
+    """Save a random mixture of experts with the tokenizer of another tiny model."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -61,9 +61,9 @@ def make_qwen_vl(folder: Path, text_model: Path, films: Any = None) -> tuple[Pat
     """Save a random Qwen2-VL; return it with its processor.
 
     Args:
-        folder: Where to.
+        folder: Folder of the model.
         text_model: Has the tokenizer.
-        films: The part of the processor for videos; transformers' own needs torchvision. ``None``: none.
+        films: The processor's part for videos; transformers' own needs torchvision. ``None``: none.
     """
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
@@ -106,15 +106,15 @@ def _placed(image: str) -> str:
 
 
 class Films:
-    """Takes two frames a second of a video as Qwen2-VL does, in patches of 14 pixels, without torchvision."""
+    """Samples two frames per second of a video like Qwen2-VL, in patches of 14 pixels, without torchvision."""
 
     do_sample_frames, fps, num_frames, merge_size = True, 2, None, 2
 
     def sample_frames(self, metadata: Any, fps: float | None = None) -> Any:
-        """Return the numbers of the frames; an even number of them."""
+        """Return the indices of the frames; their count is even."""
         import numpy as np
 
-        if fps is None:  # as InternVL's: its own choice is not looked at
+        if fps is None:  # like InternVL's: its own choice is ignored
             raise TypeError("no fps")
         count = int(metadata.total_num_frames / metadata.fps * fps) // 2 * 2
         if count == 0:
@@ -167,7 +167,7 @@ def make_qwen_audio(folder: Path, text_model: Path) -> Path:
 
 
 def make_films(folder: Path, count: int = 4, *, frames: int = 8, rate: float = 8) -> Path:
-    """Write rows with a video each, as ms-swift's are."""
+    """Write rows with a video each, in ms-swift's format."""
     import torch
 
     from ebbtide_recipes.video import clips
@@ -180,7 +180,7 @@ def make_films(folder: Path, count: int = 4, *, frames: int = 8, rate: float = 8
 
 
 def make_sounds(folder: Path, count: int = 4, *, rate: int = 8_000, seconds: float = 0.5) -> Path:
-    """Write rows with a sound each; two channels at half the rate that the processor takes."""
+    """Write rows with a sound each; two channels at half the processor's rate."""
     import math
     import struct
     import wave
@@ -205,7 +205,7 @@ def write_rows(folder: Path, files: list[dict[str, Any]]) -> Path:
 
 
 def make_pictures(folder: Path, count: int = 6) -> Path:
-    """Write rows with an image each, as ms-swift's are; the images lie beside the file."""
+    """Write rows with an image each, in ms-swift's format; the images are next to the file."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)

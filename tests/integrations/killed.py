@@ -1,12 +1,12 @@
-"""Trains a model while it is killed with SIGKILL at drawn instants, and goes on each time.
+"""Train a model while it is killed with SIGKILL at random instants, and resume each time.
 
     python -m tests.integrations.killed MODEL FOLDER --seed 20 [--recipe grpo] [--ranks 2] [--kills 10] [--steps 30]
 
 Packages are imported once; each training is a fork of this process (with ``--ranks`` several, sharded by FSDP2), which
-itself computes nothing. Two kinds of kills take turns. One comes after a drawn number of events of a rank's record: in
-a forward, between backward and optimizer, between steps. The other comes at a drawn change of a file or folder inside a
-checkpoint, by the rank that makes it: while one is written, before its seal, while an older one is removed. What lies
-on the disk then is what a real kill would leave; the other ranks are killed at once, as torchrun does.
+itself computes nothing. Two kinds of kills alternate. One comes after a random number of events of a rank's record: in
+a forward, between backward and optimizer, between steps. The other comes at a random change of a file or folder inside
+a checkpoint, by the rank that makes it: while one is written, before its seal, while an older one is removed. The files
+on the disk are those that a real kill would leave; the other ranks are killed at once, like by torchrun.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ LIMIT_SECONDS = 900
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """When a training is killed.
+    """The instant at which a training is killed.
 
     Attributes:
-        rank: Whose events or changes are counted.
-        events: After so many events of its record; ``None``: see ``changes``.
-        changes: At this change inside a checkpoint.
+        rank: The rank whose events or changes are counted.
+        events: Kill after this many events of its record; ``None``: see ``changes``.
+        changes: Kill at this change inside a checkpoint.
     """
 
     rank: int
@@ -61,10 +61,10 @@ class Kill:
 
 
 def settings(model: str, folder: Path, given: argparse.Namespace, **changes: Any) -> Any:
-    """Return the config of the recipe that is named."""
+    """Return the config of the named recipe."""
     if given.recipe == "grpo":
         values = grpo_values(model, str(folder))
-        # Three updates a rollout and a checkpoint every two steps: most of them lie in the middle of a rollout.
+        # Three updates per rollout and a checkpoint every two steps: most are in the middle of a rollout.
         values |= {"max_steps": given.steps, "num_iterations": 3, "beta": 0.04, "save_steps": 2, "save_total_limit": 1}
         values |= {"activation_cpu_offload": True, "save": True, "learning_rate": 1e-3}
         values["fsdp_strategy"] = "full_shard" if given.ranks > 1 else "none"
@@ -117,7 +117,7 @@ def rank_main(config: Any, rank: int, ranks: int, kill: Kill | None, writing: in
 
 
 def forked(config: Any, ranks: int, kill: Kill | None, meeting: Path) -> bool:
-    """Train in forks; kill them all when ``kill`` says so. Returns whether they were killed."""
+    """Train in forks; kill them all at ``kill``. Return whether they were killed."""
     reading, writing = os.pipe()
     children: list[int] = []
     for rank in range(ranks):
@@ -128,7 +128,7 @@ def forked(config: Any, ranks: int, kill: Kill | None, meeting: Path) -> bool:
         children.append(child)
     os.close(writing)
     seen = 0
-    while os.read(reading, 1):  # ends with the rank that writes
+    while os.read(reading, 1):  # ends with the writing rank
         seen += 1
         if kill is not None and seen == kill.events:
             os.kill(children[kill.rank], signal.SIGKILL)
@@ -154,7 +154,7 @@ def losses(path: Path) -> dict[int, Any]:
 
 
 def state(folder: Path) -> tuple[int, list[str]]:
-    """Return the step of the last whole checkpoint, and the checkpoints that are not whole."""
+    """Return the step of the last complete checkpoint, and the incomplete checkpoints."""
     whole = checkpoints.complete(folder)
     sealed = {one.folder for one in whole}
     half = [path.name for path in folder.glob("checkpoint-*") if path not in sealed]
@@ -171,7 +171,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     told: list[dict[str, Any]] = []
     for number in range(given.kills + 1):
         rank = chance.randrange(given.ranks)
-        # Of about 20 events a step and 16 changes a checkpoint (few of them rank 1's): the last step stays far away.
+        # About 20 events per step and 16 changes per checkpoint (few by rank 1): the last step stays far away.
         changes = chance.randint(1, 6 if rank else 32)
         drawn = {"changes": changes} if number % 2 else {"events": chance.randint(1, 80)}
         kill = Kill(rank=rank, **drawn) if number < given.kills else None

@@ -1,4 +1,4 @@
-"""Nodes of a job on this machine's loopback: each is a launcher with its ranks, as on a machine of its own."""
+"""Nodes of a job on this machine's loopback: each is a launcher with its ranks, as on separate machines."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def agent(*words: str, port: int, first: bool, restarts: int = 0) -> list[str]:
     """Return the command of one of two torchrun agents, two ranks each, that meet by torch's own rendezvous.
 
     Args:
-        words: What each rank runs, behind ``-m``.
-        port: Where they meet.
-        first: This one keeps the rendezvous.
+        words: The arguments of each rank's ``-m``.
+        port: The rendezvous port.
+        first: Whether this one hosts the rendezvous.
         restarts: ``--max_restarts``.
     """
-    # In seconds; by default torch waits minutes for a node that is gone.
+    # In seconds; by default torch waits minutes for a dead node.
     settings = f"is_host={int(first)},join_timeout=90,last_call_timeout=1"
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_id", "test",
@@ -44,7 +44,7 @@ def agent(*words: str, port: int, first: bool, restarts: int = 0) -> list[str]:
 
 
 class Nodes:
-    """The nodes of a job, and what they print. On leaving, whatever still runs is killed, by its pid."""
+    """The nodes of a job, and their output. On exit, running processes are killed by pid."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[str]] = []
@@ -77,14 +77,14 @@ class Nodes:
         """Wait until a node has printed a line with a text.
 
         Raises:
-            AssertionError: None did in time.
+            AssertionError: The line did not come in time.
         """
         with self._news:
             found = self._news.wait_for(lambda: any(text in line for line in self.printed), seconds)
         assert found, f"{text!r} was not printed in {seconds} s\n{self.tail()}"
 
     def kill(self, node: int) -> None:
-        """End a node as a machine ends that loses its power: launcher and ranks at once."""
+        """Kill a node like a power failure: launcher and ranks at once."""
         process = self.processes[node]
         if process.poll() is not None:
             return
@@ -121,7 +121,7 @@ def load_case(folder: Path) -> None:
     """Load a checkpoint that the second node does not have, on the ranks of two nodes; write whether shards are equal.
 
     Args:
-        folder: Holds ``weights``, as ``save_sharded`` wrote them; the answers go there.
+        folder: Holds ``weights`` from ``save_sharded``; the answers go there.
     """
     import os
 

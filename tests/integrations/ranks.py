@@ -1,4 +1,4 @@
-"""What the ranks of distributed tests run: the recipe, and other people's trainers with our callback."""
+"""The code of the ranks in distributed tests: the recipe, and other trainers with our callback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": Tr
 
 @contextlib.contextmanager
 def fresh_world(*, sharded: bool, ranks_a_node: int | None = None) -> Iterator[None]:
-    """Let accelerate find the ranks anew, as if the process had just begun."""
+    """Reset accelerate's view of the ranks, as in a new process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     def forget() -> None:
@@ -28,7 +28,7 @@ def fresh_world(*, sharded: bool, ranks_a_node: int | None = None) -> Iterator[N
 
     forget()
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_a_node or os.environ["WORLD_SIZE"])
-    os.environ.setdefault("MASTER_ADDR", "localhost")  # asked for where there are several nodes
+    os.environ.setdefault("MASTER_ADDR", "localhost")  # needed if there are several nodes
     undo = shard_on_cpus() if sharded else (lambda: None)
     try:
         yield
@@ -40,9 +40,9 @@ def fresh_world(*, sharded: bool, ranks_a_node: int | None = None) -> Iterator[N
 def recipe(
     model: str, folder: str, /, *, ranks_a_node: int | None = None, digest: bool = False, **changes: Any
 ) -> dict[str, Any]:
-    """Train by the recipe ``sft``; return the losses, what wraps the model, and what was saved.
+    """Train with the recipe ``sft``; return the losses, the model's wrapper, and the saved files.
 
-    With ``digest`` also a digest of each weight and of the optimizer's state, both whole.
+    With ``digest`` also a digest of each full weight and of the full optimizer state.
     """
     from ebbtide_recipes.sft.config import SftConfig
     from ebbtide_recipes.sft.recipe import RECIPE
@@ -79,7 +79,7 @@ def grpo_values(model: str, folder: str) -> dict[str, Any]:
 
 
 def grpo_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Train by the recipe ``grpo``; return what ``recipe`` does, and whether ranks generate until the last is done."""
+    """Train with the recipe ``grpo``; return like ``recipe``, and whether ranks generate until the last is done."""
     from transformers import GenerationMixin
 
     from ebbtide_recipes.grpo.config import GrpoConfig
@@ -106,7 +106,7 @@ def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, d
 
     sharded = config.fsdp_strategy != "none"
     with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=ranks_a_node):
-        warnings.simplefilter("ignore")  # of the hosts; tests of one process have them as errors
+        warnings.simplefilter("ignore")  # of the hosts; they are errors in tests of one process
         config = run.check(recipe, config)
         trainer = run.carry_out(recipe, config, run.claim(config, contextlib.ExitStack()))
         wrapped = found_strategy(trainer.model_wrapped)
@@ -136,7 +136,7 @@ def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, d
 
 
 def _blocks(model: Any) -> list[str]:
-    """Return the names of the blocks that FSDP gathers one by one."""
+    """Return the names of the blocks that FSDP gathers separately."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     units = (FSDPModule, FullyShardedDataParallel)
@@ -162,7 +162,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def recipe_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Call ``recipe`` with positional arguments, as cases are."""
+    """Call ``recipe`` with the positional arguments of a case."""
     return recipe(model, folder, **changes)
 
 
@@ -171,7 +171,7 @@ def trainer_case(
 ) -> dict[str, Any]:
     """Train in a trainer of transformers or TRL; ``offload`` is the switch in its own ``fsdp_config``.
 
-    With ``callback`` the trainer is the host's own class, and the callback stands among its ``callbacks``.
+    With ``callback`` the trainer is the host's own class, and the callback is among its ``callbacks``.
     """
     from ebbtide.integrations.transformers import OffloadCallback, OffloadMixin
     from ebbtide.wrap.strategy import found_strategy
@@ -199,7 +199,7 @@ def trainer_case(
 
 
 def accelerate_case(model: str, offload: bool) -> dict[str, Any]:
-    """Train in a loop of one's own on what accelerate's ``prepare`` returned."""
+    """Train in a hand-written loop on the results of accelerate's ``prepare``."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -242,7 +242,7 @@ def _sharded(network: Any) -> int:
 
 
 def _trainer(kind: str, place: str, folder: str, settings: dict[str, Any]) -> tuple[type, Any, dict[str, Any]]:
-    """Return a trainer's class, its arguments, and what else it takes."""
+    """Return a trainer's class, its arguments, and its further parameters."""
     import trl
     from datasets import Dataset
     from transformers import (

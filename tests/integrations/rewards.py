@@ -1,4 +1,4 @@
-"""Reward functions that tests name as ``path.py:function``: a random model earns something by each of them."""
+"""Reward functions that tests name as ``path.py:function``: a random model earns rewards from each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def vowels(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def nothing(completions: list[str]) -> list[float]:
-    """Return the same for all."""
+    """Return the same reward for all."""
     return [0.5] * len(completions)
 
 

@@ -1,4 +1,4 @@
-"""The examples for Slurm, Kubernetes and Ray: what their launchers are started with is known to torchrun and to sft."""
+"""The examples for Slurm, Kubernetes and Ray: torchrun and sft know the arguments of their launchers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_SECONDS = 550
 
 
 def launched(words: Sequence[str]) -> tuple[Any, Any]:
-    """Return torchrun's settings and the config of the recipe in the words behind ``torchrun``."""
+    """Return torchrun's settings and the recipe's config from the words after ``torchrun``."""
     from torch.distributed.run import get_args_parser
 
     from ebbtide.cli.arguments import read_arguments

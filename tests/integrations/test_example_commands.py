@@ -1,6 +1,6 @@
-"""Example commands of ms-swift, verl and FastVideo, as docs/guides/from-ms-swift-and-verl.md has them.
+"""Example commands of ms-swift, verl and FastVideo, as in docs/guides/from-ms-swift-and-verl.md.
 
-Only the program's name is changed. The page's table of what is refused is what the command line answers.
+Only the program's name is changed. The page's table of refused arguments matches the command line's answers.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ TABLE: list[tuple[int, str, str]] = [
 
 
 def example(number: int) -> tuple[str, list[str]]:
-    """Return an example's verb here, and the words after its program."""
+    """Return an example's verb, and the words after its program."""
     line = re.findall(r"```\n(.*?)\n```", SECTION, re.DOTALL)[number - 1]
     program = next(name for name in PROGRAMS if line.startswith(name))
     return PROGRAMS[program], shlex.split(line.removeprefix(program))
 
 
 def refused(number: int) -> list[str]:
-    """Return what the page says is refused of an example, as its words."""
+    """Return the words of an example that are refused according to the page."""
     return [flag for its, flag, _ in TABLE if its == number]
 
 
 def kept(number: int) -> list[str]:
-    """Return an example's words without those that are refused."""
+    """Return an example's words without the refused ones."""
     _, words = example(number)
     for flag in refused(number):
         name, value = flag.rsplit(maxsplit=1)
@@ -131,7 +131,7 @@ def test_an_example_trains(number: int, tmp_path: Path) -> None:
     assert (summary["mode"], summary["status"], summary["steps"]) == ("ebbtide", "ok", 2)
     assert summary["activation_bytes"]["offloaded"] > 0
     if number == 2:
-        # One rollout of 4 prompts x 5 serves two updates of 2 prompts, and one checkpoint comes after it.
+        # One rollout of 4 prompts x 5 is used in two updates of 2 prompts, followed by one checkpoint.
         events = [json.loads(line) for line in (out / "run.jsonl").read_text().splitlines()]
         rollouts = [e["step"] for e in events if e["event"] == "phase" and (e["name"], e["edge"]) == ROLLOUT]
         assert rollouts == [1]

@@ -1,4 +1,4 @@
-"""The scripts of examples/: bash runs each, a stand-in for ebbtide notes its command, and that runs on a tiny model."""
+"""The scripts of examples/: bash runs each, a fake ebbtide records its command, which then runs on a tiny model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ open(os.environ["NOTED"], "w").write(json.dumps(told))
 
 
 def command_of(script: str, mode: str, folder: Path) -> dict[str, object]:
-    """Let bash run a script with a stand-in for ebbtide; return what it was started with."""
+    """Let bash run a script with a stand-in for ebbtide; return its arguments."""
     stand_in = folder / "bin" / "ebbtide"
     stand_in.parent.mkdir()
     stand_in.write_text(NOTING.format(python=sys.executable))

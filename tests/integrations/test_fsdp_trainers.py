@@ -10,7 +10,7 @@ from tests.helpers.spawn import CaseResult, run_cases
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.ranks import accelerate_case, trainer_case
 
-pytestmark = pytest.mark.timeout(1200)  # many cases in one group of ranks; each has its own limit
+pytestmark = pytest.mark.timeout(1200)  # many cases in one group of ranks, each with its own limit
 
 KINDS = ("trainer", "sft", "dpo", "reward")
 CHECKPOINTED = {"activation_checkpointing": True}
@@ -66,7 +66,7 @@ def test_among_the_callbacks_of_a_hosts_own_trainer_it_does_the_same(results: di
 
 
 @pytest.mark.slow
-def test_beside_fsdps_own_checkpointing_what_it_keeps_is_offloaded(results: dict[str, CaseResult]) -> None:
+def test_under_fsdps_own_checkpointing_kept_tensors_are_offloaded(results: dict[str, CaseResult]) -> None:
     ours, plain = results["checkpointed"].values(), results["sft False"].values()
     assert [rank["wrapped"] for rank in ours] == ["fsdp2", "fsdp2"]
     assert ours[0]["losses"] == plain[0]["losses"]

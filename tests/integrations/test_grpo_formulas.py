@@ -1,4 +1,4 @@
-"""The formulas that verl's keys stand for, written out, and what the trainer computes from the same numbers."""
+"""The formulas of verl's keys, written out, compared with the trainer's results for the same numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dual_clip(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, most: float) -> torch.Tensor:
-    """Return the loss of each token: clipped, and bounded once more where the advantage is negative."""
+    """Return the loss of each token: clipped, and bounded once more if the advantage is negative."""
     clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
     return torch.where(advantage < 0, torch.minimum(-advantage * most, clipped), clipped)
 
@@ -32,7 +32,7 @@ def dual_clip(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: fl
 def loss_and_gradient(
     trainer: Any, log_ratio: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return the trainer's loss of given log-probabilities, and its gradient with respect to them."""
+    """Return the trainer's loss of some log-probabilities, and its gradient with respect to them."""
     log_probs = log_ratio.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)
     trainer.current_gradient_accumulation_steps = 1
@@ -88,7 +88,7 @@ def log_probs(model: Any, made: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},  # one update a rollout: TRL alone would score nothing
+        {},  # one update per rollout: TRL alone would score nothing
         {"beta": 0.04},
         {"num_iterations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2},
         {"train_type": "lora", "lora_rank": 2},

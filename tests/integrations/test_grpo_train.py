@@ -1,4 +1,4 @@
-"""``grpo`` in one process: bitwise in every mode, learns, resumes, evaluates, and says what is wrong."""
+"""``grpo`` in one process: bitwise in every mode, learns, resumes, evaluates, and reports errors."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_losses_and_rewards_are_those_of_plain_training(
     ours = train(model, tmp_path, **WAYS[way], **MODES[mode])
     assert ours["steps"] == plain[way]["steps"]
     assert ours["evaluations"] == plain[way]["evaluations"]
-    # Whole steps: the loss alone is near 0 wherever the advantages of a batch cancel.
+    # Complete steps: the loss alone is near 0 if the advantages of a batch cancel.
     assert len(set(ours["steps"].values())) == len(ours["steps"])
     if mode != "checkpointing":
         stats = ours["stats"][-1]
-        if mode == "auto":  # of a step only the last pass is recorded: one that is measured may keep everything
+        if mode == "auto":  # only the last pass of a step is recorded: a measured one may keep everything
             assert stats["total_copy_out_bytes"] > 0
         else:
             assert any(s["memory_saved_bytes"] >= 0.75 * s["unique_bytes"] > 0 for s in ours["stats"])
@@ -98,7 +98,7 @@ def test_no_pass_without_gradients_is_recorded(model: Path, tmp_path: Path) -> N
     train(model, tmp_path, **WAYS["full"], **OURS)
     events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     passes = [event for event in events if event["event"] == "pass_end"]
-    assert len(passes) == 4  # one forward with gradients a step; generation and log-probabilities are none
+    assert len(passes) == 4  # one forward with gradients per step; generation and log-probabilities have none
 
 
 def test_two_updates_of_a_rollout_share_its_reward(plain: dict[str, dict[str, Any]]) -> None:
@@ -109,7 +109,7 @@ def test_two_updates_of_a_rollout_share_its_reward(plain: dict[str, dict[str, An
 def test_the_reference_is_the_model_as_it_was(plain: dict[str, dict[str, Any]], model: Path, tmp_path: Path) -> None:
     without = train(model, tmp_path, **{**WAYS["lora"], "beta": 0.0})
     first, second, *_ = plain["lora"]["steps"].values()
-    # Before the first update the weights are the reference's: the divergence is zero, and then it is not.
+    # Before the first update the weights are the reference's: the divergence is zero, and nonzero afterwards.
     assert without["steps"][1][0] == first[0]
     assert without["steps"][2][0] != second[0]
 
@@ -120,7 +120,7 @@ def test_unpadded_log_probabilities_are_the_padded_ones(
     padded = train(model, tmp_path, **{**WAYS["unpadded"], "padding_free": False})
     (loss, reward, tokens), (other, same, as_many) = plain["unpadded"]["steps"][1], padded["steps"][1]
     assert (reward, tokens) == (same, as_many)
-    assert abs(loss - other) < 1e-5  # two orders of summing up, the one tolerance here
+    assert abs(loss - other) < 1e-5  # two orders of summation, the only tolerance here
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_rollout_has_no_dropout_and_the_update_has(model: Path, tmp_path: Path
         if name.endswith("lora_B.default"):
             torch.nn.init.normal_(module.weight)  # at first adapters change nothing
     trainer.model.train()
-    trainer.model.get_submodule("base_model.model.model.layers.0").eval()  # stays as it is
+    trainer.model.get_submodule("base_model.model.model.layers.0").eval()  # stays unchanged
     flags = training_flags(trainer.model)
     made = trainer._generate_and_score_completions([trainer.train_dataset[0] for _ in range(4)])
     assert set(seen) == {(False, False, True)}
@@ -241,7 +241,7 @@ def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path
     file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(6)))
     changes = {"dataset": (str(file),), "num_train_epochs": 3.0, "max_steps": -1, "save_steps": 4}
     whole = train(model, tmp_path / "whole", **changes)
-    assert len(whole["steps"]) == 9  # six prompts, two a step, three epochs
+    assert len(whole["steps"]) == 9  # six prompts, two per step, three epochs
     rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert rest["steps"] == {step: whole["steps"][step] for step in range(5, 10)}
 
@@ -259,7 +259,7 @@ def test_a_reward_function_that_raises_stops_the_run(model: Path, tmp_path: Path
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "error"
 
 
-def test_equal_rewards_are_said_once_and_then_now_and_then(
+def test_equal_rewards_are_logged_once_and_then_rarely(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ebbtide_recipes.grpo import trainer

@@ -1,4 +1,4 @@
-"""``grpo`` with vLLM, whose place a stub takes: which weights it gets, and what stays as it was."""
+"""``grpo`` with a stub for vLLM: the weights that it gets, and unchanged state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Root(FSDPModule):
-    """The root of a sharded model; calls are recorded."""
+    """The root of a sharded model that records calls."""
 
     def __init__(self, calls: list[str]) -> None:
         self.unshard = lambda: calls.append("unshard")
@@ -45,7 +45,7 @@ def test_vllm_gets_weights_from_their_shards(model: Path, tmp_path: Path) -> Non
     finally:
         remove()
     assert calls == ["generation begin", "sync", "generation end"]
-    assert trainer.vllm_generation.model is trainer.model  # FSDP1 wraps the one that TRL took
+    assert trainer.vllm_generation.model is trainer.model  # FSDP1 wraps the model that TRL took
 
 
 def test_adapters_merged_for_vllm_leave_the_base_as_it_was(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The Python of the quick start, run as it stands there, on a tiny model; and the plan of the page on plans."""
+"""The Python of the quick start, run unchanged on a tiny model; and the plan of the page on plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks() -> list[str]:
 
 
 def names(place: Path) -> dict[str, Any]:
-    """What the page leaves to its reader: a model, an optimizer, rows, a loop."""
+    """Names that the page leaves to its reader: a model, an optimizer, rows, a loop."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place)
@@ -54,7 +54,7 @@ def test_a_loop_of_ones_own(tiny_model: Path, capsys: pytest.CaptureFixture[str]
     assert "offloaded" in said and "recomputed" in said and "LlamaDecoderLayer/" in said
 
 
-def test_where_save_on_cpu_stands(tmp_path: Path) -> None:
+def test_the_replacement_of_save_on_cpu(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     given = {"ebbtide": __import__("ebbtide"), "model": model, "x": torch.randn(128, 64)}
     exec(blocks()[1], given)

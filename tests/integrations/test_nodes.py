@@ -36,7 +36,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Losses of four ranks that are forks of one process, without ebbtide: DDP, and FSDP2 in two groups of two."""
+    """Losses of four ranks, forks of one process, without ebbtide: DDP, and FSDP2 in two groups of two."""
     folder = tmp_path_factory.mktemp("plain")
     shared: dict[str, Any] = {"dataset": (str(rows),), "max_steps": STEPS}
     changes = {"ddp": shared, "hybrid": {**shared, **HYBRID, "ranks_a_node": 2}}
@@ -103,7 +103,7 @@ def test_a_node_that_dies(
         return
     before, after = losses(out / "run-1.jsonl"), losses(out / "run.jsonl")
     began = int(next(iter(after)))
-    assert 3 <= began <= STEPS and (began - 1) % 2 == 0  # behind a checkpoint
+    assert 3 <= began <= STEPS and (began - 1) % 2 == 0  # after a checkpoint
     assert f"resuming from {out / f'checkpoint-{began - 1}'}" in said
     assert list(after) == [str(step) for step in range(began, STEPS + 1)]
     assert before == {step: plain["hybrid"][step] for step in before}

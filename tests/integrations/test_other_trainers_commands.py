@@ -1,4 +1,4 @@
-"""The commands of docs/guides/from-ms-swift-and-verl.md, each run once with a tiny model in place of theirs.
+"""The commands of docs/guides/from-ms-swift-and-verl.md, each run once with a tiny model.
 
 Flags that have no counterpart are refused, each with its hint.
 """
@@ -111,8 +111,8 @@ def test_commands_of_other_trainers(
     out = tmp_path / "out"
     words = made_small(command, model, seeing, out)
     if strategy == "FSDP":
-        words += ["--save", "false"]  # torch's FSDP1 frees what it gathers, before it is read, where it lies on the CPU
-    if strategy == "DDP":  # ebbtide starts the ranks, or torchrun does; of FSDP ebbtide refuses that on CPUs
+        words += ["--save", "false"]  # on the CPU torch's FSDP1 frees gathered weights before they are read
+    if strategy == "DDP":  # ebbtide starts the ranks, or torchrun does; on CPUs ebbtide refuses to start FSDP
         torchrun = command.startswith("torchrun")
         result = start(words, ranks=None if torchrun else "2", torchrun=torchrun)
         assert result.returncode == 0, result.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Wheel and source archive: built, looked into, and the wheel installed where nothing else is."""
+"""Wheel and source archive: built and inspected, and the wheel installed into an empty environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of programs of an environment that has the wheel and nothing else, torch neither."""
+    """Return the folder of programs of an environment with only the wheel, without torch."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=True)
     install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", str(built[0])]

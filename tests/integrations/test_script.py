@@ -1,4 +1,4 @@
-"""Scripts that know nothing of ebbtide, switched from outside: each shape of a loop, bitwise."""
+"""Scripts without ebbtide, switched from outside: each shape of a loop, bitwise."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_mode_trains_the_same_bits(shape: str, tmp_path: Path) -> None:
 def test_phases_follow_the_loop(shape: str, tmp_path: Path) -> None:
     run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="plain", steps=3)
     edges = [(e["name"], e["edge"], e["step"]) for e in run.all("phase")]
-    names = ["forward", "backward"] + ["optimizer"] * (shape == "plain")  # a closure's step holds the other two
+    names = ["forward", "backward"] + ["optimizer"] * (shape == "plain")  # a closure's step contains the other two
     assert edges == [(n, edge, step) for step in (1, 2, 3) for n in names for edge in ("begin", "end")]
     assert [event["step"] for event in run.all("trim")] in ([3], [])  # none on another C library
     assert run.all("parts")[0]["gradient_bytes"] > 0
@@ -74,7 +74,7 @@ def test_losses_under_a_scaler_are_those_of_the_script(shape: str, tmp_path: Pat
 
 
 def test_a_later_stage_with_an_optimizer_of_its_own_counts(tmp_path: Path) -> None:
-    """From its second step on: the first could be that of an adversary."""
+    """From its second step on: the first could belong to an adversary."""
     run = run_switched(LOOP, "stages", folder=tmp_path / "run", mode="ebbtide", steps=4)
     assert run.code == 0 and "the script's last line" not in run.output, run.output
     printed = [float(line.split()[1]) for line in run.output.splitlines() if line.startswith("loss ")]
@@ -158,7 +158,7 @@ def test_a_script_with_ebbtide_in_it_is_not_compared_but_runs(tmp_path: Path) ->
     assert not models(run.notes)
 
 
-@pytest.mark.timeout(1200)  # each process of TRL's imports it anew
+@pytest.mark.timeout(1200)  # each TRL process imports it again
 @pytest.mark.parametrize(
     "name", ["trainer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "sft-lora"))]
 )

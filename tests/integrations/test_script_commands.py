@@ -1,4 +1,4 @@
-"""`ebbtide run` and `ebbtide compare` with commands as users type them: real processes from their start."""
+"""`ebbtide run` and `ebbtide compare` with commands as users type them: real processes from the start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ran(*argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_run_offloads_a_script_and_leaves_a_report(tmp_path: Path) -> None:
-    """Also: a sitecustomize that the environment has already is still run."""
+    """An existing sitecustomize of the environment still runs."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = 'ran'; import torch\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -138,7 +138,7 @@ def test_compare_stops_at_a_command_that_trains_nothing(tmp_path: Path, capsys: 
     assert ebbtide.cli.main(["compare", "--out", str(tmp_path / "b"), "--", *failing]) == 1
     error = capsys.readouterr().err
     assert "ended with exit code 3 before it trained a model; expected a command that trains a model\n" in error
-    assert "model\nno such data set\nhint: " in error  # its last lines, between what was expected and what to do
+    assert "model\nno such data set\nhint: " in error  # its last lines, between the expectation and the hint
     assert not list(tmp_path.glob("*/round-1/checkpointing"))
 
 
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_the_script_and_closes_its_record(tmp_path: Path) -> None:
 def test_signals_reach_the_command_and_its_code_comes_back(name: str) -> None:
     script = f'trap "exit 4" {name[3:]}; echo ready; for i in $(seq 600); do sleep 0.05; done'
     argv, number = ebbtide_command("run", "--", "sh", "-c", script), getattr(signal, name)
-    before = signal.signal(number, signal.SIG_DFL)  # ignored by the shell that started the tests, it would be here, too
+    before = signal.signal(number, signal.SIG_DFL)  # if the shell that started the tests ignores it, so does the child
     try:
         with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as run:
             assert run.stdout is not None and run.stdout.readline() == b"ready\n"
@@ -213,7 +213,7 @@ def test_a_process_that_outlives_the_command_trains_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # up to six starts of Python and torch, one after the other
+@pytest.mark.timeout(1800)  # up to six starts of Python and torch in sequence
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_ranks_of_a_launcher_are_switched_and_one_records(launcher: str, tmp_path: Path) -> None:
     start = {

@@ -1,4 +1,4 @@
-"""Adapters of other kinds than LoRA, and adapters gone on with: trained, saved, resumed, on models built empty too."""
+"""Adapters of other kinds than LoRA, and existing adapters: trained, saved, resumed, also on models built empty."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
 
 pytestmark = [
-    # PEFT, of its own doings.
+    # PEFT's own warnings.
     pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1:UserWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type .*Norm:UserWarning"),  # of LN_TUNING, which copies it
-    # transformers loads adapters of a checkpoint over those that are there.
+    # transformers loads a checkpoint's adapters over existing ones.
     pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning"),
 ]
 
@@ -64,7 +64,7 @@ def test_adapters_of_a_run_are_where_the_next_begins(tiny_model: Path, tmp_path:
     first = train(tiny_model, tmp_path / "first", **of, save=True)
     again = {"train_type": "lora", "adapters": str(tmp_path / "first"), "memory_efficient_init": efficient}
     second = train(tiny_model, tmp_path / "second", **again, **OURS, save=True)
-    assert second[1] < first[1]  # the same rows, after what was learned of them
+    assert second[1] < first[1]  # the same rows, after learning
     before, after = values(tmp_path / "first"), values(tmp_path / "second")
     assert before.keys() == after.keys() and before != after
     settings = json.loads((tmp_path / "second" / "adapter_config.json").read_text())

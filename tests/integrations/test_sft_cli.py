@@ -50,7 +50,7 @@ def test_a_file_and_flags_train_a_model(settings: Path) -> None:
     assert "INFO step 3/3" in result.stderr
     assert " step 3/3 " in (out / "training.log").read_text()
     assert "Traceback" not in result.stderr
-    assert "Warning" not in result.stderr  # neither ours nor about how we call others
+    assert "Warning" not in result.stderr  # neither from our code nor about our calls
 
 
 @pytest.mark.parametrize(("level", "traceback"), [("info", False), ("debug", True)])
@@ -76,7 +76,7 @@ def test_ctrl_c_and_sigterm_close_the_run_file(
 ) -> None:
     store, rows = settings.parent / "store", settings.parent / "rows.jsonl"
     store.mkdir()
-    rows.write_text('{"text": "It returns the value of the argument."}\n' * 200)  # pydoc's take seconds to collect
+    rows.write_text('{"text": "It returns the value of the argument."}\n' * 200)  # pydoc's rows take seconds to collect
     argv = command(settings, "--max_steps", 1_000_000, "--activation_cpu_offload", offload, "--disk_path", store)
     argv += ["--dataset", str(rows)]
     with subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""The recipe on models beside a plain decoder in float: experts, images, weights in 4 bits."""
+"""The recipe on models other than a plain float decoder: experts, images, weights in 4 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integrations.conftest import make_tiny_model
 from tests.integrations.families import make_llava, make_moe, make_pictures, make_qwen_vl
 
 pytestmark = [
-    # transformers and bitsandbytes, of their own doings.
+    # transformers' and bitsandbytes' own warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:bitsandbytes"),
     pytest.mark.filterwarnings("ignore::FutureWarning:bitsandbytes"),
 ]
@@ -61,7 +61,7 @@ def with_tokens(model: Path, added: dict[str, Any]) -> Path:
 
 
 def both(model: Path, folder: Path, **changes: object) -> dict[str, Any]:
-    """Train plainly and with ebbtide; the losses are the same, and bytes were saved."""
+    """Train without and with ebbtide; assert equal losses, and that bytes were saved."""
     plain = train(model, folder / "plain", **changes)
     ours = train(model, folder / "ours", activation_cpu_offload=True, **changes)
     assert ours["losses"] == plain["losses"]

@@ -42,7 +42,7 @@ def hearing(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def seeing(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Path]:
-    """Makes Qwen2-VL with a part for videos; transformers loads its processor as it is."""
+    """Make a Qwen2-VL with a part for videos, whose processor transformers can load."""
     import transformers
 
     def make(films: Any) -> Path:
@@ -57,7 +57,7 @@ def test_videos_are_trained_on(seeing: Callable[[Any], Path], tmp_path: Path) ->
     rows = make_films(tmp_path / "films")
     changes = {"dataset": (str(rows),), "per_device_train_batch_size": 4, "max_steps": 2, "freeze_vit": False}
     ours = both(seeing(Films()), tmp_path, **changes)
-    for number in range(4):  # other films, other losses
+    for number in range(4):  # other videos, other losses
         (rows.parent / f"{number}.mp4").unlink()
     make_films(rows.parent, frames=16)
     other = train(tmp_path / "qwen", tmp_path / "other", **changes)
@@ -155,7 +155,7 @@ def test_rows_with_images_that_are_too_long_are_refused_before_the_weights_are_l
     table = data.load([f"{rows}#4"], data.Reading(chat=True, seed=0, takes=("image",)))
     collator = MediaCollator(processor=processor, max_length=64, completion_only=False)
     asked: list[Any] = []
-    monkeypatch.setattr(  # a processor that says too much is not believed
+    monkeypatch.setattr(  # a processor that claims too much is not trusted
         type(processor), "_get_num_multimodal_tokens",
         lambda self, image_sizes: asked.append(image_sizes) or SimpleNamespace(num_image_tokens=[100]),
     )  # fmt: skip
@@ -187,11 +187,11 @@ def test_frames_are_those_that_the_processor_chooses(tmp_path: Path) -> None:
     some, facts = decode.video(str(tmp_path / "0.mp4"), lambda metadata: [0, metadata.total_num_frames - 1])
     assert (some == every[[0, 7]]).all() and facts["frames_indices"] == [0, 7]
     some, facts = decode.video(str(tmp_path / "0.mp4"), lambda metadata: [0, 4, metadata.total_num_frames])
-    assert (some == every[[0, 4]]).all() and facts["frames_indices"] == [0, 4]  # Qwen2-VL's may round to one too many
+    assert (some == every[[0, 4]]).all() and facts["frames_indices"] == [0, 4]  # Qwen2-VL may round to one too many
 
 
 def copied(film: Path, copy: Path, *, cut: float) -> Path:
-    """Copy a film as ``ffmpeg -ss CUT -c copy -movflags faststart`` does, without encoding it."""
+    """Copy a video like ``ffmpeg -ss CUT -c copy -movflags faststart``, without encoding it."""
     import av
 
     with av.open(film) as old, av.open(copy, "w", options={"movflags": "faststart"}) as new:

@@ -1,4 +1,4 @@
-"""The recipe with ebbtide on: the losses of plain training, bit by bit, and a record of what was saved."""
+"""The recipe with ebbtide on: bitwise the losses of ordinary training, and a record of the savings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integrations.conftest import make_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sequences of 256 tokens make storages that are worth moving (64 KiB and more)."""
+    """Sequences of 256 tokens, for storages that are worth moving (64 KiB and more)."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-llama-256"), positions=256)
 
 
@@ -97,7 +97,7 @@ def test_lora_trains_the_same_with_ebbtide(model: Path, tmp_path: Path) -> None:
     assert with_it["summary"]["memory_saved_bytes"] > 0
 
 
-def test_the_saving_is_said_at_the_end(model: Path, tmp_path: Path) -> None:
+def test_the_saving_is_logged_at_the_end(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path, activation_cpu_offload=True, max_steps=2)
     log = (tmp_path / "training.log").read_text()
     assert "Enabling activation offloading for single-device strategy" in log
@@ -109,7 +109,7 @@ def test_the_saving_is_said_at_the_end(model: Path, tmp_path: Path) -> None:
     assert all(line["memory_saved(GiB)"] > 0 and line["stall(s)"] >= 0 for line in figures)
 
 
-def test_hooks_are_gone_afterwards(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_removed_afterwards(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handles = []
     real = ebbtide.enable_activation_offloading
     monkeypatch.setattr(

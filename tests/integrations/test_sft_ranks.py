@@ -1,4 +1,4 @@
-"""The recipe on two ranks: FSDP2 and DDP in every mode, and what is saved there."""
+"""The recipe on two ranks: FSDP2 and DDP in every mode, and the saved files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_losses_are_those_of_plain_training(
     assert [rank["wrapped"] for rank in (*ours, *plain)] == [wrapped] * 4
     assert ours[0]["losses"] == plain[0]["losses"]
     assert len(set(ours[0]["losses"].values())) == CASES[name].get("max_steps", 3)
-    assert set(ours[0]["tokens"]) == {512}  # one sequence of 256 tokens a rank
+    assert set(ours[0]["tokens"]) == {512}  # one sequence of 256 tokens per rank
     if CASES[name].get("activation_cpu_offload"):
         assert ours[0]["saved"] > 0
 

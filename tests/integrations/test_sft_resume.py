@@ -1,4 +1,4 @@
-"""Saving, going on, evaluating, and what goes wrong on the way."""
+"""Saving, resuming, evaluating, and failures on the way."""
 
 from __future__ import annotations
 
@@ -49,15 +49,20 @@ def weights(folder: Path) -> bytes:
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"train_type": "lora"}, marks=pytest.mark.slow)], ids=["full", "lora"]
 )
-def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(tiny_model: Path, tmp_path: Path, changes: dict) -> None:
+def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(
+    tiny_model: Path, tmp_path: Path, changes: dict, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = train(tiny_model, tmp_path / "whole", save_steps=2, activation_cpu_offload=True, **changes)
     half = tmp_path / "half"
-    train(tiny_model, half, max_steps=2, save_steps=2, activation_cpu_offload=True, **changes)
-    rest = train(tiny_model, half, resume_from_checkpoint="latest", activation_cpu_offload=True, **changes)
+    latest: dict[str, object] = {"resume_from_checkpoint": "latest", "activation_cpu_offload": True, **changes}
+    train(tiny_model, half, max_steps=2, save_steps=2, **latest)
+    assert caplog.text.count("holds no complete checkpoint: the run starts at the first step") == 1
+    rest = train(tiny_model, half, **latest)
     assert rest == {step: whole[step] for step in (3, 4)}
     before = [json.loads(line) for line in (half / "run-1.jsonl").read_text().splitlines()]
     assert [event["step"] for event in before if event["event"] == "step"] == [1, 2]
     assert (half / "training.log").read_text().count(" steps done") == 2
+    assert not (half / "README.md").exists()  # TRL's card of a model without a name
 
 
 def test_a_resumed_run_saves_by_its_own_flags_and_names_the_rates_it_keeps(
@@ -72,11 +77,17 @@ def test_a_resumed_run_saves_by_its_own_flags_and_names_the_rates_it_keeps(
     assert f"is resumed with {kept}, not with this run's {ours}" in caplog.text
 
 
-def test_a_run_that_is_done_does_no_step_more(tiny_model: Path, tmp_path: Path) -> None:
-    train(tiny_model, tmp_path, max_steps=2, save_steps=2, save=True)
+def test_a_run_that_is_done_does_no_step_more(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes: dict[str, object] = {"max_steps": 2, "save_steps": 2, "save": True, "activation_cpu_offload": True}
+    train(tiny_model, tmp_path, **changes)
     done = weights(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert train(tiny_model, tmp_path, max_steps=2, save_steps=2, save=True, resume_from_checkpoint="latest") == {}
+    caplog.clear()
+    assert train(tiny_model, tmp_path, **changes, resume_from_checkpoint="latest") == {}
+    assert "nothing left to train: step 2 is done, and max_steps is 2; hint: " in caplog.text
+    assert "nothing was offloaded" not in caplog.text
     assert weights(tmp_path) == done
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "ok"
 
@@ -151,19 +162,19 @@ def test_a_loss_that_is_no_number_stops_the_run(
     assert events(tmp_path)[-1]["status"] == "error"
 
 
-def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
+def test_a_step_whose_loss_is_no_number_can_be_skipped(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_model, tmp_path / "one", max_steps=1, save=True, weight_decay=0.1)
     spoil(monkeypatch, 2)
     losses = train(tiny_model, tmp_path / "two", max_steps=2, save=True, weight_decay=0.1, nan_loss="skip")
-    assert losses[2] == "nan"  # strict JSON writes it so
+    assert losses[2] == "nan"  # its form in strict JSON
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert "the loss of step 2 is nan: the step is skipped" in (tmp_path / "two" / "training.log").read_text()
 
 
 class Spoiled(torch.autograd.Function):
-    """Passes a value on, and a gradient that is not finite back."""
+    """Passes a value through, and returns a gradient that is not finite."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -266,7 +277,7 @@ def test_kills_at_drawn_instants_lose_nothing(
     done: set[str] = set()
     for run in runs:
         assert run["losses"] == {step: whole[step] for step in run["losses"]}
-        # It goes on behind the last whole checkpoint, and no checkpoint is lost: they are never fewer steps.
+        # It resumes after the last complete checkpoint, and no checkpoint is lost: the step never decreases.
         assert list(run["losses"])[:1] in ([], [str(run["from"] + 1)])
         done |= set(run["losses"])
     assert done == set(whole)

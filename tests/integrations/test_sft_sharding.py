@@ -1,6 +1,6 @@
-"""The recipe sharded in its other ways: FSDP1, hybrid, models built empty, checkpoints of other world sizes.
+"""The recipe with other kinds of sharding: FSDP1, hybrid, models built empty, checkpoints of other world sizes.
 
-Each runs on gloo ranks, and equals bit by bit the same without offloading, or without the flag.
+Each runs on gloo ranks, and is bitwise equal to the same run without offloading, or without the flag.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def four(places: dict[str, Path], two: dict[str, CaseResult]) -> dict[str, CaseR
 
 
 def check(results: dict[str, CaseResult], name: str, like: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The losses of two cases are the same; both are wrapped as they say; bytes were saved where they should be."""
+    """Assert that two cases have equal losses, the right wrappers, and saved bytes if expected."""
     ours, plain = results[name].values()[0], results[like].values()[0]
     wrapped = name.split()[0] if name.split()[0] in ("fsdp1", "ddp") else "fsdp2"
     assert ours["wrapped"] == plain["wrapped"] == {"fsdp1": "fsdp"}.get(wrapped, wrapped)
@@ -151,7 +151,7 @@ def test_a_model_built_empty_ends_with_the_same_weights_and_optimizer(two: dict[
 def test_four_ranks_go_on_from_the_checkpoint_of_two_with_its_weights_and_optimizer(
     two: dict[str, CaseResult], four: dict[str, CaseResult]
 ) -> None:
-    """The checkpoint had done all steps, so what is there is what was read."""
+    """The checkpoint has all steps done, so the values are those that were read."""
     assert four["fsdp2 from two"].values()[0]["state"] == two["fsdp2"].values()[0]["state"]
 
 

@@ -104,7 +104,7 @@ def test_a_chat_that_the_template_refuses_is_an_error_that_names_it(tiny_model: 
 
 
 def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Path) -> None:
-    """It is rendered in the trainer's own code, so a template that finds them as they were refuses: that shows it."""
+    """Rendering is in the trainer's own code, so the template itself checks the values and raises if they differ."""
     call = {"type": "function", "function": {"name": "light", "arguments": {"on": True}}}
     seen = (
         "{% if tools and tools[0]['function']['name'] == 'light' and not messages[0].tool_calls is defined "
@@ -244,7 +244,7 @@ def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_
     assert "--max_length 82" in caught.value.hint
     assert len(losses(train(tiny_model, tmp_path / "whole", **{**values, **changes, "max_length": 82}))) == 1
     train(tiny_model, tmp_path / "cut", **{**values, **changes, "max_length": 32, "truncation": "right"})
-    # The fourth has a prompt that fills them: nothing of it is learned.
+    # The prompt of the fourth fills the length: nothing of it is learned.
     assert f"2 of 3 rows of {long} fill max_length, 32 tokens: " in (tmp_path / "cut" / "training.log").read_text()
     assert "fill max_length" not in (tmp_path / "whole" / "training.log").read_text()
 
@@ -337,7 +337,7 @@ def test_the_log_file_carries_the_documented_figures(tiny_model: Path, tmp_path:
     first = json.loads(lines[0][lines[0].index("{") :])
     assert first["percentage"] == "50.00%" and first["epoch"] < figures["epoch"]
     assert figures["loss"] == pytest.approx(losses(run)[-1], rel=1e-5)
-    assert figures["memory_saved(GiB)"] is None  # nothing was to be saved, so nothing is known
+    assert figures["memory_saved(GiB)"] is None  # no saving was requested, so nothing is known
 
 
 def test_the_load_of_the_weights_is_in_the_record_and_drawn(tiny_model: Path, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_the_saved_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) ->
 def test_settings_of_generation_are_saved_as_they_were_published(
     published: dict[str, float], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Settings that transformers reads with a warning and refuses to save, because trainers add the tokenizer's."""
+    """Transformers reads them with a warning and refuses to save them, because trainers add the tokenizer's."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     (model / "generation_config.json").write_text(json.dumps({**published, "eos_token_id": 2}))

@@ -1,4 +1,4 @@
-"""What trackers are told: TensorBoard's event file is read back, a stand-in for Weights & Biases notes its calls."""
+"""Values sent to trackers: TensorBoard's event file is read back, a stand-in for Weights & Biases records calls."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OURS = {"max_steps": 2, "max_length": 256, "activation_cpu_offload": True}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sequences of 256 tokens make storages that are worth moving (64 KiB and more)."""
+    """Sequences of 256 tokens, for storages that are worth moving (64 KiB and more)."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-llama-256"), positions=256)
 
 
 def scalars(path: Path) -> dict[str, dict[int, float]]:
-    """Read an event file: length, checksum, event, checksum, and again. Tag → step → value."""
+    """Read an event file, records of length, checksum, event, checksum; return tag → step → value."""
     from tensorboardX.proto.event_pb2 import Event
 
     found: dict[str, dict[int, float]] = {}
@@ -48,7 +48,7 @@ def test_tensorboard_holds_every_step_field(model: Path, tmp_path: Path) -> None
     losses = train(model, tmp_path, report_to=("tensorboard",), **OURS)
     (path,) = tmp_path.rglob("events.out*")
     found = scalars(path)
-    # Its writer puts _ where a bracket stands.
+    # Its writer replaces brackets with _.
     tags = {"train/" + name.replace("(", "_").replace(")", "_") for name in FIELDS}
     assert tags <= set(found)
     for tag in tags:
@@ -70,7 +70,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(model: 
 
 
 class Noting(dict[str, Any]):
-    """A run's config or summary: a mapping that notes what it was updated with."""
+    """A run's config or summary: a mapping that records its updates."""
 
     def update(self, *args: Any, allow_val_change: bool = False, **kwargs: Any) -> None:
         super().update(*args, **kwargs)
@@ -78,7 +78,7 @@ class Noting(dict[str, Any]):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module with what transformers calls of wandb; ``calls`` has the calls."""
+    """A module with the functions of wandb that transformers calls; ``calls`` has the calls."""
     names = ("wandb", "wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util")
     for name in names:
         module = ModuleType(name)
@@ -98,7 +98,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-def test_wandb_is_given_the_project(model: Path, tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_project(model: Path, tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     train(model, tmp_path, report_to=("wandb",), project_name="gsm8k", **OURS)
     [(_, settings)] = [call for call in wandb.calls if call[0] == "init"]
@@ -106,7 +106,7 @@ def test_wandb_is_given_the_project(model: Path, tmp_path: Path, wandb: Any, mon
     assert "WANDB_PROJECT" not in os.environ
 
 
-def test_wandb_is_told_every_step_field(model: Path, tmp_path: Path, wandb: Any) -> None:
+def test_wandb_gets_every_step_field(model: Path, tmp_path: Path, wandb: Any) -> None:
     losses = train(model, tmp_path, report_to=("wandb",), run_name="mine", **OURS)
     assert [call for call in wandb.calls if call[0] == "init"] == [("init", {"project": "huggingface", "name": "mine"})]
     logged = [values for name, values in wandb.calls if name == "log" and "train/loss" in values]

@@ -1,4 +1,4 @@
-"""The video recipe on ranks: FSDP2, HSDP and DDP, adapters, three models, averages; and going on there."""
+"""The video recipe on ranks: FSDP2, HSDP and DDP, adapters, three models, averages; and resuming."""
 
 from __future__ import annotations
 

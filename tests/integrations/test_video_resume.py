@@ -1,4 +1,4 @@
-"""A video run that is killed at drawn instants goes on each time, and ends as if it had never been killed."""
+"""A video run that is killed at random instants resumes each time, and ends as if it had never been killed."""
 
 from __future__ import annotations
 

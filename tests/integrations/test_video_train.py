@@ -1,4 +1,4 @@
-"""``video`` on tiny pipelines: losses of plain training, resume, latents, samples, adapters, averages, refusals."""
+"""``video`` on tiny pipelines: losses of ordinary training, resume, latents, samples, adapters, averages, refusals."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_pipeline_is_trained_sampled_and_saved_as_diffusers_loads_it(pipeline:
     name = "blocks.0.attn1.to_q.weight"
     assert not torch.equal(before[name], after[name]) and not torch.equal(average[name], after[name])
     phases = [event["name"] for event in events(tmp_path) if event["event"] == "phase" and event["edge"] == "begin"]
-    assert phases[:4] == ["load", "text_encoder", "vae", "sample"]  # each part is loaded for its phase alone
+    assert phases[:4] == ["load", "text_encoder", "vae", "sample"]  # each part is loaded only for its phase
     parts = next(event for event in events(tmp_path) if event["event"] == "parts")
     assert parts["optimizer_bytes"] > parts["weights"]["transformer"] == parts["gradient_bytes"] > 0
     assert [event["step"] for event in events(tmp_path) if event["event"] == "sample"] == [0, 2, 3]

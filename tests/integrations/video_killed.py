@@ -1,4 +1,4 @@
-"""Trains a video transformer while it is killed with SIGKILL at drawn instants; see ``killed.py``.
+"""Train a video transformer while it is killed with SIGKILL at random instants; see ``killed.py``.
 
 python -m tests.integrations.video_killed builtin:tiny-wan FOLDER --seed 20 [--kills 10] [--steps 30]
 """

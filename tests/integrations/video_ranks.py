@@ -1,4 +1,4 @@
-"""What the ranks of the video recipe's distributed tests run."""
+"""The code of the ranks in the video recipe's distributed tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integrations.ranks import _digests, fresh_world
 
 
 def video_case(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Train by the recipe; return losses, what wraps the module, digests of weights and of the optimizer's state."""
+    """Train with the recipe; return losses, the module's wrapper, digests of weights and of the optimizer's state."""
     from ebbtide.wrap.strategy import found_strategy
     from ebbtide_recipes.skeleton import run
     from ebbtide_recipes.video.config import VideoConfig

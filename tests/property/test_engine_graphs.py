@@ -1,4 +1,4 @@
-"""Random graphs under every policy give plain autograd's bits, or fail where it fails. Invariants 1, 4, 5 and 6."""
+"""Random graphs under every policy are bitwise plain autograd, or fail where it fails. Invariants 1, 4, 5 and 6."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOWS = st.sampled_from([1, 200, 1 << 20])
 
 
 def is_an_operand_that_changed(got: Observed) -> bool:
-    """The one thing that is legal without hooks and is refused with them: see test_in_place.py and test_operands.py."""
+    """The one operation that is legal without hooks but refused with them: test_in_place.py and test_operands.py."""
     refusals = (
         "needed to recompute another tensor and was changed in place",
         "weight changed between the forward and the backward that recomputes",
@@ -47,10 +47,10 @@ def check(
     backward: Backward = all_at_once,
 ) -> None:
     if isinstance(backward, Schedule) and backward.makes_graphs:
-        thread = False  # autograd orders nodes by numbers that each thread counts for itself: sums differ in a last bit
+        thread = False  # autograd orders nodes by numbers that each thread counts alone: sums differ in the last bit
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch says of an operator, it says in plain training too
-        # In a thread of its own plain autograd, too, adds up in another order where a view was changed in place.
+        warnings.simplefilter("ignore")  # torch raises this in ordinary training too
+        # In a thread of its own plain autograd, too, sums in another order if a view was changed in place.
         expected = observe(graph, LEAVES, blocks=True, thread=thread, backward=backward)
         before = len(Oracle.alive)
         copied = observe(graph, LEAVES, "oracle", blocks=True, thread=thread, backward=backward)
@@ -113,7 +113,7 @@ def test_the_disk_gives_the_same_bits(
 
 @pytest.mark.parametrize("name", [*OPERATORS, *CHANGES])
 def test_every_operator_that_is_drawn_can_be_computed(name: str) -> None:
-    """An operator that fails on every shape would only look as if it were tried."""
+    """An operator that fails on every shape would only seem to be covered."""
     computed = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

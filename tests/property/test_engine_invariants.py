@@ -1,4 +1,4 @@
-"""What crosses the link and what stays on the device, to the byte, for random graphs. Invariants 2, 3, 6 and 8."""
+"""Bytes that cross the link and bytes that stay on the device, exactly, for random graphs. Invariants 2, 3, 6 and 8."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_of(seed: int) -> ByTable:
 
 
 class Around:
-    """A block's hooks, and around them a note of every storage that is saved. Autograd holds it: it holds no tensor."""
+    """A block's hooks, and a record of every saved storage around them. It holds no tensor: autograd holds it."""
 
     def __init__(self, watched: Watched, opened: Any) -> None:
         self.engine, self.runs, self.opened = watched.engine, watched.runs, opened
@@ -55,12 +55,12 @@ class Around:
 
 
 def dying_slots(engine: Any) -> list[Any]:
-    """Slots that nobody holds, and whose copies run."""
+    """Unreferenced slots with running copies."""
     return [*engine.tier._dead, *engine.tier._leaving]
 
 
 class Watched:
-    """A graph's forward under an engine, with every storage that was saved."""
+    """A graph's forward under an engine, with every saved storage."""
 
     def __init__(self, engine: Any, graph: Graph) -> None:
         self.engine = engine
@@ -74,7 +74,7 @@ class Watched:
         try:
             self.outputs = [o for o in graph(self.leaves, self.block) if o.requires_grad]
         except RuntimeError:
-            with pytest.raises(RuntimeError):  # an operator that refuses what the graph feeds it, without hooks too
+            with pytest.raises(RuntimeError):  # an operator that refuses the graph's inputs, without hooks too
                 graph(self.leaves, lambda *inputs: contextlib.nullcontext())
             reject()
         finally:
@@ -90,7 +90,7 @@ class Watched:
         held |= {s._cdata for r in self.light if (s := r()) is not None}
         alive = {s._cdata: s.nbytes() for r in self.storages if (s := r()) is not None}
         entries = [e for run in self.runs for r in run.entries if (e := r()) is not None]
-        # What was cast up waits in a narrower copy of its own, which outlives its entry until its copy-out ends.
+        # A tensor that was cast up has a narrower copy, which outlives its entry until its copy-out ends.
         sources = [e.source for e in entries] + [slot.source for slot in dying_slots(self.engine)]
         alive |= {s._cdata: s.nbytes() for t in sources if t is not None and (s := t.untyped_storage())}
         return sum(nbytes for key, nbytes in alive.items() if key not in held)
@@ -108,7 +108,7 @@ GRADIENT_INSIDE = Graph((*[("add", 0, 0, 0)] * 3, ("inner_gradient", 0, 0, 0)), 
 @example(GRADIENT_INSIDE, 0, 400, 1.0)
 @given(graphs(outside=False), st.integers(0, 99), st.sampled_from([1, 100, 400, 1 << 20]), st.sampled_from([1.0, 1e12]))
 def test_what_stays_is_what_is_kept_and_the_window(graph: Graph, seed: int, window_bytes: int, rate: float) -> None:
-    """After forward the device holds the kept storages and what is being copied out: at most the window."""
+    """After the forward the device holds the kept storages and those being copied out: at most the window."""
     with warnings.catch_warnings(), open_engine(plan_of(seed), rate=rate, window_bytes=window_bytes) as engine:
         warnings.simplefilter("ignore")
         watched = Watched(engine, graph)
@@ -118,7 +118,7 @@ def test_what_stays_is_what_is_kept_and_the_window(graph: Graph, seed: int, wind
         device = engine.tier.device
         device.compute(1e9)  # every copy is done
         engine._copy_out.retire()
-        assert engine.tier.used_bytes >= 0  # whoever asks lets go of the sources of slots that died before their copies
+        assert engine.tier.used_bytes >= 0  # any call drops the sources of slots that died before their copies
         assert watched.device_bytes() == kept == _sources(watched)[0]
         watched.backward()
 

@@ -30,13 +30,13 @@ everywhere = pytest.mark.parametrize(("policy", "tier"), [(p, t) for p in POLICI
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drops what is raised in a destructor, where a signal may well strike: a report would keep its frames alive."""
+    """Drop exceptions in destructors, where a signal may strike: a report would keep frames alive."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
 
 
 @contextlib.contextmanager
 def calls_counted(before: Callable[[], None]) -> Iterator[None]:
-    """``before`` runs at the start of every call of a hook."""
+    """Run ``before`` at the start of every call of a hook."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((BlockRun, "pack"), (Engine, "unpack")):
             patch.setattr(owner, name, _after(before, getattr(owner, name)))
@@ -89,7 +89,7 @@ def sweep(trainee: Trainee, error: type[BaseException], chosen: Callable[[int], 
     struck: set[str] = set()
     for when in chosen(counting.count):
         fuse = Fuse(error, when, also=TORCH_AND_CONTEXTS)
-        with contextlib.suppress(error):  # not always raised: a destructor swallows it, a rule is left out
+        with contextlib.suppress(error):  # not always raised: a destructor swallows it, or a rule is skipped
             fuse.burn(trainee.step)
         try:
             trainee.assert_recovers()
@@ -119,7 +119,7 @@ def test_a_signal_at_every_point(policy: str, tier: str) -> None:
 @everywhere
 @pytest.mark.usefixtures("dropped")
 def test_a_real_signal_at_some_moment_of_a_step(policy: str, tier: str) -> None:
-    """Another thread sends SIGINT once the k-th hook was called; it arrives wherever the step is then."""
+    """Another thread sends SIGINT at the k-th call of a hook; it arrives wherever the step is then."""
     main = threading.main_thread().ident or 0
     with training(policy, tier) as trainee:
         count = Countdown(KeyboardInterrupt)
@@ -142,7 +142,7 @@ def test_a_real_signal_at_some_moment_of_a_step(policy: str, tier: str) -> None:
             try:
                 with calls_counted(mark):
                     trainee.step()
-                thread.join()  # not yet sent: then it arrives here
+                thread.join()  # sent late: it arrives here
             except KeyboardInterrupt:
                 pass
             thread.join()

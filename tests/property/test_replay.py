@@ -1,4 +1,4 @@
-"""A step that differs from the one before is treated as if nothing were remembered of that one. [Note: memo]."""
+"""A step that differs from the previous one is treated as if nothing were remembered of it. [Note: memo]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIONS = [Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE]
 
 
 class Settled(ByTable):
-    """Any action for any site; for some sites it says in advance that it recomputes nothing."""
+    """Any action for any site; for some sites it promises in advance not to recompute."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(lambda c: ACTIONS[self.number(c) % 3])
@@ -34,7 +34,7 @@ class Settled(ByTable):
 
 
 class Sparing(ByTable):
-    """Keeps what fits into a few bytes, and says in advance what it does."""
+    """Keeps what fits into a few bytes, and announces its actions in advance."""
 
     def __init__(self, most: int) -> None:
         super().__init__(lambda c: Action.KEEP if c.kept_bytes + c.bytes_ <= most else Action.OFFLOAD)
@@ -49,7 +49,7 @@ def plan_of(seed: int) -> ByTable:
 
 @st.composite
 def changed(draw: st.DrawFn) -> tuple[Graph, Graph]:
-    """A graph, and one in which an instruction was left out, added, or replaced."""
+    """A graph, and a copy with an instruction left out, added, or replaced."""
     graph, other = draw(graphs(changes=True)), draw(graphs(changes=True, most=5))
     where = draw(st.integers(0, len(graph.steps)))
     end = where + draw(st.integers(0, 1))
@@ -61,7 +61,7 @@ def step(graph: Graph, engine: Engine) -> tuple[Observed, object]:
     got = observe(graph, LEAVES, engine, blocks=True)
     done = engine.last_pass
     counts = {name: getattr(done.tally, name) for name in done.tally.__slots__ if name != "replayed"}
-    kept_bytes = engine.kept.total if got.error is None else None  # what raised is let go when the next pass begins
+    kept_bytes = engine.kept.total if got.error is None else None  # a failed pass is released when the next one begins
     return got, (counts, {key: value for key, value in done.sites.items() if value[0]}, kept_bytes)
 
 
@@ -72,10 +72,10 @@ def step(graph: Graph, engine: Engine) -> tuple[Observed, object]:
     st.integers(0, 99),
     st.sampled_from([0, 1, 100, 1 << 20]),
 )
-def test_a_changed_graph_is_looked_at_anew(
+def test_a_changed_graph_is_analysed_again(
     pair: tuple[Graph, Graph], order: list[bool], seed: int, window_bytes: int
 ) -> None:
-    """The same bits, and the same bytes under the same actions at the same sites, as without any memory."""
+    """The same bits, and the same bytes under the same actions at the same sites, as without any memo."""
     with (
         warnings.catch_warnings(),
         open_engine(plan_of(seed), window_bytes=window_bytes or 1, min_bytes=0 if window_bytes else 64) as engine,

@@ -1,7 +1,7 @@
-"""Stalls and memory of a step on the fake device, beside an account of them that knows nothing of the engine.
+"""Stalls and memory of a step on the fake device, compared with an account that knows nothing about the engine.
 
 The account simulates a step: one queue of copies out, one of copies in, a window each way, a quarter of it gathered
-before copies begin together, the end of a pass held back. It is told only the sizes, the kernels' times and the rates.
+before copies begin together, the end of a pass held back. Its only inputs are sizes, kernel times and rates.
 The engine must wait where it waits, as long as it waits, block by block, and hold as many bytes on the device, to the
 byte.
 """
@@ -28,11 +28,11 @@ WORD = 4  # bytes of a float32
 
 
 class Kernel(torch.autograd.Function):
-    """Takes a while, saves something of its own of a given size, and wants it back."""
+    """Takes some time, and saves and reads a tensor of a certain size."""
 
     @staticmethod
     def forward(ctx, x: Tensor, device: FakeDevice, words: int, forward: float, backward: float) -> Tensor:
-        saved = torch.full((words,), 15, dtype=torch.int32)  # whole numbers are written when they are saved
+        saved = torch.full((words,), 15, dtype=torch.int32)  # the saved tensors hold whole numbers
         device.compute(forward, writes=saved)
         ctx.save_for_backward(saved)
         ctx.device, ctx.seconds = device, backward
@@ -49,10 +49,10 @@ class Kernel(torch.autograd.Function):
 
 @dataclass
 class Job:
-    """What is to be trained.
+    """A model and the rates of a device.
 
     Attributes:
-        blocks: Of each block, of each kernel: bytes saved, seconds of its forward and of its backward.
+        blocks: For each kernel of each block: bytes saved, seconds of its forward and of its backward.
         out_rate: Bytes a second, copies out.
         in_rate: Copies in.
         window_bytes: Each way.
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass
 class Account:
-    """A simulated step; see the head of this file. ``after_forward`` is what the device holds when forward is over."""
+    """A simulated step; see the head of this file. ``after_forward``: bytes on the device after the forward."""
 
     job: Job
     expected_bytes: int | None  # of a pass, if one was seen
@@ -188,7 +188,7 @@ JOBS = st.builds(
 
 
 def sources_of(runs: list[Any]) -> int:
-    """Bytes of the sources that are still there."""
+    """Bytes of the sources that are still alive."""
     entries = [reference() for run in runs for reference in run.entries]
     return sum(entry.nbytes for entry in entries if entry is not None and entry.source is not None)
 
@@ -213,7 +213,7 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
         assert isinstance(tier, HostTier)
         offered: int | None = None
         for _ in range(4):
-            device.compute(1e6)  # what the step before left to do is done
+            device.compute(1e6)  # finish the work of the previous step
             account, before = Account(job, offered, now=device.now_seconds), dict(engine.stats().stalls)
             x = torch.zeros((), requires_grad=True)
             engine.begin_pass()
@@ -248,8 +248,8 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
 
 @settings(max_examples=4)
 @given(st.lists(st.integers(256 << 10, 9 << 20), min_size=4, max_size=12))
-def test_no_more_is_pinned_than_is_parked(sizes: list[int]) -> None:
-    """Held ≤ 1.03 x parked once 64 MiB are, and nothing is pinned after the first step, whatever the sizes."""
+def test_no_more_is_pinned_than_is_offloaded(sizes: list[int]) -> None:
+    """Held ≤ 1.03 x offloaded from 64 MiB on, and nothing is pinned after the first step, for any sizes."""
     device = FakeDevice(1e12, 1e12)
     tier, sizes = HostTier(device), sizes * (1 + (70 << 20) // sum(sizes))
     memory = torch.zeros(max(sizes), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Random lives of places: none overlaps another, all is counted, nothing is wasted, and no copy is forgotten."""
+"""Random lives of places: none overlap, all are counted, nothing is wasted, and no copy is forgotten."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ COPIES = st.lists(
 
 
 @given(COPIES)
-def test_who_takes_bytes_is_told_of_every_copy_that_runs_in_them(actions: list[tuple[str, int, int]]) -> None:
-    device = FakeDevice(1.0, 1.0)  # so slow that no copy ends
+def test_the_taker_of_bytes_sees_every_copy_that_runs_in_them(actions: list[tuple[str, int, int]]) -> None:
+    device = FakeDevice(1.0, 1.0)  # so slow that no copy finishes
     arena, places = Arena(device, 1024), list[Place]()
     streams = [device.side_stream(CPU, f"s{number}") for number in range(3)]
     running: dict[int, tuple[str, int]] = {}  # line of the arena → stream and number of its last copy
@@ -110,7 +110,7 @@ def test_who_takes_bytes_is_told_of_every_copy_that_runs_in_them(actions: list[t
                 place.guard.claim(stream)
                 count = stream.step()
                 running.update(dict.fromkeys(lines(place), (stream.name, count)))
-                if size % 2:  # else an interrupt strikes before its event is recorded
+                if size % 2:  # else an interrupt comes before its event is recorded
                     place.guard.done(device)
             elif action in ("give", "lose"):
                 places.remove(place)

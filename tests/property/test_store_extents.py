@@ -1,4 +1,4 @@
-"""Places in the file never overlap, never leak, and always merge."""
+"""Places in the file never overlap or leak, and always merge."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_places(actions: list[int]) -> None:
     assert extents.tail_bytes == extents.size_bytes
 
 
-def test_a_place_given_back_twice_is_refused() -> None:
+def test_a_place_freed_twice_is_refused() -> None:
     extents = Extents()
     extents.grow(3 * PLACE_ALIGN_BYTES)
     place = extents.reserve(10)

@@ -1,4 +1,4 @@
-"""Random lives of random slots: what comes back is what went out, and nothing is left behind.
+"""Random lives of random slots: the bytes that come back are those that went out, and nothing is left behind.
 
 The model is a dictionary of slot → bytes. On the fake device a mistake in order is poison for any rates; on disk the
 threads' own timing is the interleaving.
@@ -32,7 +32,7 @@ RATES = st.floats(1, 1e6)
 
 
 class Lives:
-    """Applies steps to a tier and checks what comes back."""
+    """Applies steps to a tier and checks the restored bytes."""
 
     def __init__(self, tier: Tier, produce: Callable[[int], torch.Tensor], sizes: list[int]) -> None:
         self.tier, self.produce, self.sizes = tier, produce, sizes
@@ -72,7 +72,7 @@ class Lives:
 
     def forget(self, slot: Slot) -> None:
         self.slots = [(s, e) for s, e in self.slots if s is not slot]
-        # On a device, reading memory that has gone is only wrong if somebody wants the bytes; the fake counts it, so
+        # On a device, reading freed memory is only wrong if the bytes are needed; the fake device counts it, so
         # the source stays until the end.
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ def check_host(
     lives.end()
     assert device.violations == []
     assert tier.used_bytes == 0
-    assert device.live_bytes == 0  # what a freed slot was bringing in goes when the tier is asked next
+    assert device.live_bytes == 0  # the copy-in of a freed slot is dropped at the tier's next call
     assert tier.counters.out_bytes == device.out_bytes and tier.counters.in_bytes == device.in_bytes
     tier.close()
     assert device.host_bytes == 0
@@ -145,7 +145,7 @@ def test_disk(disk_tier: DiskTier, steps: list[tuple[str, int]], offset: int) ->
     assert disk_tier.used_bytes == 0
     work, last = disk_tier._work, disk_tier.park(produce(70_001))
     with work._lock:
-        work._wait_until(lambda: last.parked)  # in order: the writer has met all that came before
+        work._wait_until(lambda: last.parked)  # in order: the writer has finished everything before
     last.free()
     gauges = disk_tier.gauges()
     assert gauges["disk_parked_bytes"] == work._out_bytes == work._ahead_bytes == 0

@@ -1,4 +1,4 @@
-"""Torch's own checker finds nothing, for any graph, rates and interleaving; and finds each planted mistake."""
+"""Torch's checker finds nothing, for any graph, rates and interleaving, and finds each planted mistake."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_nothing_is_read_early_and_nothing_is_freed_early(
 
 
 def train(device: CheckedDevice) -> None:
-    """Passes of four blocks over a checked device; some are dropped, some of another length, some retained."""
+    """Run passes of four blocks over a checked device; some are dropped, some of another length, some retained."""
     weights = [leaf(8, 8, parameter=True) for _ in range(4)]
     with open_engine("offload", window_bytes=300, device=device) as engine, Computing(device, [0.3, 2.0]):
         for rows in (6, 6, 3, 6):
@@ -90,7 +90,7 @@ def train(device: CheckedDevice) -> None:
 
 
 def move(device: CheckedDevice) -> None:
-    """What a tier allows and an engine does not do: read at once, give places back early, hold on to nothing."""
+    """Make calls that a tier allows but an engine never makes: read at once, free places early, hold nothing."""
     tier = HostTier(device)
 
     def produce() -> torch.Tensor:
@@ -127,7 +127,7 @@ def swap(owner: type, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], N
 
 
 def forget_the_source(patch: pytest.MonkeyPatch) -> None:
-    """A source goes as soon as its copy is asked for."""
+    """A source is dropped as soon as its copy is requested."""
     add = CopyOut.add
 
     def careless(self: Any, entry: Any, pass_: Any) -> None:
@@ -139,7 +139,7 @@ def forget_the_source(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_a_dead_slots_source(patch: pytest.MonkeyPatch) -> None:
-    """What a slot copies goes with the slot, though the copy runs."""
+    """The source of a running copy is dropped with the slot."""
     release = HostTier.release
 
     def careless(self: Any, slot: Any) -> None:
@@ -157,7 +157,7 @@ def wait_before_the_copy_is_asked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def ask_for_the_current_stream_in_a_side_streams_context(patch: pytest.MonkeyPatch) -> None:
-    """There the current stream is the side stream: what is to wait for compute waits for itself."""
+    """There the current stream is the side stream: a wait meant for compute waits for itself."""
     copy_in = HostCopies.into
 
     def careless(self: Any, slots: Any) -> Any:
@@ -173,7 +173,7 @@ def ask_for_the_current_stream_in_a_side_streams_context(patch: pytest.MonkeyPat
 
 
 def copy_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """What goes out is copied on the stream that brings in, which waits for nothing of it."""
+    """Copies out run on the copy-in stream, which does not wait for their sources."""
     copy = CheckedDevice.copy
 
     def careless(self: Any, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
@@ -225,7 +225,7 @@ def test_the_trial_itself_is_clean(rate: float) -> None:
 def test_a_missing_wait_is_found(waits: tuple[str, str], rate: float) -> None:
     device = CheckedDevice(rate, rate, forgets=waits)
     trial(device)
-    # A host that has seen an event needs no wait for it: what is fast enough hides the mistake from anybody.
+    # A host that has seen an event needs no wait for it: a fast copy hides the mistake.
     assert device.found or (rate == 1e9 and waits[1] != "compute")
 
 
@@ -239,7 +239,7 @@ def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatc
     assert device.found, mistake
 
 
-def test_a_place_given_back_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_freed_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CheckedDevice(1e9, 1e9)
     tier = HostTier(device)
     slot = park(tier, torch.zeros(1000, dtype=torch.uint8))
@@ -247,7 +247,7 @@ def test_a_place_given_back_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert place is not None
     record = tier._arena._records[place.region.spans[0][0]]
     tier._arena.give(place)
-    tier._arena.give(place)  # harmless: it knows
+    tier._arena.give(place)  # harmless: the arena knows
     tier._arena._records[place.region.spans[0][0]], place.region.live[0] = record, place.nbytes
     with pytest.raises(ValueError, match="overlaps one that is free"):
         tier._arena.give(place)

@@ -1,4 +1,4 @@
-"""Whole training loops under every policy give the bits of plain training, step for step. Invariants 1, 4, 6 and 7.
+"""Training loops under every policy are bitwise ordinary training, step for step. Invariants 1, 4, 6 and 7.
 
 See [Note: a program] in ``loop_programs`` and [Note: verdict] in ``loops``.
 """
@@ -38,7 +38,7 @@ REFUSED = {"part:in_place:2", "part:in_place:5", "loop:two_losses", "loop:gan_d_
 
 
 def hunt(shard: int, examples: int, most: int) -> None:
-    """Draw programs; the first that fails is made smaller and printed with the command that runs it again."""
+    """Draw programs; the first that fails is shrunk and printed with the command that repeats it."""
 
     @seed(SEED * 1000 + shard)
     @settings(max_examples=examples, database=None, phases=[Phase.generate], print_blob=False)
@@ -125,7 +125,7 @@ def test_what_was_once_wrong(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.name)
 def test_a_documented_limit_still_shows(limit: Limit) -> None:
-    """A limit that no longer shows is to be struck out, in ``loop_limits`` and in the documentation."""
+    """A limit that does not show must be deleted, in ``loop_limits`` and in the documentation."""
     assert check(limit.example, limit.setting) == f"excused: {limit.name}"
 
 
@@ -144,7 +144,7 @@ def singles() -> list[Program]:
 
 
 def test_every_feature_that_is_drawn_trains_plainly() -> None:
-    """A feature that always fails would only look as if it were tried."""
+    """A feature that always fails would only seem to be covered."""
     for program in singles():
         failure = train(program).failure
         assert (failure is not None) == bool(program.features & REFUSED), f"{program}: {failure}"
@@ -154,14 +154,14 @@ def test_every_feature_that_is_drawn_trains_plainly() -> None:
 @settings(max_examples=40, database=None)
 @given(programs(most=2), st.booleans())
 def test_plain_training_repeats_itself(program: Program, hooks: bool) -> None:
-    """Else a difference would say nothing of ebbtide. Under hooks that change nothing, what trains trains alike."""
+    """Else a difference would say nothing about ebbtide. Hooks that change nothing must not change a training."""
     one, other = train(program), train(program, around=identity_hooks) if hooks else train(program)
     if one.failure is None or not hooks:
         assert str(one.failure) == str(other.failure)
         assert not any(difference(a, b) for a, b in zip(one.steps, other.steps, strict=True))
 
 
-def test_a_training_that_differs_is_told() -> None:
+def test_a_training_that_differs_is_reported() -> None:
     program, setting = Program(steps=2), Setting()
     plain, got = train(program), train(program, setting)
     assert judge(program, setting, plain, got) == ""

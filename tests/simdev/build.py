@@ -32,7 +32,7 @@ class CannotBuildError(RuntimeError):
 
 
 def build() -> Path:
-    """Return the path of the built module; builds it where that was not done yet.
+    """Return the path of the built module; build it if necessary.
 
     Raises:
         CannotBuildError: There is no compiler, it fails, or the folder cannot be written.
@@ -54,7 +54,7 @@ def build() -> Path:
 
 
 def _key(compiler: str, sources: list[Path]) -> str:
-    """Return what the build depends on, in short."""
+    """Return a digest of the build's inputs."""
     digest = hashlib.sha256()
     for text in (torch.__version__, str(torch.version.git_version), sys.version, *FLAGS, _run([compiler, "--version"])):
         digest.update(text.encode())
@@ -83,7 +83,7 @@ def _compile(compiler: str, sources: list[Path], made: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Return what a command prints.
+    """Return the output of a command.
 
     Raises:
         CannotBuildError: It failed.

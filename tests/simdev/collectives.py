@@ -1,4 +1,4 @@
-"""Collectives of the simulated device: its bytes go through host memory and gloo, for gloo takes no such tensors."""
+"""Collectives of the simulated device through host memory and gloo, which takes no such tensors."""
 
 from __future__ import annotations
 

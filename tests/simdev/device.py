@@ -1,4 +1,4 @@
-"""Makes the built device torch's accelerator, and the Python module ``torch.simdev`` that torch asks of a device.
+"""Makes the built device torch's accelerator, with the Python module ``torch.simdev`` that torch requires.
 
 Each setting of ``csrc/config.h`` can also come from the environment, as ``SIMDEV_<NAME>``.
 """
@@ -63,18 +63,18 @@ def load(path: Path) -> None:
             module.configure(name, int(value))
     torch._register_device_module(DEVICE, _device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    torch.empty(1, pin_memory=True)  # begins the device: before, torch takes no memory for pinned
+    torch.empty(1, pin_memory=True)  # initialises the device: until then torch takes no memory for pinned
     atexit.register(_settle)
 
 
 def configure(**values: int) -> dict[str, int]:
-    """Set what the device does; returns the values before."""
+    """Change settings of the device; return their previous values."""
     return {name: native().configure(name, int(value)) for name, value in values.items()}
 
 
 @contextlib.contextmanager
 def configured(**values: int) -> Iterator[None]:
-    """Set what the device does for a time."""
+    """Change settings of the device within a context."""
     before = configure(**values)
     try:
         yield
@@ -84,7 +84,7 @@ def configured(**values: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """Keep a stream from going on until the end of the block; nothing in the block may wait for it."""
+    """Hold a stream until the end of the block; nothing in the block may wait for it."""
     mark = native().hold(stream.device_index, stream.stream_id)
     try:
         yield
@@ -93,24 +93,24 @@ def held(stream: torch.Stream) -> Iterator[None]:
 
 
 def violations() -> list[str]:
-    """Return, and forget, the races and other misuse seen so far."""
+    """Return and clear the races and other misuse seen so far."""
     return native().violations(True)
 
 
 def counters() -> dict[str, int]:
-    """Return what the device has run, by kind."""
+    """Return the operations that the device has run, by kind."""
     return dict(native().counters())
 
 
 def simulated_seconds() -> tuple[float, float]:
-    """Wait for the device; return its simulated time, and for how much of it the default stream ran kernels."""
+    """Wait for the device; return its simulated time, and the part in which the default stream ran kernels."""
     now, busy = native().simulated_ns(_index(), 0)
     return now / 1e9, busy / 1e9
 
 
 def _settle() -> None:
     if os.getpid() == _OWNER:
-        with contextlib.suppress(RuntimeError):  # a kernel that failed late and that nobody asked for
+        with contextlib.suppress(RuntimeError):  # an unreported kernel that failed late
             native().synchronize(-1)
 
 

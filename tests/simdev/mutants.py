@@ -14,7 +14,7 @@ HEADROOM = ("tests/unit/store/test_headroom.py",)
 
 
 def without(name: str, file: str, text: str, replacement: str = "pass", *, tests: tuple[str, ...] = TESTS) -> Mutant:
-    """Return a mutant of ``src/ebbtide/store``: what is missing then, and which text is replaced by what."""
+    """Return a mutant of ``src/ebbtide/store``: the missing guard, the text and its replacement."""
     return Mutant(name, f"ebbtide/store/{file}", text, replacement, tests)
 
 
@@ -39,7 +39,7 @@ MUTANTS = (
     without(
         "synchronous copies wait for the stream that saved",
         "hostcopies.py",
-        "self.device.wait(now, self.device.record(compute))",
+        "device.wait(now, device.record(compute))",
     ),
     without("filling waits for the place", "host.py", "self.device.synchronize(event)"),
     without("taking waits for the copy-in", "host.py", "self.copies.wait_once(compute, ahead.done)"),

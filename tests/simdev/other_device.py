@@ -1,4 +1,4 @@
-"""Uses a device that is not the current one, and then the other, in a process with two; run by ``test_device``."""
+"""Use a device other than the current one, and then the current one, in a process with two; run by ``test_device``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Ways to spare activations on the simulated device: what they move, what stays, and how long compute waits.
+"""Ways to save activation memory on the simulated device: bytes moved, bytes kept, and waits of compute.
 
 Every way of ``benchmarks.peers`` that runs here trains the same small decoder on the same batch, on a device whose
 kernels and copies take a fixed time. Bytes are counted by a dispatch mode that sees every copy, peaks by the device's
-allocator; seconds are simulated, so that a busy machine changes none (but what ``Auto`` measures to plan by). They say
-how ways differ, and nothing of a real device.
+allocator; seconds are simulated, so that a busy machine changes none (except ``Auto``'s measurements). They show
+how ways differ, and say nothing about a real device.
 
     python -m tests.simdev.run tests.simdev.peers [--ways 'plain;TRL'] [--tokens 256] [--out DIR]
 """
@@ -78,7 +78,7 @@ def report(rows: list[tuple[int, Row]], about: Case) -> str:
 
 
 def _cells(row: Row, beside: Row | None) -> list[str]:
-    """Return what is shown of a row; without figures, its status in place of the bits."""
+    """Return the cells of a row; without figures, its status in place of the bits."""
     if not row.seconds or beside is None:
         return [row.status, *[""] * 7]
     step, least = (r.notes["simulated_step_seconds"] for r in (row, beside))
@@ -90,7 +90,7 @@ def _cells(row: Row, beside: Row | None) -> list[str]:
 
 
 def main() -> None:
-    """Measure and write after every way."""
+    """Measure, and write the results after every way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default="", help="names, separated by semicolons; default: all")
     parser.add_argument("--tokens", type=int, default=256)
@@ -104,7 +104,7 @@ def main() -> None:
             rows.append((rate, measure(Case(way=way, model="tiny", tokens=given.tokens, steps=1), rate)))
             print(f"{way}, {rate / 1e9:g} GB/s: {rows[-1][1].status}", flush=True)
             if not rows[-1][1].seconds:
-                break  # the rate has no part in that
+                break  # the rate does not matter there
         found: dict[str, Any] = {"rows": [{"rate": rate, **asdict(row)} for rate, row in rows]}
         write_result(given.out, found, report(rows, rows[0][1].case))
     print(f"written to {given.out}")

@@ -1,4 +1,4 @@
-"""``pytest --simdev``: builds and loads the simulated device, and fails a test on whose way a race was seen.
+"""``pytest --simdev``: builds and loads the simulated device, and fails a test during which a race was seen.
 
 Only ``tests/gpu`` and ``tests/simdev`` are collected then: a process that has the device is not one of a machine
 without an accelerator. Where the device cannot be built these tests are skipped, and the run's summary says why.
@@ -48,7 +48,7 @@ class SimulatedDevice:
                 item.add_marker(pytest.mark.skip(reason=f"the simulated device cannot be built: {self.reason}"))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say why nothing ran."""
+        """Print why nothing ran."""
         if self.reason is not None:
             terminalreporter.line(f"SKIPPED: the simulated device cannot be built: {self.reason}", yellow=True)
 

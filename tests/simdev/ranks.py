@@ -1,4 +1,4 @@
-"""What each of two ranks runs on a simulated device of its own."""
+"""The code of each of two ranks, on a simulated device of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.simdev.build import build
 
 
 def begin(folder: str) -> None:
-    """Load the device and replace the group of the ranks by one that takes its tensors."""
+    """Load the device and replace the ranks' group with one that takes its tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     device.load(build())
@@ -32,7 +32,7 @@ def begin(folder: str) -> None:
 
 
 def train(policy: str, mixed: bool, steps: int, delays: dict[str, int]) -> list[str]:
-    """Train in shards, plainly and with a policy; return what differs, and every access that was not ordered."""
+    """Train in shards, without and with a policy; return the differences, and every unordered access."""
     mesh = init_device_mesh(device.DEVICE, (dist.get_world_size(),))
     model = _model(width=64, depth=3)
     x = _batch(width=64, tokens=64) + dist.get_rank()

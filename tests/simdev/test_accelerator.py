@@ -1,4 +1,4 @@
-"""What differs between accelerators and what user scripts set, shown on the simulated one."""
+"""Differences between accelerators, and settings of user scripts, shown on the simulated device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ebbtide.store.speed import measure_speed, noise
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.simdev.device import configured, counters
 
-DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
+DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
 MIB = 1 << 20
 
 
@@ -53,12 +53,12 @@ def test_rates_of_a_device_whose_events_keep_no_time() -> None:
         found = measure_speed(tier, DEVICE, most_bytes=64 * MIB)
     tier.close()
     for rate in (found.out_bytes_per_second, found.in_bytes_per_second):
-        assert 0 < rate <= 1e9  # what the host waited is at least what the copy took
+        assert 0 < rate <= 1e9  # the host waited at least as long as the copy took
 
 
 @pytest.fixture
 def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the device have no pinned memory: neither torch's own, nor any that its runtime registers."""
+    """Leave the device without pinned memory: neither torch's own, nor any that its runtime registers."""
     monkeypatch.delattr(torch.get_device_module(DEVICE), "cudart")
     monkeypatch.setattr(AcceleratorDevice, "_can_pin", staticmethod(lambda: False))
 
@@ -89,7 +89,7 @@ def test_host_memory_is_host_memory_whatever_the_default_device() -> None:
     device = AcceleratorDevice()
     assert device._can_pin() and device.capabilities.pinned_host
     assert device.allocate_host(4096, pinned=False).device.type == "cpu"
-    device._registrar = None  # as on a device that pins through torch's own allocator
+    device._registrar = None  # as on a device that pins through torch's allocator
     assert device.allocate_host(4096, pinned=True).is_pinned()
     assert torch.equal(noise(1000, DEVICE).cpu(), noise(1000, torch.device("cpu")))
 
@@ -121,7 +121,7 @@ def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: py
         for _ in range(2):
             assert _same(plain, _step(model, x))
         before = counters()
-        with configured(capturing=1):  # an event that is asked for, or waited for by the host, raises
+        with configured(capturing=1):  # an event that the host queries or waits for raises
             captured = [_step(model, x) for _ in range(2)]
         after = counters()
         assert all(_same(plain, found) for found in captured)
@@ -166,7 +166,7 @@ def test_keep_names_what_is_not_counted_and_no_store(caplog: pytest.LogCaptureFi
 
 
 def test_the_budget_of_host_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A machine whose memory grows later gives a small one, and the rest goes to disk."""
+    """If memory is small at the start, so is the budget, and the rest goes to disk."""
     with caplog.at_level("INFO", logger="ebbtide.store"):
         open_tier("host", host_budget_bytes=64 * MIB).close()
     assert [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()] == [

@@ -1,4 +1,4 @@
-"""What a step costs beside its copies, counted: memory that is pinned, streams, events, waits of the host."""
+"""The costs of a step besides its copies, counted: pinned memory, streams, events, waits of the host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_contexts_with_the_same_settings_share_pinned_memory(monkeypatch: pytest
 
 @pytest.mark.parametrize("policy", ["minimal", "auto"])
 def test_a_device_too_full_to_compare_recipes_offloads_instead(policy: str) -> None:
-    """The first step of a training that barely fits: what a comparison needs is not there, the step is."""
+    """The first step of a training that barely fits: there is memory for the step, not for a comparison."""
     model, x = _model(width=256, depth=4), _batch(width=256, tokens=2048)
     plain = _step(model, x)
     for offloaded in (True, False):
@@ -70,17 +70,17 @@ def test_the_window_grows_again_when_there_is_room() -> None:
         assert window.in_bytes == 1 << 19
     window.recover()
     assert window.in_bytes == 1 << 20
-    window.shrink(0)  # nothing was ahead, and yet there was too little room
+    window.shrink(0)  # nothing was prefetched, and yet there was too little room
     assert window.in_bytes == 1 << 19
 
 
-def test_copies_ahead_leave_the_allocator_what_it_keeps() -> None:
-    """On a card that is all but full: no step in which the allocator gives back its cache, after the first two."""
+def test_prefetches_leave_the_allocator_its_cache() -> None:
+    """On a nearly full card the allocator releases its cache in no step after the first two."""
     model, x = _model(width=128, depth=6), _batch(width=128, tokens=4096)
     plain = _step(model, x)
 
     def steps(count: int, capacity: int = 0) -> list[int]:
-        """Return how often each step had the cache given back."""
+        """Return how often each step released the cache."""
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.accelerator.synchronize()
@@ -95,7 +95,7 @@ def test_copies_ahead_leave_the_allocator_what_it_keeps() -> None:
                 before = torch.accelerator.memory_stats()["num_alloc_retries"]
                 try:
                     assert _same(plain, _step(model, x))
-                except torch.OutOfMemoryError:  # compute found the window in its way
+                except torch.OutOfMemoryError:  # the window left compute too little memory
                     assert step == 0
                 torch.accelerator.synchronize()
                 found.append(torch.accelerator.memory_stats()["num_alloc_retries"] - before)
@@ -120,7 +120,7 @@ def test_the_first_step_pins_the_memory_of_all_blocks_at_once() -> None:
     assert stats.store["host_pinned_bytes"] <= 1.03 * stats.store["host_most_parked_bytes"]
 
 
-def test_a_recompute_without_room_gives_up_what_was_brought_in_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recompute_without_room_discards_prefetched_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
     plain, refused = _step(model, x), list[int]()
     with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, window="1MiB") as handle:
@@ -145,14 +145,14 @@ def test_events_keep_time_only_where_somebody_reads_it() -> None:
     with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window="1B") as handle:
 
         def events() -> list[int]:
-            """Return what a step makes: events that keep time, other events, copies."""
+            """Count what a step makes: timing events, other events, copies."""
             before, _ = counters(), _step(model, x)
             return [counters().get(n, 0) - before.get(n, 0) for n in ("events_timed", "events_untimed", "copies_async")]
 
         begun, *_, (timed, untimed, copies) = [events() for _ in range(4)]
         assert begun[0] > 0 and timed == 0
-        assert 0 < copies <= untimed <= 2 * copies + 3  # compute's and the copy's own, and of the backward one a stream
-        torch.accelerator.synchronize()  # the host runs ahead, and only copies that are over have a rate
+        assert 0 < copies <= untimed <= 2 * copies + 3  # compute's and the copy's own, and one per stream in backward
+        torch.accelerator.synchronize()  # the host runs ahead, and only finished copies have a rate
         rate = handle.stats().copy_in_bytes_per_second
         assert rate is not None and rate > 0
         unsubscribe = BUS.subscribe(lambda kind, fields: None)
@@ -161,8 +161,8 @@ def test_events_keep_time_only_where_somebody_reads_it() -> None:
         assert events()[0] == 0
 
 
-def test_copies_that_are_asked_for_together_share_their_events() -> None:
-    """A window of a byte has each copy asked for alone; the usual one a group at a time."""
+def test_copies_that_are_requested_together_share_their_events() -> None:
+    """With a window of one byte each copy is requested alone; with the usual one in groups."""
     model, x = _model(width=64, depth=6), _batch(width=64, tokens=256)
     plain = _step(model, x)
     events: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The simulated device itself: what torch asks of an accelerator, and that it shows the mistakes it is there for."""
+"""The simulated device itself: torch's requirements of an accelerator, and that it exposes the intended mistakes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_stream_waits_for_another() -> None:
 
 
 def copy_out(protect: str) -> bool:
-    """Copy out on a side stream, free the source, use its memory again; return whether the copy is right."""
+    """Copy out on a side stream, free the source, reuse its memory; return whether the copy is right."""
     side, current = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     source = torch.full((5 * MIB,), 7, dtype=torch.uint8, device=DEVICE)
     host = torch.empty(5 * MIB, dtype=torch.uint8, pin_memory=True)
@@ -314,7 +314,7 @@ def test_a_model_trains_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
 def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine_does() -> None:
     side, host = torch.Stream(device=DEVICE), torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
     x, y = nbytes(1000), nbytes(1000)
-    x.add_(1)  # known from now on: the first call of a kernel waits
+    x.add_(1)  # the first call of a kernel waits
     with configured(kernel_delay_us=100, copy_delay_us=0, copy_bytes_per_s=10**6, jitter_us=50):
         before = simulated_seconds()
         x.add_(1)
@@ -322,7 +322,7 @@ def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine
         with side:
             host.copy_(x, non_blocking=True)  # a millisecond
         y.add_(1)
-        torch.accelerator.current_stream().wait_stream(side)  # 0.1 + 1.0 ms, of which 0.9 are waited for
+        torch.accelerator.current_stream().wait_stream(side)  # 0.1 + 1.0 ms, of which 0.9 ms are waiting
         x.add_(1)
         after = simulated_seconds()
     passed, busy = (round(1e6 * (b - a)) for a, b in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""What decides a device's bits beside values: the alignment of what comes back, kernels that differ from run to run."""
+"""What decides a device's bits besides values: the alignment of restored tensors, kernels that vary between runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ebbtide.engine.trust import Trust
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.simdev.device import configured, counters
 
-DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
+DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
 WIDTH, BLOCKS, STEPS = 64, 3, 3
 
 
 class Noted(torch.autograd.Function):
-    """Saves a tensor and notes how it is aligned, in forward and in backward."""
+    """Saves a tensor and records its alignment in forward and in backward."""
 
     seen: list[tuple[int, int]] = []
 
@@ -63,11 +63,11 @@ def test_parts_of_a_storage_come_back_as_they_were_aligned() -> None:
         stats = handle.stats()
     assert {before for before, _ in Noted.seen} > {16, 64} and all(a == b for a, b in Noted.seen)
     whole = 256 * WIDTH * 4
-    assert 0 < stats.total_copy_out_bytes < STEPS * BLOCKS * 3 * whole  # the parts crossed, not the storages
+    assert 0 < stats.total_copy_out_bytes < STEPS * BLOCKS * 3 * whole  # the parts were copied, not the storages
 
 
 class Doubled(torch.autograd.Function):
-    """A function whose rule gives other bits every second time, as a sum by atomic additions may."""
+    """A function whose rule gives different bits every second time, as a sum of atomic additions may."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Unsteady(nn.Module):
         return x + Doubled.apply(self.linear(x)).sin()
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 28])  # the host waits for answers, or does not
+@pytest.mark.parametrize("limit", [0, 1 << 28])  # whether the host waits for answers
 def test_a_recipe_that_does_not_repeat_itself_is_not_trusted(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr("ebbtide.engine.trust._MOST_UNREAD_BYTES", limit)
     runs = itertools.count()
@@ -121,7 +121,7 @@ def test_comparing_recipes_stops_the_host_nowhere(monkeypatch: pytest.MonkeyPatc
     plain, found = _step(model, x), list[int]()
     for name in ("holds", "fingerprint", "require", "end_backward"):
         monkeypatch.setattr(Trust, name, counted(getattr(Trust, name), found))
-    for limit in (0, 1 << 30):  # in the first the host waits, and the device learns the shapes of kernels
+    for limit in (0, 1 << 30):  # in the first step the host waits, and the device learns the shapes of kernels
         monkeypatch.setattr("ebbtide.engine.trust._MOST_UNREAD_BYTES", limit)
         found.clear()
         with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1MiB") as handle:
@@ -133,7 +133,7 @@ def test_comparing_recipes_stops_the_host_nowhere(monkeypatch: pytest.MonkeyPatc
 
 
 def counted(call: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
-    """Return what notes how often the host has waited for the device in each call."""
+    """Return a function that records the host's waits for the device in each call."""
 
     def run(*given: Any, **named: Any) -> Any:
         before = stops()
@@ -145,7 +145,7 @@ def counted(call: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
     return run
 
 
-def test_a_recipe_is_not_used_before_the_device_has_said_that_it_is_right() -> None:
+def test_a_recipe_is_not_used_before_the_device_has_confirmed_it() -> None:
     model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
     plain, recomputed = _step(model, x), list[int]()
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1MiB") as handle:
@@ -169,7 +169,7 @@ def test_where_much_is_saved_the_host_waits_for_the_answer(monkeypatch: pytest.M
 
 
 def test_a_sum_along_a_dimension_is_recomputed_on_the_host_only() -> None:
-    """Its order of additions on a device changes from run to run; that of whole numbers does not matter."""
+    """Its order of additions on a device changes between runs; for integers the order does not matter."""
     rule: Any = rule_table()["CumsumBackward0"]
     x = torch.ones(8, device=DEVICE, requires_grad=True)
     sources: Any = None  # of operands, which nobody looks for

@@ -1,4 +1,4 @@
-"""A step that is left by an error or an interrupt, with copies late: the next ones are bitwise plain training."""
+"""A step that an error or an interrupt ends, with late copies: the next ones are bitwise ordinary training."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AFTER = (0, 5, 17)
 
 
 class Planted(Exception):
-    """What a test raises."""
+    """The exception that a test raises."""
 
 
 def failing(call: Callable[..., Any], after: int, error: type[BaseException]) -> Callable[..., Any]:
-    """Return ``call``, raising once: when it has been called so often."""
+    """Return ``call``, which raises once, at the given number of calls."""
     calls = iter(range(10**6))
 
     def instead(*given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies that are asked for together: each storage keeps its own place, memory and end. See [Note: groups]."""
+"""Copies that are requested together: each storage has its own place, memory and end. See [Note: groups]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 8
 
 
 class GroupTrial(Trial):
-    """Parks what another stream has just made, several sources at a time, and brings several in at a time."""
+    """Copies out tensors that another stream has just made, several at a time, and copies several in at a time."""
 
     def park(self) -> None:
         made_on = self.random.choice(self.streams)
@@ -77,7 +77,7 @@ def test_a_device_with_room_for_some_brings_in_the_first() -> None:
 
 def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
     tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
-    park(tier, pattern(2 * MIB, 1)).free()  # streams and host memory are there
+    park(tier, pattern(2 * MIB, 1)).free()  # makes streams and host memory
     torch.accelerator.synchronize()
     filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
     source = pattern(2 * MIB, 3)
@@ -87,7 +87,7 @@ def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
         assert tier.prefetch([filled]) == 0
         ahead = filled.ahead
         assert ahead is not None
-        filled.ahead = None  # or its compute stream would wait, and what is parked next after it
+        filled.ahead = None  # or its compute stream would wait, and the next copy-out after it
         filled.free()
         slot = park(tier, source)
         time.sleep(0.05)  # a copy-out that does not wait would be done

@@ -1,4 +1,4 @@
-"""Device memory by the device's own account: what is there after a forward, to the byte, and the peak of a step."""
+"""Device memory by the device's own count: bytes in use after a forward, exactly, and the peak of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def allocated() -> int:
 
 
 def peak_of(step: Callable[[], object], *, warm: int = 3) -> int:
-    """Most bytes that a step takes beyond what is there before it, when nothing is new to it any more."""
+    """Return the most bytes that a settled step takes beyond those in use before it."""
     for _ in range(warm):
         step()
     before = allocated()
@@ -65,7 +65,7 @@ def test_after_a_forward_nothing_is_there_but_its_output_and_what_is_kept(name: 
     tiny = big(name)
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1) as handle:
         handle._engine.trust.fingerprints = False
-        for _ in range(3):  # in the third a block runs without hooks, to be timed
+        for _ in range(3):  # in the third step a block runs without hooks, to be timed
             tiny.step()
         tiny.model.zero_grad(set_to_none=True)
         before = allocated()
@@ -78,7 +78,7 @@ def test_after_a_forward_nothing_is_there_but_its_output_and_what_is_kept(name: 
 
 
 class Hard(torch.nn.Module):
-    """Saves what no rule recomputes, so that it is checkpointed; it is given one tensor, which is offloaded."""
+    """Saves tensors that no rule recomputes, so it is checkpointed; its one input is offloaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_a_checkpointed_block_holds_nothing_on_the_device() -> None:
         assert handle.stats().checkpointed_blocks == 6
         before = allocated()
         loss = model(x).sum()
-        assert allocated() - before == ROUNDED  # the loss alone
+        assert allocated() - before == ROUNDED  # only the loss
         loss.backward()
 
 
@@ -128,7 +128,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def peak_and_kept(name: str, layers: int, plan: dict[str, Any]) -> tuple[int, int]:
-    """Return the most bytes that a step takes, weights, gradients and inputs left out, and what the plan keeps."""
+    """Return the most bytes that a step takes, without weights, gradients and inputs, and those the plan keeps."""
     tiny = on_device(build(name, size=replace(SIZE, batch=2, tokens=64, pixels=16, layers=layers)))
     with ebbtide.enable_activation_offloading(tiny.model, min_bytes=0, window=1, **plan) as handle:
         handle._engine.trust.fingerprints = False  # of one block in fifty steps
@@ -139,7 +139,7 @@ def peak_and_kept(name: str, layers: int, plan: dict[str, Any]) -> tuple[int, in
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "bert", "phi"])
 def test_the_peak_is_what_the_plan_keeps_and_what_one_block_needs(name: str, plan: str) -> None:
-    """A deeper model takes more by what is kept of it, to the byte: the rest is one block's, and the head's, work."""
+    """A deeper model needs exactly the extra kept bytes: the rest is the work of one block and of the head."""
     (peak, kept), (deeper, more) = (peak_and_kept(name, layers, PLANS[plan]) for layers in (2, 4))
     print(f"{name}, {plan}: kept {kept} and {more}, peak {peak} and {deeper}, the rest {peak - kept} bytes")
     assert (more > kept) is (plan in ("keep", "inputs", "mixed"))
@@ -148,7 +148,7 @@ def test_the_peak_is_what_the_plan_keeps_and_what_one_block_needs(name: str, pla
 
 def test_a_checksum_takes_little_memory() -> None:
     data = torch.ones(8 * MIB, dtype=torch.uint8, device="simdev")
-    assert peak_of(lambda: checksum(data)) <= 48 * MIB  # of all at once: some 200
+    assert peak_of(lambda: checksum(data)) <= 48 * MIB  # all at once would take about 200
 
 
 SHARES = (0.9, 0.5, 0.0)
@@ -175,8 +175,8 @@ def small_segments() -> Iterator[None]:
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
 @pytest.mark.usefixtures("small_segments")
 def test_a_device_that_is_full_from_the_first_step_on(policy: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each step is plain training's, or torch's own error; and all is well when there is room again."""
-    caplog.set_level("DEBUG")  # a kept log record keeps nothing of the step
+    """Each step equals ordinary training, or raises torch's own error; with room, training works again."""
+    caplog.set_level("DEBUG")  # a kept log record holds nothing of the step
     model, x = _model(width=128, depth=4), _batch(width=128, tokens=2048)
     plain = _step(model, x)
     before = reserved()
@@ -203,7 +203,7 @@ def test_a_device_that_is_full_from_the_first_step_on(policy: str, caplog: pytes
 
 
 class _WorkOfBackward(torch.autograd.Function):
-    """Takes memory in backward that is free again before anyone could sample it, as the gradient of logits is."""
+    """Allocates memory in backward and frees it before it could be sampled, like the gradient of logits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Each mutant of the store's stream code is seen by a test. Minutes long: run by make test-all."""
+"""Each mutant of the store's stream code is caught by a test. Takes minutes: run by make test-all."""
 
 from __future__ import annotations
 

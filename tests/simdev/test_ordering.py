@@ -1,4 +1,4 @@
-"""The host tier under random sequences of what an engine asks of it, with late kernels and copies: bytes and races.
+"""The host tier under random sequences of an engine's calls, with late kernels and copies: bytes and races.
 
 ``mutants.py`` removes each wait, record and hold of the store in turn: a test of this folder must fail then.
 """
@@ -22,7 +22,7 @@ from ebbtide.store.hostslot import HostSlot
 from tests.helpers.slots import park
 from tests.simdev.device import configured, counters, held, violations
 
-DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
+DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
 MIB = 1 << 20
 SIZES = [MIB + 64, 100_001, 65_536, 3 * MIB, 70_000]
 ROUNDS = 8
@@ -39,7 +39,7 @@ def tier() -> Iterator[HostTier]:
 
 @functools.cache
 def values() -> Tensor:
-    """Every byte: a number among a kernel's arguments would be a new shape to the device, and its first call waits."""
+    """Every byte: the device takes a number among a kernel's arguments for a new shape, whose first call waits."""
     made = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     torch.accelerator.synchronize()
     return made
@@ -55,7 +55,7 @@ def is_pattern(found: Tensor, value: int) -> Tensor:
 
 
 class Trial:
-    """A pass over a tier: everything taken is checked on the device, and looked at when all is done."""
+    """A pass over a tier: everything taken is checked on the device, and the results are read at the end."""
 
     def __init__(self, tier: HostTier, random: random.Random, streams: list[torch.Stream]) -> None:
         self.tier, self.random, self.streams = tier, random, streams
@@ -102,11 +102,11 @@ class Trial:
     def run(self, steps: int) -> None:
         for step in range(steps):
             self.tier.stalls.timed = bool(step % 2)
-            with self.random.choice(self.streams):  # no order between them but what the tier makes
+            with self.random.choice(self.streams):  # no order between them except the tier's
                 others = [self.prefetch, self.put_back, self.ask, self.take, self.free, self.trim] + [self.use_up] * 3
                 self.random.choice([self.park] * 5 + (others if self.slots else []))()
                 if self.random.random() < 0.3:
-                    pattern(self.random.choice(SIZES), 255)  # uses freed memory again
+                    pattern(self.random.choice(SIZES), 255)  # reuses freed memory
         for slot, _ in self.slots:
             slot.free()
         torch.accelerator.synchronize()
@@ -127,13 +127,13 @@ def test_any_sequence_gives_the_bytes_that_went_in(number: int, streams: int, se
         tier.close()
 
 
-def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> None:
-    park(tier, pattern(MIB, 1)).free()  # streams and host memory are there
+def test_a_copy_out_runs_on_its_own_stream_during_compute(tier: HostTier) -> None:
+    park(tier, pattern(MIB, 1)).free()  # makes streams and host memory
     out, _ = tier.copies._side_streams(DEVICE)
     source, before = pattern(MIB, 7), counters()["copies_async"]
     with held(out):
         slot = park(tier, source)
-        torch.accelerator.current_stream().synchronize()  # compute is not held up
+        torch.accelerator.current_stream().synchronize()  # compute is not delayed
         assert not tier.have_parked([slot]) and not bool((slot.content() == 7).all())
     with configured(copy_delay_us=50_000):
         slot = park(tier, source)
@@ -141,13 +141,13 @@ def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> Non
     assert tier.have_parked([slot]) and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
 
 
-def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
+def test_a_source_is_dropped_once_it_is_copied_out_or_compute_waits(tier: HostTier) -> None:
     with held(tier.copies._side_streams(DEVICE)[0]):
         slots = [park(tier, pattern(MIB, i)) for i in range(2)]
         parked, held_before = tier.have_parked([slots[0]]), slots[0].source is not None
         tier.wait_parked([slots[0]])
         held_after = slots[0].source is not None
-    torch.accelerator.synchronize()  # before any assertion, whose message would wait for the stream that is held
+    torch.accelerator.synchronize()  # before any assertion: its message would wait for the held stream
     assert (parked, held_before, held_after) == (False, True, False)
     done, held_after = tier.have_parked([slots[1]]), slots[1].source is not None
     assert (done, held_after) == (True, False)
@@ -177,12 +177,12 @@ def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> 
     tier.close()
 
 
-def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
-    """Chunks go back only when no copy runs in them: the arena lets nothing go before, and waits when it is closed."""
+def test_released_host_memory_waits_for_its_copies(tier: HostTier) -> None:
+    """Chunks are released only when no copy uses them: the arena waits for copies when it is closed."""
     park(tier, pattern(MIB, 1)).free()
     with held(tier.copies._side_streams(DEVICE)[0]):
         slot: Any = park(tier, pattern(64 * MIB, 2))
-        kept = [chunk.memory for chunk in tier._arena._chunks]  # unpinning would wait for the stream that is held
+        kept = [chunk.memory for chunk in tier._arena._chunks]  # unpinning would wait for the held stream
         slot.free()
         del slot
         for _ in range(40):  # as many backwards as the arena remembers
@@ -208,7 +208,7 @@ def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             tier.prefetch([slot])
         monkeypatch.undo()
-        tier.prefetch([slot])  # another target: the first one's memory may be used again once its copy is done
+        tier.prefetch([slot])  # another target: the first one's memory may be reused once its copy is done
         other = pattern(MIB, 255)
         assert is_pattern(slot.take(), 3) and is_pattern(other, 255)
     slot.free()

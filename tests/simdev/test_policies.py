@@ -1,6 +1,6 @@
 """Every policy on the simulated device, with copies or kernels late: each bit, each byte, no race.
 
-What ``stats()`` says was moved is compared with what the device itself has copied. A selection of families runs always;
+The bytes in ``stats()`` are compared with the device's own count of copies. A selection of families always runs;
 the others of the zoo are marked slow.
 """
 
@@ -35,14 +35,14 @@ NAMES_OF_A_CASE = ("name", "precision", "policy", "late")
 def moved() -> tuple[int, int]:
     """Bytes that asynchronous copies have moved out and in, as the device counts them.
 
-    Out into the store's memory: answers to comparisons go into pinned memory of torch's own.
+    Only copies into the store's memory count: answers to comparisons go into torch's pinned memory.
     """
     found = counters()
     return found.get("registered_bytes_out", 0), found.get("bytes_in", 0)
 
 
 def plain(name: str, precision: str) -> Outcome:
-    """Return what plain training computes on the device; skip where it cannot, or does not repeat itself."""
+    """Return what ordinary training computes on the device; skip if it fails or does not repeat itself."""
     tiny = on_device(build(name, **PRECISIONS[precision]))
     try:
         outcome = tiny.step()
@@ -71,7 +71,7 @@ def check(name: str, precision: str, policy: str, late: str) -> None:
             assert now.total_copy_out_bytes - stats.total_copy_out_bytes == after[0] - before[0], step
             assert now.total_copy_in_bytes - stats.total_copy_in_bytes == after[1] - before[1], step
             assert now.live_tickets == now.store_bytes == 0, step
-            if step == 1:  # in the third, a block of each kind runs without hooks where the policy measures
+            if step == 1:  # in the third, a block of each kind runs without hooks if the policy measures
                 check_bytes(name, policy, now)
 
 

@@ -1,6 +1,6 @@
-"""Models that compute on two streams: a tensor saved on one and read on both, memory of one stream saved on the other.
+"""Models that compute on two streams: a tensor saved on one and read on both, memory of one saved on the other.
 
-Each case is first shown to be in order in plain training, so that a race is the library's.
+Each case is first shown to be ordered in ordinary training, so that a race is the library's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ebbtide.store.host import HostTier
 from tests.helpers.slots import park
 from tests.simdev.device import configured, violations
 
-DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
+DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
 WIDTH, STEPS = 64, 4
 
 
 class TwoStreams(nn.Module):
-    """A block that computes a part of its work on a side stream, as shared experts do."""
+    """A block that does part of its work on a side stream, as shared experts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class SavedElsewhere(TwoStreams):
 
     def forward(self, x: Tensor) -> Tensor:
         one = self.beside(self.linear(x).sin)
-        filled = x.new_full(x.shape, 1e9)  # what the freed memory would be used for
+        filled = x.new_full(x.shape, 1e9)  # would reuse the freed memory
         return x + self.join(one) + filled - filled
 
 
 class SavedInTurn(TwoStreams):
-    """Saves on the side stream, and then on the main one before it waits for the other."""
+    """Saves on the side stream, and then on the main one before waiting for the side stream."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -124,7 +124,7 @@ def test_a_prefetch_for_one_stream_serves_another() -> None:
             taken = slot.take()
             same = taken == expected
             del taken
-        other = torch.full_like(expected, 255)  # takes the memory again if it may
+        other = torch.full_like(expected, 255)  # reuses the memory if it may
         torch.accelerator.synchronize()
     assert bool(same.all()) and tier.counters.in_bytes == expected.nbytes
     del other

@@ -1,4 +1,4 @@
-"""The public functions: what they refuse, and what a handle gives."""
+"""The public functions: refused arguments, and the attributes of a handle."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_stats_before_and_after_a_step() -> None:
         assert after.memory_saved_percent == 100.0
         assert after.total_recomputes == after.recomputed_bytes == 0
         assert after.live_tickets == 0
-        assert after.total_copy_out_bytes <= after.offloaded_bytes  # what was still waiting when backward came stayed
+        assert after.total_copy_out_bytes <= after.offloaded_bytes  # copies that had not begun were cancelled
         assert after.as_dict() == dataclasses.asdict(after)
         json.dumps(after.as_dict())
         tiny.step()
@@ -349,7 +349,7 @@ def test_stats_print_ten_lines() -> None:
 
 
 class OwnPlan:
-    """A plan of a user: returns what it is made with."""
+    """A user's plan: returns the action that it was made with."""
 
     name = "own"
 
@@ -486,7 +486,7 @@ def test_verify_compares_and_finds_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, "offload", "minimal", "auto", "keep"])
-def test_the_context_stands_where_save_on_cpu_stands(policy: str | None) -> None:
+def test_the_context_is_a_drop_in_for_save_on_cpu(policy: str | None) -> None:
     tiny = build("block")
     expected = tiny.step()
     call = tiny.model.forward
@@ -551,7 +551,7 @@ def test_a_change_in_place_under_the_context_is_found() -> None:
         z.sum().backward()
 
 
-# Rules of the user
+# The user's rules
 
 
 class Cubed(torch.autograd.Function):
@@ -607,7 +607,7 @@ def test_the_example_of_the_guide_recomputes(monkeypatch: pytest.MonkeyPatch) ->
     names: dict[str, Any] = {}
     exec(compile(example, str(guide), "exec"), names)
     stats = names["stats"]
-    assert stats.recomputed_bytes >= 2 * names["x"].nbytes  # what each block hands to the linear after the function
+    assert stats.recomputed_bytes >= 2 * names["x"].nbytes  # each block's input of the linear after the function
     assert stats.demoted_sites == ()
     x = names["x"].detach().requires_grad_()
     names["model"](x).sum().backward()

@@ -19,6 +19,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
 from tests.helpers.engines import assert_nothing_left, drain
+from tests.helpers.handles import Unlimited
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
@@ -41,7 +42,7 @@ def table_of(handle: ebbtide.Handle) -> TablePlan:
 def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: float) -> None:
     tiny = build(family)
     plain = tiny.step()
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=slowdown), verify=True) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=slowdown), verify=True) as handle:
         for _ in range(STEPS):
             assert not differences(plain, tiny.step())
         table = table_of(handle)
@@ -55,7 +56,7 @@ def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
     tiny = build("llama")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(3):
             tiny.step()
         assert isinstance(handle.plan, MeasuredPlan) and handle.plan.table is None
@@ -74,7 +75,7 @@ def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
     tiny = build("llama")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
         profile = handle.plan.profile
@@ -91,7 +92,7 @@ def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
 def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -> None:
     tiny = build("llama")
     plain = tiny.step()
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(2):
             one, two = tiny.loss()[0], tiny.loss()[0]  # two forwards before their backwards
             two.backward()
@@ -112,9 +113,9 @@ def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -
 @pytest.mark.parametrize("dropped", [1, 2])
 def test_a_plan_is_made_where_graphs_are_dropped_in_between(dropped: int) -> None:
     tiny = build("mlp")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(3 * STEPS):
-            for _ in range(dropped):  # as a critic does, which detaches what the generator made
+            for _ in range(dropped):  # like a critic, which detaches the generator's output
                 tiny.loss()
             tiny.loss()[0].backward()
         assert table_of(handle).predicted.step_seconds > 0
@@ -140,7 +141,7 @@ class Branches(torch.nn.Module):
 
 def test_a_plan_is_made_where_steps_run_other_blocks_in_turn() -> None:
     model, x = Branches(), torch.randn(16, 32)
-    with enabled(model, ebbtide.Auto(max_slowdown=10.0), blocks=["towers.*.*"]) as handle:
+    with enabled(model, Unlimited(max_slowdown=10.0), blocks=["towers.*.*"]) as handle:
         for number in range(24):
             model(x, number % 2).sum().backward()
         assert {name.split(".")[1] for name, _ in table_of(handle).actions} in ({"0"}, {"1"})
@@ -204,12 +205,12 @@ def test_where_memory_counts_steps_are_measured_again_once_the_optimizer_has_its
         made = plans_made(act, 40)
     assert min(made) < 12
     assert [number for number in made if number >= 12][:1] == [15], "one pass after it, two are measured"
-    assert max(made) < 24, "and never again"
+    assert max(made) < 24, "and never after that"
 
 
 @CLEARS
 def test_where_memory_counts_the_state_of_each_optimizer_is_measured() -> None:
-    """One of another model that steps each time is not mistaken for the model's own, which steps late."""
+    """Another model's optimizer that steps each time is not mistaken for the model's own, which steps late."""
     tiny, other = build("llama"), torch.nn.Linear(2, 2)
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (tiny.model, other)]
     with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")):
@@ -253,7 +254,7 @@ def test_where_memory_counts_two_graphs_together_keep_no_more_than_the_plan() ->
             torch.stack([output.logits.float().square().mean() for output in outputs]).sum().backward()
 
 
-def test_a_larger_batch_is_measured_anew() -> None:
+def test_a_larger_batch_is_measured_again() -> None:
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
@@ -268,7 +269,7 @@ def test_a_larger_batch_is_measured_anew() -> None:
 
 
 def test_without_room_for_more_a_larger_batch_is_offloaded() -> None:
-    """Between a larger batch and the plan made for it, no more is kept than the old plan said."""
+    """Between a larger batch and its new plan, no more is kept than under the old plan."""
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
@@ -339,7 +340,7 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
     tiny = build("llama")
     plain = tiny.step()
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
         handle.plan.save(tmp_path / "plan.json")
@@ -385,7 +386,7 @@ def test_a_plan_that_is_made_under_autocast_is_one_for_autocast(caplog: pytest.L
 def keeping(factor: float = 1.0) -> TablePlan:
     """Return a plan that keeps all that ``build("llama")`` saves, as one made for a batch ``factor`` times as long."""
     tiny = build("llama")
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+    with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
         table, saved = table_of(handle), handle.stats().unique_bytes
@@ -408,7 +409,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_blocks_of_which_a_loaded_plan_keeps_everything_run_without_hooks(hooked: list[str]) -> None:
-    """As under the handle that made it. The first pass shows what they save."""
+    """Like under the handle that made it. The first pass shows their saved tensors."""
     tiny, plan = build("llama"), keeping()
     plain, (first, *others) = tiny.step(), list(dict.fromkeys(name for name, _ in plan.actions))
     mixed = replace(plan, actions={
@@ -430,7 +431,7 @@ def test_blocks_of_which_a_loaded_plan_keeps_everything_run_without_hooks(hooked
 
 
 def test_under_a_loaded_plan_a_longer_batch_and_graphs_that_overlap_run_with_hooks(hooked: list[str]) -> None:
-    """Else they would keep more than was planned."""
+    """Otherwise they would keep more than planned."""
     tiny, count = build("llama"), len(build("llama").block_list())
     with ebbtide.enable_activation_offloading(tiny.model, policy=keeping(0.5), min_bytes=0) as handle:
         for _ in range(3):
@@ -447,7 +448,7 @@ def test_under_a_loaded_plan_a_longer_batch_and_graphs_that_overlap_run_with_hoo
 
 
 def test_of_what_a_plan_keeps_or_offloads_no_recipe_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes cost the host more than anything else that is done for a saved tensor."""
+    """Recipes are the largest host cost of a saved tensor."""
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     built: list[int] = []
     recipe = Builder.recipe

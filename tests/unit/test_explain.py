@@ -82,7 +82,7 @@ def test_a_site_with_several_actions_shows_each() -> None:
         assert {"keep", "offload"} in actions.values()
 
 
-def test_small_storages_are_counted_and_said_in_one_line() -> None:
+def test_small_storages_are_counted_in_one_line() -> None:
     tiny = build("block")
     with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
         tiny.step()

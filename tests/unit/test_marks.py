@@ -1,4 +1,4 @@
-"""What torch's profiler shows of a step: spans by the name of what ebbtide does."""
+"""A step in torch's profiler: spans named after ebbtide's actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.models import build
 
 
 def _spans(path: Path, policy: Policy, steps: int) -> Counter[str]:
-    """Return how often each span of ours is in the exported trace of the last of some steps."""
+    """Count each of our spans in the exported trace of the last of several steps."""
     torch.manual_seed(0)
     tiny = build("mlp")
     handle = ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1024)

@@ -1,6 +1,6 @@
 """``Auto`` and its promise on real models: plain blocks, plans that checkpoint blocks, and models with nothing to gain.
 
-Time is the fake device's: the layers and, where a test wants them to cost something, the hooks turn its clock.
+Time is the fake device's: the layers and, if a test gives them a cost, the hooks advance its clock.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, UNUSED
+from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from ebbtide.wrap.plain import all_kept
 from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.fakedevice import FakeDevice
-from tests.helpers.handles import enable_over
+from tests.helpers.handles import Unlimited, enable_over
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
@@ -46,7 +46,7 @@ TO_JUDGE = SETTLING + CHECKED + 2
 
 
 class _Spend(torch.autograd.Function):
-    """Takes time, forward and backward, and saves nothing."""
+    """Takes time in forward and backward, and saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spend: Callable[[], None]) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Timed:
         self.model = nn.Sequential(*[Layer(lambda: self.device.compute(1.0)) for _ in range(blocks)])
         self.x = torch.randn(16, 8)
         self.expected = self.gradients()
-        self.handle = enable_over(self.tier, self.model, policy=ebbtide.Auto(**policy), min_bytes=0)
+        self.handle = enable_over(self.tier, self.model, policy=Unlimited(**policy), min_bytes=0)
 
     @property
     def plan(self) -> MeasuredPlan:
@@ -94,7 +94,7 @@ class Timed:
 
 
 def calls_of_ours(work: Callable[[], object]) -> Counter[str]:
-    """Return how often functions of ebbtide were called."""
+    """Count the calls of ebbtide's functions."""
     calls: Counter[str] = Counter()
     home = str(Path(ebbtide.__file__).parent)
 
@@ -113,9 +113,9 @@ def calls_of_ours(work: Callable[[], object]) -> Counter[str]:
 
 @pytest.fixture
 def dear_hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let every saved tensor that comes to a hook cost half a second; return the blocks that packed."""
+    """Let every saved tensor in a hook cost half a second; return the blocks that packed."""
     packed: list[str] = []
-    leave_untraced()  # once in a process, and not while another function is in its place
+    leave_untraced()  # once in a process, and not while another function replaces it
     pack = BlockRun.pack
 
     def dear(run: BlockRun, tensor: torch.Tensor, outer: Any = None) -> Any:
@@ -159,6 +159,7 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
         assert stats.kept_bytes == stats.unique_bytes > 0
         assert "blocks run without hooks, as in ordinary training: nothing is gained" in timed.handle.explain()
         assert caplog.text.count("no plan saves memory within max_slowdown=0.05; hint: ") == 1
+        assert "a larger limit: policy=ebbtide.Auto(max_slowdown=0.1)" in caplog.text
         forward = calls_of_ours(lambda: timed.model(timed.x))
         assert forward["StandIn.__call__"] == 1 and max(forward.values()) < BLOCKS, (
             forward
@@ -204,7 +205,7 @@ def test_bytes_of_blocks_without_hooks_are_those_of_the_latest_batch(dear_hooks:
 
 
 def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list[str]) -> None:
-    """Half a second for each saved tensor: no plan for all twelve blocks is within 50 %, one for some of them is."""
+    """Half a second for each saved tensor: no plan for all twelve blocks is within 50 %, but one for some is."""
     timed = Timed(12, max_slowdown=0.5)
     with timed.handle:
         timed.steps(1)
@@ -224,7 +225,7 @@ def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list
 
 
 def test_a_plan_is_judged_where_blocks_are_called_without_the_model() -> None:
-    """As a method of the model does: such a pass ends when the next one begins, after its backward."""
+    """Like in a method of the model: such a pass ends when the next one begins, after its backward."""
     timed = Timed(max_slowdown=0.6)
     layers = nn.Sequential(*timed.model.children())
     with timed.handle:
@@ -258,7 +259,7 @@ def test_a_second_measured_step_that_is_longer_takes_the_place_of_the_first(dear
 
 
 def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
-    """No two of them are alike, as with padding to the longest of a batch."""
+    """No two are equal, as with padding to the longest sequence of a batch."""
     timed = Timed(12, max_slowdown=0.5)
     with timed.handle:
         for rows in range(40, 40 + UNTIL_PLAN + TO_JUDGE):
@@ -269,7 +270,7 @@ def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
 
 
 def test_a_plan_is_carried_out_where_each_backward_has_two_forwards() -> None:
-    """As of a discriminator: no pass is alone, so none is compared."""
+    """Like a discriminator's: no pass is alone, so none is compared."""
     timed = Timed(8, max_slowdown=0.5)
     with timed.handle:
         for _ in range(UNTIL_PLAN + UNUSED + 3):
@@ -317,7 +318,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
 
 
 def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies in begin with the backward, whichever block shows in it first."""
+    """Copies in begin with the backward, whichever block is its first."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     timed = Timed(max_slowdown=10.0)
@@ -334,11 +335,11 @@ def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypa
         began.clear()
         start = timed.device.now_seconds
         timed.steps(1)
-        # Four forwards, then the backwards: the first copies begin before any block has gone backward.
+        # Four forwards, then the backwards: the first copies begin before the backward of any block.
         assert began[0] - start == pytest.approx(BLOCKS, rel=0.01)
 
 
-def test_blocks_without_hooks_are_told_of_like_others(dear_hooks: list[str]) -> None:
+def test_blocks_without_hooks_are_reported_like_others(dear_hooks: list[str]) -> None:
     told: list[tuple[str, str]] = []
     timed = Timed(max_slowdown=0.05)
     with timed.handle:
@@ -441,8 +442,28 @@ def test_free_hooks_are_judged_and_left(caplog: pytest.LogCaptureFixture) -> Non
         assert timed.plan._check.measured is judged  # no further step is timed
 
 
+def test_a_plan_that_stays_is_timed_again_later() -> None:
+    """With blocks without hooks in the same steps, and all gradients equal."""
+    timed = Timed(12, max_slowdown=0.5)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN)
+        while not timed.plan.judged:
+            timed.steps(1)
+        check, timer = timed.plan._check, timed.plan._timer
+        assert check is not None and check.measured is not None and timer is not None and not check.keeps
+        before, steps = timed.plan.table, check.measured.steps
+        compared = sorted(timer.compared - timer.unhooked)
+        assert compared and not timer.runs_plain(compared[0])
+        timed.steps(FIRST_LOOK)
+        assert timer.spans.wanted and timed.plan.judged and timer.runs_plain(compared[0])
+        timed.steps(SETTLING + ADDED + 2)
+        assert not timer.spans.wanted and not timer.runs_plain(compared[0])
+        assert check.measured.steps == steps + ADDED and timed.plan.table is before
+        assert f"in {steps + ADDED} steps" in timed.handle.explain()
+
+
 def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
-    """Return a solver that checkpoints every block that may be."""
+    """Return a solver that checkpoints every block that allows it."""
 
     def shrink(profile: Profile, max_slowdown: float) -> Solution:
         return Search(profile).simulated(checkpointed(profile, len(profile.blocks), inputs))
@@ -498,13 +519,13 @@ def test_minimal_compares_blocks_that_are_checkpointed_with_blocks_that_are_not(
             blocks.append(handle.stats().checkpointed_blocks)
         drain()
         assert_nothing_left(handle._engine)
-    if family == "llama":  # the rule checkpoints gpt2's, and others cannot run twice
+    if family == "llama":  # the rule checkpoints gpt2's blocks, and others cannot run twice
         (step,) = counted
         marked = [block.checkpointed for block in step.blocks]
         assert marked == [place % 2 == 1 for place in range(len(marked))]
         assert all(block.backward_seconds > 0 for block in step.blocks)
         assert blocks[:COUNTED] == [0, sum(marked), sum(marked)]
-        assert blocks[-1] in (0, len(marked))  # by what they took
+        assert blocks[-1] in (0, len(marked))  # by their times
         assert ("blocks are checkpointed: a block took" in handle.explain()) == bool(blocks[-1])
 
 

@@ -1,11 +1,11 @@
-"""One case of the zoo: a family in one precision under one policy must equal plain training in every bit.
+"""One case of the zoo: a family in one precision under one policy must be bitwise equal to ordinary training.
 
 Each case takes three steps with ``verify=True``: the first compares recipes, the second knows the blocks, the third
-trusts both, and where the policy measures, the last block of each kind runs in it without hooks. The outcome of plain
-training is worked out once for a family and a precision, and twice there, to see that plain training repeats itself: no
+trusts both, and if the policy measures, the last block of each kind runs in it without hooks. The outcome of ordinary
+training is computed twice for each family and precision, to see that ordinary training repeats itself: no
 claim is made about a model that does not.
 
-Every run takes every pair of a family, a precision and a policy; the rest of their product is slow.
+Every run covers every pair of a family, a precision and a policy; the rest of their product is slow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plain(name: str, precision: str) -> Outcome:
 
 
 def check_case(name: str, precision: str, policy: str) -> None:
-    """Take three steps under a policy, and one after the handle is closed; assert that all equal plain training."""
+    """Take three steps under a policy, and one after the handle is closed; assert that all equal ordinary training."""
     expected = plain(name, precision)
     tiny = build(name, **PRECISIONS[precision])
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1, verify=True) as handle:
@@ -57,7 +57,7 @@ def check_case(name: str, precision: str, policy: str) -> None:
 
 
 def check_bytes(name: str, policy: str, stats: Stats) -> None:
-    """Assert that the policy did what it is for: what it moves was moved, and what it recomputes was recomputed."""
+    """Assert that the policy was effective: bytes were moved, or recomputed, as it promises."""
     assert stats.unique_bytes > 0 and stats.packs > 0
     assert stats.kept_bytes + stats.offloaded_bytes + stats.recomputed_bytes == stats.unique_bytes
     assert stats.saved_bytes > 0

@@ -1,4 +1,4 @@
-"""Models that make pictures and films, in every precision under every policy."""
+"""Models that generate images and video, in every precision under every policy."""
 
 from __future__ import annotations
 

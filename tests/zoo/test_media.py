@@ -1,4 +1,4 @@
-"""Models that see and hear, in every precision under every policy."""
+"""Vision and audio models, in every precision under every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families under every policy in a torch that does not show what autograd saved, as before torch 2.10."""
+"""Families under every policy in a torch that does not expose saved tensors, as before torch 2.10."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVED_TENSOR = torch._C._autograd.SavedTensor  # pyright: ignore[reportAttribute
 
 @pytest.fixture(autouse=True)
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take ``SavedTensor.data`` away, where this torch has it: what still reads it fails."""
+    """Remove ``SavedTensor.data`` if this torch has it: code that reads it fails."""
     with monkeypatch.context() as patch:
         patch.delattr(SAVED_TENSOR, "data", raising=False)
         patch.setattr(slots, "_readable", False)

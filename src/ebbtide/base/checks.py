@@ -15,18 +15,13 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 NOTHING = ("none", "null", "")
 """Words that leave such a key unset."""
 
-_WORDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
+_KINDS = {
+    bool: ("true or false", "pass True or False"),
+    int: ("an integer", "pass a whole number, such as 3"),
+    float: ("a number", "pass a number, such as 0.5"),
+    str: ("text", "pass text, in quotes"),
 }
-_EXAMPLES = {
-    bool: "pass True or False",
-    int: "pass a whole number, such as 3",
-    float: "pass a number, such as 0.5",
-    str: "pass text, in quotes",
-}
+"""A class in words, and how to pass such a value."""
 _LEAVE_OUT = "leave it out for its default"
 _ABSTRACT = {int: numbers.Integral, float: numbers.Real}
 """Other packages' numbers are accepted as numbers; their booleans are not."""
@@ -45,7 +40,7 @@ def in_words(kind: Any) -> str:
         return f"a tuple of {in_words(arguments[0])}"
     if arguments:
         return " or ".join(in_words(argument) for argument in arguments if argument is not type(None))
-    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+    return _KINDS[kind][0] if kind in _KINDS else getattr(kind, "__name__", str(kind))
 
 
 def fits(value: object, kind: Any) -> bool:
@@ -80,7 +75,9 @@ def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> Non
     if isinstance(value, str) and (known := known_names(kind)):
         hint = nearest(value, known) or advice or f"such as {name}={known[0]!r}"
     if not hint and not advice:
-        advice = "pass the value itself, without quotes" if isinstance(value, str) else _EXAMPLES.get(kind, _LEAVE_OUT)
+        advice = (
+            "pass the value itself, without quotes" if isinstance(value, str) else _KINDS.get(kind, ("", _LEAVE_OUT))[1]
+        )
     raise ConfigError(f"{name} is {value!r:.80}", expected=in_words(kind), hint=hint or advice)
 
 

@@ -49,7 +49,7 @@ class EbbtideError(Exception):
     def __str__(self) -> str:
         text = self.found
         if self.expected:
-            text += f"; expected {self.expected}"
+            text = f"{text.removesuffix('.')}; expected {self.expected}"  # another library's sentence
         text = "\n".join([text, *self.places])
         return f"{text}\nhint: {self.hint}" if self.hint else text
 
@@ -166,7 +166,7 @@ def few(names: Iterable[str], *, count: int = 3) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number of things as text."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def spelled(ranks: Sequence[int]) -> str:

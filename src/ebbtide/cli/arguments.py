@@ -8,7 +8,6 @@ one place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 from ebbtide.base.checks import FALSE, NOTHING, TRUE
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.files import near
-from ebbtide.cli.build import FlagValue, Values, build, call_tyro, takes_several, takes_text
+from ebbtide.cli.build import FlagValue, Values, build, print_help, takes_several, takes_text
 from ebbtide.cli.translation import Translation
 from ebbtide.cli.unknown import near_flags, near_keys
 from ebbtide.cli.yamlfile import as_yaml, load_settings
@@ -57,8 +56,7 @@ def read_arguments(
     """
     names = _Names(kind, prog, others)
     if any(argument in ("-h", "--help") for argument in argv):
-        with contextlib.suppress(SystemExit):
-            call_tyro(kind, ["--help"], prog=prog)
+        print_help(kind, prog=prog)
         return None
     path, flags = _read_flags(argv, names)
     keys, names.keys = names.keys, {}

@@ -14,14 +14,12 @@ from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
 from ebbtide.report import Run, html, load_run, split, verdicts
 from ebbtide.report.table import ABSENT, headline, measured, number, size
+from ebbtide.report.verdict import LEAST_TIMED
 from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
 
 _LEAST_COUNTED = 2
 """Steps that always count, however late a plan was corrected: a timed one and the trimmed one."""
-
-_FEW_TIMED = 3
-"""A warning names fewer timed steps than these."""
 
 
 class Board:
@@ -105,7 +103,7 @@ class Board:
         made = max((steps_before_plan(run.events) for run in runs), default=0)
         steps = min((int(run.summary["steps"]) for run in runs), default=0)
         # A plan that came too late to be timed is no reason to time fewer steps.
-        room = steps - (_LEAST_COUNTED if made + SETTLING <= steps - _LEAST_COUNTED else 1 + _FEW_TIMED)
+        room = steps - (_LEAST_COUNTED if made + SETTLING <= steps - _LEAST_COUNTED else 1 + LEAST_TIMED)
         if made + SETTLING <= self._warm_up:
             return []
         warm_up = max(self._warm_up, min(made + SETTLING, room))
@@ -119,7 +117,7 @@ class Board:
         if made > warm_up:
             return [f"{corrected}, so some of the counted steps ran under another one; use a larger {self._flag}."]
         timed = min(int(run.summary["timed_steps"]) for by_mode in self._rounds.values() for run in by_mode.values())
-        if timed >= _FEW_TIMED:
+        if timed >= LEAST_TIMED:
             return []
         return [f"{corrected}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
@@ -189,8 +187,8 @@ def _counted(runs: Sequence[Run]) -> list[str]:
     trimmed = any(run.all("trim") for run in runs) and steps - warm_up > timed
     text = f"The first {warm_up} of {steps} steps warm up and do not count."
     if trimmed:
-        times = f"times are those of the other {timed}" if timed > 1 else "its time is that of the step before"
-        text += f" Activation memory is step {steps}'s, {times}."
+        times = f"times in the other {timed}" if timed > 1 else f"the step time in step {steps - 1}"
+        text += f" Activation memory is measured in step {steps}, {times}."
     return [text]
 
 

@@ -80,7 +80,7 @@ def _try_tyro(kind: type[Any], values: Values, *, prog: str) -> Any:
     """Parse values with tyro; ``None`` if that fails. Its message is dropped: ours names the flag."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return call_tyro(kind, _as_flags(kind, values), prog=prog)
+            return _call_tyro(kind, _as_flags(kind, values), prog=prog)
     except SystemExit:
         return None
 
@@ -105,11 +105,23 @@ def _as_flags(kind: type[Any], values: Values) -> list[str]:
     return flags
 
 
-def call_tyro(kind: type[Any], flags: list[str], *, prog: str) -> Any:
-    """Call tyro the one way this command line does."""
+def print_help(kind: type[Any], *, prog: str) -> None:
+    """Print the flags of a config; of those whose default is ``None``, the text alone describes the default."""
+    tyro, hints = require("tyro", extra="recipes", use=f"`{prog}`"), typing.get_type_hints(kind)
+    fields: list[Any] = []
+    for name in (field.name for field in dataclasses.fields(kind) if field.default is None):
+        shown = tyro.conf.arg(help_behavior_hint="", metavar="[STR [STR ...]]" if takes_several(hints[name]) else None)
+        fields.append((name, typing.Annotated[hints[name], shown], dataclasses.field(default=None)))
+    bases = (kind,)  # whose docstrings tyro reads
+    described = dataclasses.make_dataclass(kind.__name__, fields, bases=bases, frozen=True, kw_only=True)
+    with contextlib.suppress(SystemExit):
+        _call_tyro(described, ["--help"], prog=prog, description=_description(kind))
+
+
+def _call_tyro(kind: type[Any], flags: list[str], *, prog: str, description: str = "") -> Any:
     tyro = require("tyro", extra="recipes", use=f"`{prog}`")
-    config = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(kind, args=flags, prog=prog, description=_description(kind), config=config, use_underscores=True)
+    config = (tyro.conf.FlagConversionOff, *([tyro.conf.DisallowNone] if description else []))
+    return tyro.cli(kind, args=flags, prog=prog, description=description, config=config, use_underscores=True)
 
 
 def _description(kind: type[Any]) -> str:

@@ -207,7 +207,9 @@ def run(argv: Sequence[str]) -> int:
     listed = f"one of {', '.join(formats)} (default: %(default)s)"
     parser.add_argument("--format", metavar="NAME", default="html", help=listed)
     parser.add_argument("--output", metavar="FILE", type=Path, help="file to write; - prints")
-    parser.add_argument("--force", action="store_true", help="write summary.json again; replace --output")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the file of --output; also write summary.json from the record"
+    )
     own = parser.read(argv)
     format_ = cast("Format", choice("--format", own.format, formats))
     folders = cast("list[Path]", own.run_folder)

@@ -149,7 +149,8 @@ def run_rounds(
                 run_round(starts, progress, ended=add, lockstep=plan.lockstep, report=report)
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
-            console.print(f"{stopped}: the processes were ended; the report has the finished runs", style="yellow")
+            result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
+            console.print(f"{stopped}: the processes were ended; {result}", style="yellow", soft_wrap=True)
         finally:
             progress.end()
         modes_merged = board.finish(everywhere)

@@ -15,7 +15,7 @@ from ebbtide.base.errors import DiskError
 from ebbtide.planner.machines import Machine
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.location import check_directory, default_directory, filesystem_of
-from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
+from ebbtide.store.share import fair_share_bytes, fields_of, memory_limit_bytes
 
 OFFLOADERS = (
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
@@ -190,23 +190,23 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
     Returns:
         The facts.
     """
-    memory = _pairs(root / "proc/meminfo")
+    memory = fields_of(root / "proc/meminfo", unit=1024)
     locked = re.search(r"Max locked memory\s+(\d+)\s", _text(root / "proc/self/limits") or "")
     limit = memory_limit_bytes(root=root)
-    total = _kib(memory, "MemTotal") or limit
-    swap = _kib(memory, "SwapTotal") or 0
+    cpus = re.search(r"Cpus_allowed_list:\s*(\S+)", _text(root / "proc/self/status") or "")
+    swap = memory.get("SwapTotal:", 0)
     huge = _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = re.search(r"\[(\w+)\]", huge)
     return Host(
-        memory_bytes=total,
+        memory_bytes=memory.get("MemTotal:") or limit,
         limit_bytes=limit,
-        available_bytes=_kib(memory, "MemAvailable"),
+        available_bytes=memory.get("MemAvailable:"),
         share_bytes=fair_share_bytes(root=root, ranks=ranks),
         swap_bytes=swap,
-        swap_used_bytes=swap - min(swap, _kib(memory, "SwapFree") or 0),
+        swap_used_bytes=swap - min(swap, memory.get("SwapFree:", 0)),
         locked_bytes=int(locked[1]) if locked else None,
         nodes=_nodes(root / "sys/devices/system/node"),
-        cpus=_cpus(_pairs(root / "proc/self/status").get("Cpus_allowed_list", "")),
+        cpus=_cpus(cpus[1] if cpus else ""),
         huge_pages=chosen[1] if chosen else None,
         libc=_libc(),
         load=_number(root / "proc/loadavg"),
@@ -297,17 +297,6 @@ def _transfers(path: Path) -> float | None:
     """Return a link's speed (``"32.0 GT/s PCIe"``)."""
     found = _number(path)
     return found if found is not None and found > 0 else None
-
-
-def _pairs(path: Path) -> dict[str, str]:
-    """Return the ``name: value`` lines of a file."""
-    lines = (line.partition(":") for line in (_text(path) or "").splitlines())
-    return {name.strip(): value.strip() for name, _, value in lines}
-
-
-def _kib(pairs: Mapping[str, str], name: str) -> int | None:
-    found = pairs.get(name, "").split(" ")[0]
-    return int(found) * 1024 if found.isdecimal() else None
 
 
 def _cpus(text: str) -> frozenset[int]:

@@ -60,7 +60,7 @@ def _measured_rows(facts: Facts) -> list[Row]:
         ("copies of memory", _rate(machine.memory_bytes_per_second), "the rate of element-wise recomputes"),
         ("copy-out", _rate(out), f"1 GiB of activations leaves in {_seconds(1024**3 / out)}"),
         ("copy-in", _rate(into), f"and is back in {_seconds(1024**3 / into)}"),
-        ("a byte out and in", f"{balance:,.0f} FLOP", "cheaper tensors are recomputed faster than copied"),
+        ("copying a byte", f"{balance:,.0f} FLOP", "tensors that take fewer per byte are faster to recompute"),
     ]
 
 

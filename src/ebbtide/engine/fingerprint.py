@@ -16,11 +16,11 @@ import ctypes
 import functools
 import operator
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide.engine.layout import Layout
+from ebbtide.engine.layout import KNOWN_LAYOUTS, Layout
 
 SAMPLED = 256
 """Elements in a sample, on the host those of one 8-byte word together. Of scattered changes that touch 2 % of the
@@ -44,7 +44,11 @@ _key = torch._C.DispatchKey
 _PLAIN_KEYS = functools.reduce(
     operator.or_, map(torch._C.DispatchKeySet, (_key.CPU, _key.ADInplaceOrView, _key.AutogradCPU, _key.AutocastCPU))
 ).raw_repr()
-"""Dispatch keys of a plain tensor of the host; every other kind of tensor has another set."""
+"""Dispatch keys of a plain tensor of the host, whose memory is its values; every other kind has another set: a wrapper,
+a view that negates, another layout, a tensor of inference mode."""
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""Types of which, on the host, kernels save no memory that was never written."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -121,35 +125,73 @@ def can_be_taken(tensor: torch.Tensor) -> bool:
     return plain and tensor.device.type != "meta" and tensor.numel() > 0
 
 
-def host_sample(tensor: torch.Tensor) -> bytes | None:
-    """Return a sample of a tensor of the host whose elements lie without gaps, in the order of its memory.
+class _Laid(NamedTuple):
+    """How elements lie in the memory of the host, and what is read of them.
 
-    For what is read of every saved tensor: it costs a third of a fingerprint.
+    Attributes:
+        kind: The type that memory is read as.
+        step: Every n-th of its elements is read.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    kind: type[ctypes.Array[Any]]
+    step: int
+
+
+class Sample(tuple[_Laid, bytes]):
+    """What was read of a tensor of the host, and how its elements lay."""
+
+    __slots__ = ()
+
+    def same(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this sample, by its elements in the same order."""
+        laid, before = self
+        if tensor.dtype is not laid.dtype or tensor.shape != laid.size:
+            return False  # its elements would not fit into memory of that layout
+        plain = type(tensor) is torch.Tensor and torch._C._dispatch_keys(tensor).raw_repr() == _PLAIN_KEYS
+        if plain and tensor.stride() == laid.stride:
+            memory = memoryview(laid.kind.from_address(tensor.data_ptr()))
+            if memory[:: laid.step].tobytes() == before:  # as in ``_read``
+                return True
+        return self._read(tensor) == before
+
+    def nearly_same(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor differs by rounding at most from one with this sample."""
+        laid, before = self
+        same_kind = tensor.dtype is laid.dtype and tensor.shape == laid.size
+        return same_kind and _bytes_nearly_equal(before, self._read(tensor), laid.dtype)
+
+    def _read(self, tensor: torch.Tensor) -> bytes:
+        laid = self[0]
+        return _read(torch.empty_strided(laid.size, laid.stride, dtype=laid.dtype, device="cpu").copy_(tensor.detach()))
+
+
+@functools.lru_cache(maxsize=KNOWN_LAYOUTS)
+def _laid(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> _Laid | None:
+    """Return how a tensor is read; None if it has no elements, or they are no floats or have gaps between them."""
+    layout = Layout(dtype, size, stride, 0)
+    if dtype not in _FLOATS or not layout.dense or not layout.logical_bytes:
+        return None
+    return _Laid(size, stride, dtype, *_taken(layout.logical_bytes // dtype.itemsize, dtype.itemsize, False))
+
+
+def host_sample(tensor: torch.Tensor) -> Sample | None:
+    """Return a sample of a tensor of floats of the host that lie without gaps, in the order of its memory.
+
+    For what is read of every saved tensor: it costs a third of a fingerprint, and takes as few calls as can be.
 
     Returns:
         None for all other tensors: those take a ``Fingerprint``.
     """
-    if not _is_plain(tensor) or tensor.numel() == 0:
+    if type(tensor) is not torch.Tensor or torch._C._dispatch_keys(tensor).raw_repr() != _PLAIN_KEYS:
         return None
-    return _read(tensor) if tensor.is_contiguous() or Layout.of(tensor).dense else None
-
-
-def has_sample(
-    tensor: torch.Tensor, sample: bytes, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-) -> bool:
-    """Whether a tensor of the host has a sample that ``host_sample`` returned of one with this layout and type."""
-    if tensor.dtype is not dtype or tensor.shape != size:
-        return False  # its elements would not fit into memory of that layout
-    if tensor.stride() == stride and _is_plain(tensor) and _read(tensor) == sample:
-        return True
-    laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
-    return _read(laid_out.copy_(tensor.detach())) == sample
-
-
-def nearly_has_sample(tensor: torch.Tensor, sample: bytes, stride: tuple[int, ...]) -> bool:
-    """Whether a tensor of the host differs by rounding at most from one with this sample and layout."""
-    laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
-    return _bytes_nearly_equal(sample, _read(laid_out.copy_(tensor.detach())), tensor.dtype)
+    laid = _laid(tensor.shape, tensor.stride(), tensor.dtype)
+    if laid is None:
+        return None
+    memory = memoryview(laid.kind.from_address(tensor.data_ptr()))
+    return Sample((laid, memory[:: laid.step].tobytes()))  # as in ``_read``
 
 
 def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -165,11 +207,6 @@ def _bytes_nearly_equal(one: bytes, other: bytes, dtype: torch.dtype) -> bool:
     if not dtype.is_floating_point or len(one) != len(other):
         return False
     return nearly_equal(*(torch.frombuffer(bytearray(x), dtype=dtype) for x in (one, other)))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory on the host is its values: no wrapper, view that negates, or other layout."""
-    return type(tensor) is torch.Tensor and torch._C._dispatch_keys(tensor).raw_repr() == _PLAIN_KEYS
 
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:

@@ -68,8 +68,8 @@ class Watched:
 
     def replaces(self, tensor: torch.Tensor) -> bool:
         """Whether the watched value is no longer in the memory that the weight, ``tensor``, has now."""
-        plain = tensor.layout == torch.strided and not tensor.is_nested
-        return plain and storage_key(tensor.untyped_storage()) != storage_key(self.tensor.untyped_storage())
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        return plain and tensor.untyped_storage()._cdata != self.tensor.untyped_storage()._cdata
 
     def move_to(self, storage: torch.UntypedStorage) -> None:
         """Read a copy of the weight's storage from now on."""
@@ -138,11 +138,32 @@ class WeightGuard:
             compared: How its bytes are compared.
         """
         watched = Watched(weight, version, compared)
-        if weight.layout == torch.strided:
-            with self._lock:
-                who = self._watched.setdefault(storage_key(weight.untyped_storage()), set())
-                who.add(weakref.ref(watched, who.discard))  # nothing interrupts the ``discard`` of a set
+        self._list([watched])
         return watched
+
+    def watch_all(self, weights: Iterable[torch.Tensor], compared: Compared) -> list[Watched]:
+        """Return the weights that a block reads now, and will read again.
+
+        Of a large one no sample is taken: what the block computes from it is sampled, and shows more.
+
+        Args:
+            weights: Its parameters and buffers.
+            compared: How their bytes are compared.
+        """
+        large = Compared.NOT if compared is Compared.SAMPLE else compared
+        watched = [
+            Watched(weight, weight._version, large if weight.numel() * weight.itemsize > FULL_BYTES else compared)
+            for weight in weights
+        ]
+        self._list(watched)
+        return watched
+
+    def _list(self, these: list[Watched]) -> None:
+        with self._lock:
+            for watched in these:
+                if watched.tensor.layout is torch.strided:
+                    who = self._watched.setdefault(watched.tensor.untyped_storage()._cdata, set())
+                    who.add(weakref.ref(watched, who.discard))  # nothing interrupts the ``discard`` of a set
 
     def before_step(self, weights: Iterable[torch.Tensor]) -> None:
         """Copy those of an optimizer's weights that are watched: it is about to change them."""

@@ -106,11 +106,12 @@ class SpanTimer:
 
     Attributes:
         tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
+        paused: Passes until they are timed again; 0: they are timed now, or never again.
     """
 
     def __init__(self, meter: Meter, done: Callable[[Span | None], bool], *, memory: bool) -> None:
         self._meter, self._done, self._memory = meter, done, memory
-        self.wanted = False  # passes are timed now
+        self.wanted, self.paused = False, 0  # ``wanted``: passes are timed now
         self._open: _Open | None = None
         self._closed: deque[_Open] = deque()
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
@@ -177,6 +178,9 @@ class SpanTimer:
         now = self._open  # blocks called without the model's forward: the next pass ends it, after its backward
         if now is not None and (now.ended is None or not now.counted):
             now.saved_bytes, now.counted = saved_bytes, True
+        if self.paused and not self.wanted:
+            self.paused -= 1
+            self.wanted = not self.paused
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """Begin a block's backward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,16 +10,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have memory: those that are no wrappers, and the tensors inside wrappers."""
-    pending = list(tensors)
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that have memory: those that are no wrappers, and the tensors inside wrappers."""
+    pending, found = list(tensors), list[torch.Tensor]()
     while pending:
         tensor = pending.pop()
         if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
-            yield tensor
+            found.append(tensor)
         else:
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             pending += [part for part in inner if isinstance(part, torch.Tensor)]
+    return found
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -32,16 +33,17 @@ def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage._cdata for storage in storages(tensors)}
 
 
-def storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that have bytes now."""
-    others: list[torch.Tensor] = []
+def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages that have bytes now."""
+    others, found = list[torch.Tensor](), list[torch.UntypedStorage]()
     for tensor in tensors:  # at each forward, of each weight: no more calls than needed
         if type(tensor) is not nn.Parameter:
             others.append(tensor)
         elif tensor.layout is torch.strided and (storage := tensor.untyped_storage()).nbytes():
-            yield storage
+            found.append(storage)
     for tensor in plain_tensors(others):
         if is_lazy(tensor):  # has no memory yet
             continue
         if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
-            yield storage
+            found.append(storage)
+    return found

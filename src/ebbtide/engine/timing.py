@@ -14,7 +14,7 @@ A block that runs *plain* runs without hooks, as in ordinary training: nothing i
 and checks it itself. In one of the measured steps one block of each kind does, so that its cost without hooks is
 measured and not inferred. Its backward begins when the gradient of what it returned is there; so that both are cut
 alike, the same is noted for blocks with hooks (``marks``). Blocks of which a plan keeps everything run plain, and while
-a plan is judged a few others do (``unhooked``).
+a plan is judged a few others do (``unhooked``, ``compared``).
 
 [Note: still resident memory]
 What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
@@ -147,6 +147,7 @@ class StepTimer:
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
+        self.compared: frozenset[str] = frozenset()  # blocks that do, too, in passes that are timed as a whole
         self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
         self.outdated: Callable[[], bool] = lambda: False  # whether the measurement is out of date
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
@@ -170,7 +171,9 @@ class StepTimer:
         """
         self.finish()
         self.spans.finish()
-        return name in (self.plain if self.wanted else self.unhooked)
+        if self.wanted:
+            return name in self.plain
+        return name in self.unhooked or (self.spans.wanted and name in self.compared)
 
     def tries(self, name: str) -> bool:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""

@@ -98,8 +98,15 @@ class OffloadCallback(CallbackOptions, TrainerCallback):
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
         self.close()
-        self._logged = Stats()
+        self.handle, self._logged = None, Stats()
         refuse_other_offloaders(args)
+        if 0 < state.max_steps <= state.global_step:
+            logger.warning(
+                "nothing left to train: step %d is done, and max_steps is %d; hint: a larger max_steps, or more "
+                "epochs, continues it",
+                *(state.global_step, state.max_steps),
+            )
+            return
         trainer = self._trainer()
         frame = inspect.currentframe()
         _move_to_front(self, None if frame is None else frame.f_back)

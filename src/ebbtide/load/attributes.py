@@ -56,10 +56,7 @@ def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _replaced(value: Any, function: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, tuple[Any, Any]]) -> Any:
-    """Return a value with its tensors replaced by the function's, also in lists, dicts, tuples and sets of them.
-
-    All but tuples are changed in place. ``seen`` has containers by identity, each with what it became.
-    """
+    """Return a value with its tensors replaced by the function's, also in containers, of which ``seen`` has the new."""
     pending: list[Any] = []
 
     def made_of(value: Any) -> Any:

@@ -131,18 +131,17 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
                 hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
             )
         found, places = _unpickled(files, str(where))
-        if promised:
-            _check_promised(file, promised, places)
-        return found
-    entries: dict[str, CheckpointEntry] = {}
-    for one in files:
-        for name, entry in read_header(one).items():
-            if name in entries:
-                raise _twice(name, entries[name].file, one)
-            entries[name] = entry
+    else:
+        entries: dict[str, CheckpointEntry] = {}
+        for one in files:
+            for name, entry in read_header(one).items():
+                if name in entries:
+                    raise _twice(name, entries[name].file, one)
+                entries[name] = entry
+        found, places = Checkpoint(entries=entries, name=str(where)), {name: e.file for name, e in entries.items()}
     if promised:
-        _check_promised(file, promised, {name: entry.file for name, entry in entries.items()})
-    return Checkpoint(entries=entries, name=str(where))
+        _check_promised(file, promised, places)
+    return found
 
 
 def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:

@@ -63,7 +63,12 @@ class Filling:
         for name, source in plan.sources.items():
             held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
             if len(held) > 1:
-                raise _untied(plan.tied[name])
+                raise ConfigError(
+                    f"{' and '.join(plan.tied[name])} were tied and are separate after wrapping",
+                    expected="tied parameters that stay tied",
+                    hint="FSDP1 materializes parameters module by module: "
+                    "pass it param_init_fn=ebbtide.load.empty_module(device)",
+                )
             target = next(iter(held.values()), None)
             if target is not None and name in four:  # its scales are needed where no part of the column is
                 if four.scales_of(name):
@@ -180,12 +185,4 @@ def _two_values(one: Iterable[str], other: Iterable[str]) -> DataError:
         f"{', '.join(one)} and {', '.join(other)} differ in the checkpoint and are one tied weight in the model",
         expected="equal values of tied weights, or only one of them",
         hint="build the model with tie_word_embeddings=False, or take the unused one out of the checkpoint",
-    )
-
-
-def _untied(names: Iterable[str]) -> ConfigError:
-    return ConfigError(
-        f"{' and '.join(names)} were tied and are separate after wrapping",
-        expected="tied parameters that stay tied",
-        hint="FSDP1 materializes parameters module by module: pass it param_init_fn=ebbtide.load.empty_module(device)",
     )

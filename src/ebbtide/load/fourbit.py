@@ -36,19 +36,15 @@ def is_four_bit(tensor: torch.Tensor) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class _Weight:
-    """A 4-bit weight: its module, the parameter that was on meta, and its shape before it is quantised.
-
-    ``scales`` has the keys of its scales in the checkpoint; ``state`` the scales in memory; ``flat`` is one that FSDP1
-    makes a part of a flat parameter.
-    """
+    """A 4-bit weight: its module, the parameter that was on meta, and its shape before it is quantised."""
 
     module: nn.Module
     attribute: str
     old: Any
     shape: torch.Size
-    scales: dict[str, str] = field(default_factory=dict[str, str])
-    state: Any = None
-    flat: bool = False
+    scales: dict[str, str] = field(default_factory=dict[str, str])  # their keys in the checkpoint
+    state: Any = None  # the scales in memory
+    flat: bool = False  # FSDP1 makes it a part of a flat parameter
 
 
 class FourBit:
@@ -72,7 +68,11 @@ class FourBit:
             old: Any = tensor_of((module, attribute, is_buffer))
             if is_four_bit(old):
                 if getattr(old, "bnb_quantized", False) or not old.is_meta:
-                    raise _already_quantised(name)
+                    raise ConfigError(
+                        f"{name!r} is quantised (Params4bit)",
+                        expected="a 4-bit weight on meta that has not been quantised yet",
+                        hint="build the model on meta and let load_sharded quantise it while it is loaded",
+                    )
                 self._weights[name] = _Weight(module=module, attribute=attribute, old=old, shape=old.shape)
 
     def __contains__(self, name: str) -> bool:
@@ -232,11 +232,3 @@ def _check_gathered(model: nn.Module) -> None:
                 expected="one dtype: a conversion would destroy the packed numbers",
                 hint=f"set bnb_4bit_quant_storage={gathered}, or no param_dtype in the MixedPrecisionPolicy",
             )
-
-
-def _already_quantised(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name!r} is quantised (Params4bit)",
-        expected="a 4-bit weight on meta that has not been quantised yet",
-        hint="build the model on meta and let load_sharded quantise it while it is loaded",
-    )

@@ -39,15 +39,12 @@ _ADD_FIRST = "add the adapter to a model in memory, save it, and load that"
 
 @dataclass(kw_only=True)
 class _Call:
-    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it.
-
-    ``adapts``: it knows adapters. Other functions take their layers for the model's own.
-    """
+    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it."""
 
     name: str
     module: nn.Module
     act: Callable[[], object]
-    adapts: bool = False
+    adapts: bool = False  # it knows adapters; other functions take their layers for the model's own
     writes: dict[str, bool] = field(default_factory=dict[str, bool])
 
 
@@ -62,11 +59,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator; note the arguments that its schema says are written.
-
-        Operators that set every element of a tensor on meta do nothing there but check their arguments, in Python and
-        for milliseconds each: they are skipped.
-        """
+        """Run the operator; note the arguments that its schema says are written."""
         operator = func._schema.name.split("::")[1]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             alias = argument.alias_info
@@ -75,7 +68,7 @@ class _Watch(TorchDispatchMode):
                 if name is not None:
                     complete = value.numel() == self._numels[name] and operator in _OVERWRITING
                     self.writes.setdefault(name, complete)
-        if operator in _SETTING and args[0].is_meta:
+        if operator in _SETTING and args[0].is_meta:  # it only checks arguments, in Python and for milliseconds
             return args[0]
         return func(*args, **(kwargs or {}))
 

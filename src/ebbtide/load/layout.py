@@ -64,15 +64,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A box of the whole, the tensor it comes from, where it begins there, and its dimension for each of the whole's.
-
-    ``None`` is a dimension of size 1 that the source does not have.
-    """
+    """A box of the whole, the tensor it comes from, its begin there, and its dimension for each of the whole's."""
 
     box: Box
     key: str
     start: tuple[int, ...]
-    axes: tuple[int | None, ...]
+    axes: tuple[int | None, ...]  # None: a dimension of size 1 that the source does not have
 
 
 class SourceLayout:

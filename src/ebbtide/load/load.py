@@ -25,7 +25,7 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import NameMap, check_plan, make_plan, values_of
+from ebbtide.load.names import NameMap, check_plan, make_plan, values_of, word
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
@@ -184,12 +184,7 @@ class Loading:
         return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
-        """Choose the source from what the ranks see; all choose the same.
-
-        Raises:
-            DataError: Nobody sees the weights, or ranks see different ones.
-            ConfigError: The requested source cannot be used.
-        """
+        """Choose the source from what the ranks see; all choose the same."""
         sees, source = [s["sees"] for s in sights], self.options.source
         blind, kinds = [r for r, s in enumerate(sees) if not s], {s for s in sees if s}
         if len(kinds) > 1:
@@ -227,13 +222,16 @@ class Loading:
         if self.checkpoint is None or self.ranks.me != min(self._servers.values()):
             return {}
         entries = self.checkpoint.entries.items()
-        return {"name": self.checkpoint.name, "entries": {k: [e.shape, str(e.dtype)] for k, e in entries}}
+        return {"name": self.checkpoint.name, "entries": {k: [e.shape, word(e.dtype)] for k, e in entries}}
 
     def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
         """Match the checkpoint with the model, and keep what initial values need."""
         if self.ranks.me in self._servers:
             catalog = next(c for c in catalogs if c)
-            entries = {k: CheckpointEntry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
+            entries = {
+                key: CheckpointEntry(shape=tuple(shape), dtype=getattr(torch, dtype))
+                for key, (shape, dtype) in catalog["entries"].items()
+            }
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         self._initialiser = Initialiser(self.model, self._init, seed=seed)
         if self.checkpoint is not None and self.path != "initialize":
@@ -321,10 +319,6 @@ class Loading:
             BUS.emit(
                 "load", edge="progress", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=None
             )
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name.removeprefix("torch."))
 
 
 def _spelled(sees: Sequence[str]) -> str:

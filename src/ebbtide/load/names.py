@@ -94,12 +94,6 @@ def base_name(name: str) -> str:
     return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
-def _copies_of_base(wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]) -> set[str]:
-    """Return the trained copies of base modules that begin with the base's values, as they do in PEFT."""
-    copies = {name for name, tensor in wanted.items() if is_copy(name) and tensor.is_meta}
-    return copies - entries.keys()
-
-
 def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
     """Match a checkpoint's tensors with the model's names.
 
@@ -113,7 +107,8 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
     """
     entries = four.without_scales(entries)
     wanted = wanted_of(model)
-    adapters = adapters_of(model) - _copies_of_base(wanted, entries)
+    copies = {name for name, tensor in wanted.items() if is_copy(name) and tensor.is_meta}
+    adapters = adapters_of(model) - (copies - entries.keys())  # these begin with the base's values, as in PEFT
     by_base: dict[str, list[str]] = {}
     for name in wanted:
         if name not in adapters:
@@ -179,7 +174,7 @@ def _assign(
             plan.misshaped.append(f"{first} is {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model")
         elif isinstance(source, SourceLayout) and not castable(source.dtype, tensor.dtype):
             plan.uncast.append(
-                f"{first} is {_word(source.dtype)} in the checkpoint and {_word(tensor.dtype)} in the model"
+                f"{first} is {word(source.dtype)} in the checkpoint and {word(tensor.dtype)} in the model"
             )
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
@@ -229,7 +224,8 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
     )
 
 
-def _word(dtype: torch.dtype) -> str:
+def word(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the module torch."""
     return str(dtype).removeprefix("torch.")
 
 

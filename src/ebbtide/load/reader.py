@@ -17,10 +17,8 @@ mapped file that shrinks kills the process instead of raising, and its pages cou
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import math
-import mmap
 import os
 import random
 import threading
@@ -33,7 +31,7 @@ from ebbtide.base.errors import DataError
 from ebbtide.load.header import CheckpointEntry, state_of
 from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
-from ebbtide.store.pages import give_pages
+from ebbtide.store.pages import give_pages, resident_pages
 from ebbtide.store.share import free_memory_bytes
 
 ALIGN_BYTES = 4096
@@ -41,6 +39,7 @@ CHUNK_BYTES = 2 << 20
 BATCH_BYTES = 8 << 20
 """Wanted bytes from which on spans become a job of a thread: handing jobs over costs as much as reading little ones."""
 READERS = 4
+"""Threads; each has a staging buffer of ``CHUNK_BYTES``."""
 RUN_BYTES = 64 << 10
 """Runs at least this long are read by themselves; shorter ones with what lies between them."""
 SLACK = 1.25
@@ -48,6 +47,7 @@ CACHED_SHARE = 0.5
 """Part of a file in the page cache from which on it is read through it."""
 FREE_SHARE = 0.5
 """Part of the free memory that a checkpoint may take in the page cache."""
+_SAMPLES = 64
 
 
 class CheckpointFile:
@@ -134,7 +134,6 @@ class SliceReader:
 
     Args:
         entries: Where tensors lie.
-        readers: Threads; each has a staging buffer of ``CHUNK_BYTES``.
         shared: Tensors of which other ranks of this machine read the same bytes.
         ahead: This machine's ranks need the whole checkpoint, so that the kernel may read ahead.
         pinned: Staging memory that an accelerator copies from at its full rate.
@@ -144,7 +143,6 @@ class SliceReader:
         self,
         entries: Mapping[str, CheckpointEntry],
         *,
-        readers: int = READERS,
         shared: Callable[[str], bool] = lambda key: False,
         ahead: bool = True,
         pinned: bool = False,
@@ -154,8 +152,7 @@ class SliceReader:
         self._files: dict[tuple[str, bool], CheckpointFile] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._readers = readers
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="ebbtide-load")
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="ebbtide-load")
         self._stopped = False
 
     def __enter__(self) -> SliceReader:
@@ -177,7 +174,7 @@ class SliceReader:
         waiting: set[Future[int]] = set()
         try:
             for batch in self._batches(pieces):
-                if len(waiting) >= 2 * self._readers:
+                if len(waiting) >= 2 * READERS:
                     waiting = self._settle(waiting, done)
                 waiting.add(self._pool.submit(self._read_batch, batch))
             while waiting:
@@ -349,31 +346,15 @@ def cached_share(fd: int) -> float:
     size_bytes = os.fstat(fd).st_size
     if size_bytes == 0:
         return 1.0
-    pages = -(-size_bytes // mmap.PAGESIZE)
-    found = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
+    if (pages := resident_pages(fd, size_bytes)) is None:
         return 1.0
-    try:
-        if libc.mincore(address, size_bytes, found) != 0:
-            return 1.0
-    finally:
-        libc.munmap(address, size_bytes)
-    share = sum(bytes(found).translate(_LOW_BIT)) / pages
+    share = sum(pages) / len(pages)
     return share if share < 1 else _sampled_share(fd, size_bytes)
 
 
 def _sampled_share(fd: int, size_bytes: int) -> float:
-    """Return which part of a sample of places in a file can be read without waiting; 1 where that is unknown.
-
-    A read that fails still makes the kernel fetch its page, so the places differ from call to call.
-    """
-    begin, cached = random.Random().random(), 0
+    """Return which part of a sample of places in a file can be read without waiting; 1 where that is unknown."""
+    begin, cached = random.Random().random(), 0  # a read that fails still makes the kernel fetch its page
     for sample in range(_SAMPLES):
         try:
             place = int((sample + begin) * size_bytes / _SAMPLES)
@@ -383,7 +364,3 @@ def _sampled_share(fd: int, size_bytes: int) -> float:
         except (OSError, AttributeError):  # the file system or the platform has no such reads
             return 1.0
     return cached / _SAMPLES
-
-
-_SAMPLES = 64
-_LOW_BIT = bytes(i & 1 for i in range(256))

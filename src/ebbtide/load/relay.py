@@ -79,16 +79,14 @@ class Client:
                 )
             if failure is None:
                 try:
-                    self._take(message, data, done)
+                    for piece, at in message:
+                        entry = self._entries[piece.key]
+                        piece.into.copy_(_view(data, at, piece, entry))
+                        done(piece.box.numel * entry.dtype.itemsize)
                 except BaseException as error:
                     failure = error
         if failure is not None:
             raise failure
-
-    def _take(self, message: Sequence[tuple[Piece, int]], data: torch.Tensor, done: Callable[[int], None]) -> None:
-        for piece, at in message:
-            piece.into.copy_(_view(data, at, piece, self._entries[piece.key]))
-            done(piece.box.numel * self._entries[piece.key].dtype.itemsize)
 
     def finish(self) -> None:
         """Tell the server that no request follows."""

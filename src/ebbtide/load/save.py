@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class Saving:
     def _put(self, files: Files, held: Mapping[str, Target], first: Mapping[str, int]) -> None:
         """Make the drafts, write them, and name them; ``first`` has the first rank that holds each tensor."""
         lead = self.ranks.me == 0
-        self.ranks.run_on_all_ranks("make the files", lambda: self._make(files) if lead else {})
+        self._run("make the files", lambda: self._make(files) if lead else None)
         # A plain tensor is whole on each rank that has it.
         mine = {
             name: target
@@ -117,8 +117,8 @@ class Saving:
             if target.writes
             and (hasattr(target.old, "device_mesh") or target.old is None or first[name] == self.ranks.me)
         }
-        self.ranks.run_on_all_ranks("write its slices", lambda: self._write(files, mine))
-        self.ranks.run_on_all_ranks("name the files", lambda: self._finish(files) if lead else {})
+        self._run("write its slices", lambda: self._write(files, mine))
+        self._run("name the files", lambda: self._finish(files) if lead else None)
 
     def _look(self, held: dict[str, Target]) -> dict[str, Any]:
         reshard(self._model)
@@ -169,79 +169,74 @@ class Saving:
                 at += entry.nbytes
         return files
 
-    def _make(self, files: Files) -> dict[str, Any]:
+    def _make(self, files: Files) -> None:
         """Make the drafts, at their full length."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for file, entries in files.items():
-                header = _header(entries)
-                with (self._folder / (file + _DRAFT)).open("wb") as draft:
-                    draft.write(header)
-                    draft.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file, entries in files.items():
+            header = _header(entries)
+            with (self._folder / (file + _DRAFT)).open("wb") as draft:
+                draft.write(header)
+                draft.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
-    def _write(self, files: Files, held: Mapping[str, Target]) -> dict[str, Any]:
+    def _write(self, files: Files, held: Mapping[str, Target]) -> None:
         """Write this rank's slices into the drafts."""
-        try:
-            for file, entries in files.items():
-                wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
-                if not wanted:
-                    continue
-                fd = os.open(self._folder / (file + _DRAFT), os.O_WRONLY | os.O_CLOEXEC)
-                try:  # one open file at a time: there may be more files than a process may open
-                    for target, entry in wanted:
-                        for box, view in target.boxes:
-                            for run in spans_of(Piece(key=target.name, box=box, into=view), entry, exact=True):
-                                _put(fd, run.into, place_of(run.box, entry))
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return {}
+        for file, entries in files.items():
+            wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
+            if not wanted:
+                continue
+            fd = os.open(self._folder / (file + _DRAFT), os.O_WRONLY | os.O_CLOEXEC)
+            try:  # one open file at a time: there may be more files than a process may open
+                for target, entry in wanted:
+                    for box, view in target.boxes:
+                        for run in spans_of(Piece(key=target.name, box=box, into=view), entry, exact=True):
+                            _put(fd, run.into, place_of(run.box, entry))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
-    def _finish(self, files: Files) -> dict[str, Any]:
-        """Rename the drafts, write the index, and remove files of an earlier save of this name.
-
-        An index of files that are replaced is removed first: a killed save leaves no mixture that loads.
-        """
+    def _finish(self, files: Files) -> None:
+        """Rename the drafts, write the index, and remove files of an earlier save of this name."""
         index = f"{self._name}.safetensors{INDEX_SUFFIX}"
-        try:
-            if any((self._folder / file).exists() for file in files):
-                (self._folder / index).unlink(missing_ok=True)
-            for file in files:
-                (self._folder / (file + _DRAFT)).replace(self._folder / file)
-            if len(files) > 1:
-                weights = {name: file for file, entries in files.items() for name in entries}
-                total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
-                listing = {"metadata": {"total_size": total}, "weight_map": weights}
-                draft = self._folder / (index + _DRAFT)
-                with draft.open("w", encoding="utf-8") as file:
-                    file.write(json.dumps(listing, indent=2) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                draft.replace(self._folder / index)
-            ours = re.compile(
-                rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?({re.escape(_DRAFT)})?"
-            )
-            kept = {*files, *([index] if len(files) > 1 else [])}
-            for old in self._folder.iterdir():
-                if ours.fullmatch(old.name) and old.name not in kept:
-                    old.unlink()
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return {}
-
-    def _unwritable(self, error: OSError) -> DataError:
-        hints = {errno.ENOENT: "choose a folder that every machine mounts"}
-        hints |= dict.fromkeys(FULL_ERRNOS, "free some space there, or choose another folder")
-        return DataError(
-            f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
-            expected="a folder on a file system that all ranks share",
-            hint=hints.get(error.errno or 0, "choose a folder that every machine may write to, or see the system log"),
+        if any((self._folder / file).exists() for file in files):  # a killed save leaves no mixture that loads
+            (self._folder / index).unlink(missing_ok=True)
+        for file in files:
+            (self._folder / (file + _DRAFT)).replace(self._folder / file)
+        if len(files) > 1:
+            weights = {name: file for file, entries in files.items() for name in entries}
+            total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
+            listing = {"metadata": {"total_size": total}, "weight_map": weights}
+            draft = self._folder / (index + _DRAFT)
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(listing, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._folder / index)
+        ours = re.compile(
+            rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?({re.escape(_DRAFT)})?"
         )
+        kept = {*files, *([index] if len(files) > 1 else [])}
+        for old in self._folder.iterdir():
+            if ours.fullmatch(old.name) and old.name not in kept:
+                old.unlink()
+
+    def _run(self, about: str, act: Callable[[], object]) -> None:
+        """Run a part of the work on every rank."""
+
+        def attempt() -> dict[str, Any]:
+            try:
+                act()
+            except OSError as error:
+                hints = {errno.ENOENT: "choose a folder that every machine mounts"}
+                hints |= dict.fromkeys(FULL_ERRNOS, "free some space there, or choose another folder")
+                usual = "choose a folder that every machine may write to, or see the system log"
+                raise DataError(
+                    f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
+                    expected="a folder on a file system that all ranks share",
+                    hint=hints.get(error.errno or 0, usual),
+                ) from error
+            return {}
+
+        self.ranks.run_on_all_ranks(about, attempt)
 
 
 def _saving_more(model: nn.Module) -> list[str]:

@@ -152,11 +152,7 @@ def default_device(kind: str | None = None) -> torch.device:
 
 
 def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes of this rank, each with where it begins in the local tensor.
-
-    Each dimension's indices are divided by the placements' own function, so that uneven and strided shards are those of
-    run time.
-    """
+    """Return the boxes of this rank, each with where it begins in the local tensor."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -172,6 +168,7 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
         more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
         dim = dim % len(shape)
         remaining = indices[dim] if dim in indices else torch.arange(shape[dim])
+        # By the placement's own function, so that uneven and strided shards are those of run time.
         dealt = type(placement)(0, **more)._split_tensor(remaining, count, with_padding=False, contiguous=True)
         indices[dim] = dealt[0][position]
     runs = [list(_runs(indices[dim])) if dim in indices else [(0, 0, n)] for dim, n in enumerate(shape)]

@@ -89,5 +89,4 @@ def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | 
     if not everywhere:
         found = "; ".join(f"{spelled(ranks)}: {text}" for text, ranks in ranks_of.items())
     kind: Any = getattr(errors, first["kind"], DataError)
-    made: EbbtideError = kind(found, expected=first["expected"], hint=first["hint"])
-    return made
+    return kind(found, expected=first["expected"], hint=first["hint"])

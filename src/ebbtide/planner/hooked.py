@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.base.actions import Action
-from ebbtide.planner.profile import BlockProfile, Profile
-from ebbtide.planner.simulate import Assignment
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import GRAIN, Search, Solution
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
@@ -45,7 +44,8 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
 
 def with_hooks(found: Solution) -> Solution:
     """Return the solution with the time of its hooks added to the predicted step."""
-    hooks = _hook_seconds(found.profile, found.assignment)
+    planned = zip(found.profile.blocks, found.assignment, strict=True)
+    hooks = sum(block.hook_seconds for block, actions in planned if any(a is not Action.KEEP for a in actions))
     predicted = found.predicted
     return replace(
         found,
@@ -57,19 +57,10 @@ def with_hooks(found: Solution) -> Solution:
     )
 
 
-def _hook_seconds(profile: Profile, assignment: Assignment) -> float:
-    return sum(
-        block.hook_seconds
-        for block, actions in zip(profile.blocks, assignment, strict=True)
-        if any(action is not Action.KEEP for action in actions)
-    )
-
-
 def _first(profile: Profile, count: int) -> Profile:
     """Return a profile in which all but the first blocks must keep their tensors."""
-
-    def kept(block: BlockProfile) -> BlockProfile:
+    blocks = list(profile.blocks)
+    for place, block in enumerate(blocks[count:], count):
         units = (replace(unit, movable=False, recompute_seconds=None, recompute_flops=None) for unit in block.units)
-        return replace(block, units=tuple(units), checkpointable=False)
-
-    return replace(profile, blocks=(*profile.blocks[:count], *map(kept, profile.blocks[count:])))
+        blocks[place] = replace(block, units=tuple(units), checkpointable=False)
+    return replace(profile, blocks=tuple(blocks))

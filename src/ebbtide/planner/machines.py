@@ -89,75 +89,39 @@ class Machine:
         write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
 
 
-_GIB = 1024**3
-
+# Devices and GiB of each; TFLOP/s: products in half precision and in float32, attention;
+# GB/s: memory, copies out and in; GiB and GB/s of the host.
+_ROWS: tuple[tuple[str, int, float, float, float, float, float, float, float, int, float], ...] = (
+    ("b200", 8, 178, 1745, 80, 1360, 8000, 52.8, 55, 2048, 717),
+    ("h200", 8, 139, 790, 52, 616, 4800, 52.8, 55, 2048, 921),
+    ("h100", 8, 79, 790, 52, 616, 3350, 52.8, 55, 2048, 921),
+    ("h20", 8, 95, 148, 44, 115, 4000, 52.8, 55, 2048, 921),
+    ("gh200", 1, 94, 828, 52, 616, 4000, 300, 380, 480, 500),
+    ("a100", 8, 79, 271, 18, 200, 2000, 24, 24.5, 1024, 409),
+    ("a100-40g", 8, 39, 271, 18, 200, 1555, 24, 24.5, 1024, 409),
+    ("l40s", 8, 44, 362, 91.6, 280, 864, 24, 24.5, 1536, 409),
+    ("a10", 4, 22, 125, 31.2, 97, 600, 24, 24.5, 1024, 409),
+    ("a10g", 8, 22, 70, 35, 54, 600, 24, 24.5, 768, 409),
+    ("5090", 1, 31, 209.5, 104.8, 178, 1792, 52.8, 55, 128, 90),
+    ("4090", 1, 23.5, 165, 60, 140, 1000, 25, 25, 128, 90),
+    ("mi300x", 8, 191, 668, 163.4, 520, 5300, 52.8, 55, 1536, 921),
+)
 MACHINES = {
-    "b200": Machine(
-        name="b200", devices=8, memory_bytes=178 * _GIB, flop_per_second=1745e12, flop32_per_second=80e12,
-        attention_flop_per_second=1360e12, memory_bytes_per_second=8.0e12, out_bytes_per_second=52.8e9,
-        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=717e9,
-    ),
-    "h200": Machine(
-        name="h200", devices=8, memory_bytes=139 * _GIB, flop_per_second=790e12, flop32_per_second=52e12,
-        attention_flop_per_second=616e12, memory_bytes_per_second=4.8e12, out_bytes_per_second=52.8e9,
-        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
-    ),
-    "h100": Machine(
-        name="h100", devices=8, memory_bytes=79 * _GIB, flop_per_second=790e12, flop32_per_second=52e12,
-        attention_flop_per_second=616e12, memory_bytes_per_second=3.35e12, out_bytes_per_second=52.8e9,
-        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
-    ),
-    "h20": Machine(
-        name="h20", devices=8, memory_bytes=95 * _GIB, flop_per_second=148e12, flop32_per_second=44e12,
-        attention_flop_per_second=115e12, memory_bytes_per_second=4.0e12, out_bytes_per_second=52.8e9,
-        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
-    ),
-    "gh200": Machine(
-        name="gh200", devices=1, memory_bytes=94 * _GIB, flop_per_second=828e12, flop32_per_second=52e12,
-        attention_flop_per_second=616e12, memory_bytes_per_second=4.0e12, out_bytes_per_second=300e9,
-        in_bytes_per_second=380e9, host_memory_bytes=480 * _GIB, host_bytes_per_second=500e9,
-    ),
-    "a100": Machine(
-        name="a100", devices=8, memory_bytes=79 * _GIB, flop_per_second=271e12, flop32_per_second=18e12,
-        attention_flop_per_second=200e12, memory_bytes_per_second=2.0e12, out_bytes_per_second=24e9,
-        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
-    ),
-    "a100-40g": Machine(
-        name="a100-40g", devices=8, memory_bytes=39 * _GIB, flop_per_second=271e12, flop32_per_second=18e12,
-        attention_flop_per_second=200e12, memory_bytes_per_second=1.555e12, out_bytes_per_second=24e9,
-        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
-    ),
-    "l40s": Machine(
-        name="l40s", devices=8, memory_bytes=44 * _GIB, flop_per_second=362e12, flop32_per_second=91.6e12,
-        attention_flop_per_second=280e12, memory_bytes_per_second=0.864e12, out_bytes_per_second=24e9,
-        in_bytes_per_second=24.5e9, host_memory_bytes=1536 * _GIB, host_bytes_per_second=409e9,
-    ),
-    "a10": Machine(
-        name="a10", devices=4, memory_bytes=22 * _GIB, flop_per_second=125e12, flop32_per_second=31.2e12,
-        attention_flop_per_second=97e12, memory_bytes_per_second=0.6e12, out_bytes_per_second=24e9,
-        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
-    ),
-    "a10g": Machine(
-        name="a10g", devices=8, memory_bytes=22 * _GIB, flop_per_second=70e12, flop32_per_second=35e12,
-        attention_flop_per_second=54e12, memory_bytes_per_second=0.6e12, out_bytes_per_second=24e9,
-        in_bytes_per_second=24.5e9, host_memory_bytes=768 * _GIB, host_bytes_per_second=409e9,
-    ),
-    "5090": Machine(
-        name="5090", devices=1, memory_bytes=31 * _GIB, flop_per_second=209.5e12, flop32_per_second=104.8e12,
-        attention_flop_per_second=178e12, memory_bytes_per_second=1.792e12, out_bytes_per_second=52.8e9,
-        in_bytes_per_second=55e9, host_memory_bytes=128 * _GIB, host_bytes_per_second=90e9,
-    ),
-    "4090": Machine(
-        name="4090", devices=1, memory_bytes=int(23.5 * _GIB), flop_per_second=165e12, flop32_per_second=60e12,
-        attention_flop_per_second=140e12, memory_bytes_per_second=1.0e12, out_bytes_per_second=25e9,
-        in_bytes_per_second=25e9, host_memory_bytes=128 * _GIB, host_bytes_per_second=90e9,
-    ),
-    "mi300x": Machine(
-        name="mi300x", devices=8, memory_bytes=191 * _GIB, flop_per_second=668e12, flop32_per_second=163.4e12,
-        attention_flop_per_second=520e12, memory_bytes_per_second=5.3e12, out_bytes_per_second=52.8e9,
-        in_bytes_per_second=55e9, host_memory_bytes=1536 * _GIB, host_bytes_per_second=921e9,
-    ),
-}  # fmt: skip
+    name: Machine(
+        name=name,
+        devices=devices,
+        memory_bytes=int(memory * 1024**3),
+        flop_per_second=half * 1e12,
+        flop32_per_second=single * 1e12,
+        attention_flop_per_second=attention * 1e12,
+        memory_bytes_per_second=own * 1e9,
+        out_bytes_per_second=out * 1e9,
+        in_bytes_per_second=into * 1e9,
+        host_memory_bytes=host * 1024**3,
+        host_bytes_per_second=shared * 1e9,
+    )
+    for name, devices, memory, half, single, attention, own, out, into, host, shared in _ROWS
+}
 """Products in bfloat16, measured: stas00/ml-engineering (B200 1745, H100 and H200 794.5, A100 271.2, GH200 828.6,
 MI300X 668.4 TFLOP/s). Of the others, the dense figure of the data sheet with float32 sums: NVIDIA's H20 148, L40S 362,
 A10 125, AWS's A10G 70, and the white papers of Ada (RTX 4090, 165) and RTX Blackwell (RTX 5090, 209.5).

@@ -7,11 +7,14 @@ values: numbers, names, no tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ebbtide.base.actions import Unit
+from ebbtide.base.actions import Site, Unit
 from ebbtide.base.errors import ConfigError
+
+_OF_BLOCKS = "forward_seconds", "backward_seconds", "forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +116,8 @@ class Profile:
             _check(name, getattr(self, name))
         _check("store_bytes", self.store_bytes or 0)
         for block in self.blocks:
-            _check(f"forward_seconds of {block.name}", block.forward_seconds)
-            _check(f"backward_seconds of {block.name}", block.backward_seconds)
-            _check(f"forward_base_bytes of {block.name}", block.forward_base_bytes)
-            _check(f"backward_base_bytes of {block.name}", block.backward_base_bytes)
-            _check(f"checkpoint_base_bytes of {block.name}", block.checkpoint_base_bytes)
+            for name in _OF_BLOCKS:
+                _check(f"{name} of {block.name}", getattr(block, name))
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)
@@ -164,3 +164,41 @@ def _check(name: str, value: float, *, above: float | None = None) -> None:
             expected="a finite number, " + ("0 or more" if above is None else f"more than {above:g}"),
             hint="measure the step again; a profile is made of what was measured",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SiteUnits:
+    """Equally large units of one site: one of them, and the indices of all, spread over the blocks."""
+
+    unit: Unit
+    places: Sequence[tuple[int, int]]
+
+
+def by_site(profile: Profile) -> list[SiteUnits]:
+    """Return the units that can be recomputed, by site.
+
+    Measured times vary between blocks; a site has the mean of its blocks.
+    """
+    per_site: dict[tuple[Site, int, int | None, bool], list[tuple[int, int]]] = defaultdict(list)
+    seconds: dict[tuple[Site, int, int | None, bool], float] = defaultdict(float)
+    for place, number, unit in profile.units():
+        if unit.recompute_seconds is not None and unit.nbytes:
+            key = (unit.site, unit.nbytes, unit.narrow_bytes, unit.movable)
+            per_site[key].append((place, number))
+            seconds[key] += unit.recompute_seconds
+    return [
+        SiteUnits(
+            Unit(
+                site=key[0], nbytes=key[1], narrow_bytes=key[2], movable=key[3],
+                recompute_seconds=seconds[key] / len(places),
+            ),
+            [places[i] for i in _spread(len(places))],
+        )
+        for key, places in sorted(per_site.items(), key=lambda item: item[0][0])
+    ]  # fmt: skip
+
+
+def _spread(count: int) -> list[int]:
+    """Return the numbers below ``count`` ordered so that every prefix is evenly spread."""
+    step = (math.sqrt(5) - 1) / 2  # the golden ratio: each falls into one of the widest gaps (Weyl's equidistribution)
+    return sorted(range(count), key=lambda i: (i + 1) * step % 1.0)

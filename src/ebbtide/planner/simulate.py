@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.base.actions import Action, Site
@@ -103,14 +103,7 @@ class _Step:
         self._copy_out.expect(sum(moved))
 
     def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
-        """Record the memory of one part of the step.
-
-        Args:
-            level_bytes: Most saved bytes on the device.
-            base_bytes: All other memory.
-            where: Forward, head or backward.
-            name: The block.
-        """
+        """Record the memory of one part of the step: its most saved bytes, all other memory, and where it was."""
         self.levels.append(level_bytes)
         if level_bytes + base_bytes > self.peak:
             self.peak, self.peak_at = level_bytes + base_bytes, (where, name)
@@ -203,13 +196,10 @@ class _Step:
         )
 
     def backward(self) -> None:
-        coming: CopyIn[_Offloaded] = CopyIn(self._upcoming(), self._window, self)
+        upcoming = (([weakref.ref(saved)], place) for (place, _), saved in reversed(self.offloaded.items()))
+        coming: CopyIn[_Offloaded] = CopyIn(upcoming, self._window, self)
         for place in reversed(range(len(self.profile.blocks))):
             self._block_backward(place, coming)
-
-    def _upcoming(self) -> Iterator[tuple[list[weakref.ref[_Offloaded]], int]]:
-        for (place, _), saved in reversed(self.offloaded.items()):
-            yield [weakref.ref(saved)], place
 
     def _block_backward(self, place: int, coming: CopyIn[_Offloaded]) -> None:
         self._place = place

@@ -24,9 +24,8 @@ from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.planner.bound import Bound
 from ebbtide.planner.checkpointing import checkpointed
-from ebbtide.planner.profile import Profile, Unit
+from ebbtide.planner.profile import Profile, Unit, by_site
 from ebbtide.planner.simulate import Assignment, Simulated, simulate
-from ebbtide.planner.sites import by_site
 
 SHARES = (1.0, 0.97, 0.93, 0.85, 0.7, 0.4, 0.0)
 """The tried shares of the bytes that the bound moves across the link."""
@@ -214,12 +213,7 @@ class Search:
         return least if _peak(least) < _peak(best) - grain else best
 
     def _checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
-        """Return plans that checkpoint the fewest first blocks for which a test holds, or all of them.
-
-        Args:
-            holds: A test that holds from some number of blocks on.
-            fewest: Return the first plan for which it holds; else the last for which it does not.
-        """
+        """Return plans that checkpoint the fewest first blocks for which a test holds, or the most where it fails."""
         able = sum(block.checkpointable for block in self.profile.blocks)
         found: list[Solution] = []
         for inputs in (Action.KEEP, Action.OFFLOAD) if able else ():
@@ -248,14 +242,7 @@ class Search:
     def _border(
         self, family: _Family, beyond: Callable[[Solution], float], close: float, *, rising: bool
     ) -> Solution | None:
-        """Return the last candidate of a family within a limit, or None if there is none.
-
-        Args:
-            family: The candidates.
-            beyond: By how much a candidate exceeds the limit.
-            close: Acceptable slack below the limit.
-            rising: Whether the limited quantity rises with the kept bytes, or falls.
-        """
+        """Return the last candidate of a family within a limit on what rises, or falls, with the kept bytes."""
         ends = (self.profile.must_keep_bytes, self.profile.saved_bytes)
         good, bad = ends if rising else (ends[1], ends[0])
         best, worst = self._try(family, good), self._try(family, bad)
@@ -338,11 +325,7 @@ class Search:
     def _recomputed_first(
         self, family: _Family, kept_bytes: int, moved_bytes: float
     ) -> Iterator[tuple[int, int, bool]]:
-        """Yield the units that have a recipe, in the program's order of recomputing.
-
-        Yields: Index of the block, index of the unit in it, and whether recomputing is cheaper than its copy at any
-        budget.
-        """
+        """Yield the units with a recipe, in the program's order, and whether each is always cheaper than a copy."""
         prices = self._bound.prices(kept_bytes, moved_bytes, self._price if family.priced else 0.0)
         ranked = sorted((prices.rank(site.unit), i) for i, site in enumerate(self._sites))
         for rank, i in ranked:
@@ -350,11 +333,7 @@ class Search:
                 yield place, number, rank < 1 - 1e-9
 
     def _keep_last(self, actions: list[list[Action]], places: range, room: float) -> float:
-        """Keep the offloaded units of these blocks while there is room, the last first; units in a narrower type last.
-
-        Returns:
-            The remaining room.
-        """
+        """Keep offloaded units of blocks, the last first and those in a narrower type last; return the room left."""
         for place in reversed(places):
             units = self.profile.blocks[place].units
             narrow_last = sorted(range(len(units)), key=lambda n: (units[n].narrow_bytes is not None, -n))

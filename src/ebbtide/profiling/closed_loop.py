@@ -4,12 +4,13 @@
 A plan that missed its promise is replaced by one with the prices that were measured under it, which keeps more
 (``ebbtide.profiling.promise``, [Note: the loop]). If that misses it, too, the measured time does not follow the prices,
 and the next plan aims below the promise, by as much as the last one was above. All aim ``BELOW`` under it from the
-start: a plan that is corrected has been too slow until then. A first plan that kept its promise
-usually had time to spare, because prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its
-error bar is taken as its cost; if that is clearly below the prediction, all prices fall in proportion, to no less than
-``LEAST_PRICE`` of their value at once, and the resulting plan, which keeps less, is executed and judged, at most
-``LOOSENED`` times. A first plan that keeps everything shows no price; then prices fall as far as allowed. If such a
-plan misses the promise, the one before it is restored for good.
+start: a plan that is corrected has been too slow until then. A first plan that kept its promise usually had time to
+spare, because prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar is taken as
+its cost, or by how much it seems to be faster than ordinary training, which is an error; if that is clearly below the
+prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of their value at once, and the resulting
+plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that keeps everything shows no
+price; then prices fall as far as allowed. If such a plan misses the promise, at once or in a later verdict, the one
+before it is restored for good.
 
 [Note: the device's memory]
 On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
@@ -130,10 +131,10 @@ class ClosedLoop:
         """Return the plan that follows a judged one; None: the judged one stays."""
         if not (check.too_slow or check.over_budget_bytes):
             logger.info("the plan keeps its promise: %s", check.text())
-            return self._looser(check)
+            return None if check.looks else self._looser(check)
         if self._before is not None:
             before, self._before, self._loosened = self._before, None, LOOSENED
-            self._record(f"keeping less missed the promise, so the previous plan is restored: {check.text()}")
+            self._record(f"a plan that kept less missed the promise, so the one before it is restored: {check.text()}")
             return before
         if self._corrections == CORRECTIONS:
             self._give_up(check)
@@ -145,7 +146,7 @@ class ClosedLoop:
         if found is None:
             self._give_up(check)
         else:
-            self._record(f"correction {self._corrections}: the plan missed its promise: {check.text()}")
+            self._record(f"correction {self._corrections}: the plan before missed its promise: {check.text()}")
         return found
 
     def spare_bytes(self, check: Check) -> int | None:
@@ -177,7 +178,7 @@ class ClosedLoop:
             return None
         self._loosened += 1
         self._before = check
-        self._record(f"replaced by a plan that saves {format_size(gained)} more: {check.text()}")
+        self._record(f"an earlier plan, replaced by one that saves {format_size(gained)} more: {check.text()}")
         return self._check(found, None)
 
     def _corrected(self, check: Check) -> Check | None:

@@ -54,7 +54,7 @@ logger = logging.getLogger("ebbtide")
 MEASURED_STEPS = 2
 """Measured steps; of each part the shortest time counts, because disturbances only make a machine slower."""
 
-COMPARED = 2
+COMPARED = 3
 """Blocks of a kind that run without hooks while a plan is judged."""
 
 SPARE = 0.02
@@ -222,8 +222,9 @@ class MeasuredPlan(Explained):
 
     @property
     def judged(self) -> bool:
-        """Whether the plan is made and judged: it then stays, unless inputs grow."""
-        return self.table is not None and self._timer is not None and not self._timer.times_blocks
+        """Whether the plan is made and judged: it then stays, unless inputs grow or later passes break the promise."""
+        timer, check = self._timer, self._check
+        return check is not None and timer is not None and not (timer.wanted or (check.unjudged and timer.times_blocks))
 
     def _aim(self) -> str:
         budget = self._policy.memory_budget
@@ -291,15 +292,15 @@ class MeasuredPlan(Explained):
         if check is None:
             return False
         verdict, counted = check.add(span), check.budget_bytes is not None
-        if span is None and counted:
-            self._run_unhooked(frozenset())  # graphs may overlap, and only under hooks both together keep no more
+        if self._timer is not None and (verdict is not None or (span is None and counted)):
+            # Without a verdict graphs may overlap, and only under hooks both together keep no more.
+            self._timer.unhooked = frozenset() if verdict is None else kept_blocks(check.solution)
         if verdict is None and not check.hopeless:
             return True
-        if verdict is not None or not counted:
-            self._run_unhooked(kept_blocks(check.solution))
         if verdict is None:
-            logger.info("the plan is %s", UNJUDGED)
-            self._bus.emit("verdict", name=self.name, text=self.explain())
+            if check.unjudged:
+                logger.info("the plan is %s", UNJUDGED)
+                self._bus.emit("verdict", name=self.name, text=self.explain())
             return False
         if self._timer is not None and not self._outside:
             self._outside = outside_plans(self._timer.spans.tail_peak_bytes, check.budget_bytes)
@@ -310,6 +311,8 @@ class MeasuredPlan(Explained):
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
         if following is None:
             self._bus.emit("verdict", name=self.name, text=self.explain())
+            if self._timer is not None:
+                self._timer.spans.paused = check.look_again()
             return False
         self._carry_out(following)
         return following.unjudged
@@ -320,9 +323,10 @@ class MeasuredPlan(Explained):
         self.profile, self.table = solution.profile, table_plan(solution, self.name)
         if (engine := self._engine()) is not None:
             engine.plan_changed()
-        self._run_unhooked(kept_blocks(solution) | (self._compared(check) if check.unjudged else frozenset()))
         if self._timer is not None:
+            self._timer.unhooked, self._timer.compared = kept_blocks(solution), self._compared(check)
             self._timer.spans.want(wanted=check.unjudged)
+            self._timer.spans.paused = check.look_again()
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
@@ -331,8 +335,8 @@ class MeasuredPlan(Explained):
             self._warned = True
             logger.warning(
                 "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which "
-                "has the memory of checkpointing, or a larger max_slowdown",
-                self._policy.max_slowdown,
+                "has the memory of checkpointing, or a larger limit: policy=ebbtide.Auto(max_slowdown=%g)",
+                *(self._policy.max_slowdown, min(2 * self._policy.max_slowdown or 0.05, 1)),
             )
 
     def _compared(self, check: Check) -> frozenset[str]:
@@ -351,10 +355,6 @@ class MeasuredPlan(Explained):
             if block.name not in kept and treated[block.kind] > 1 and (copies or enough[block.kind] < COMPARED)
         ]
         return sample(few, self._loop.spare_bytes(check), most=COMPARED)
-
-    def _run_unhooked(self, names: frozenset[str]) -> None:
-        if self._timer is not None:
-            self._timer.unhooked = names
 
     def _run_plain(self, names: frozenset[str]) -> None:
         if self._timer is not None:

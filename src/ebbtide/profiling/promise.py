@@ -4,11 +4,12 @@
 Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
 ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
-hooks gives the ratio an error bar. The promise is kept once the bars of ``AGREE`` passes are below it, and missed once
-as many are above; otherwise, or if the plan seems to be faster than ordinary training, the median of ``CHECKED`` passes
-decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured steps, are
-compared with them: the promise is missed if all but the fastest took longer than promised, by more than the measured
-steps differed.
+hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it; otherwise
+``CHECKED`` passes decide, by the lower end of what their median may be (``interval``). So that luck does not last,
+passes at growing distances are added to those of a plan that stays, and it is judged again; that may only lead to a
+plan that keeps more. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured
+steps, are compared with them, once: the promise is missed if all but the fastest took longer than promised, by more
+than the measured steps differed.
 
 After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
 more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
@@ -18,7 +19,8 @@ that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this indepe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -34,16 +36,22 @@ from ebbtide.planner.solve import Solution
 from ebbtide.profiling.baseline import quartile
 
 CHECKED = 5
-"""Most timed passes before a plan is judged."""
+"""Most timed passes before a plan is first judged."""
 
 AGREE = 2
-"""Passes that must agree that a promise was kept or missed: one may have been disturbed."""
+"""Passes that must agree that a promise was clearly missed: one may have been disturbed."""
 
 UNUSED = 20
 """Passes in a row that cannot be compared until a plan is left unjudged: graphs may overlap in all of them."""
 
 CORRECTIONS = 4
 """Most corrections of one plan; the last keeps everything."""
+
+FIRST_LOOK, APART = 16, 4
+"""Passes after which a kept promise is judged again, and by how many times that distance grows each time."""
+
+ADDED, LATEST = 3, 11
+"""Passes that each later verdict adds, and most passes, the latest ones, that it is made from."""
 
 LEAST_PRICE = 0.25
 """Lowest share to which a price falls at once when a plan took less time than predicted."""
@@ -79,6 +87,13 @@ class Measured:
     peak_bytes: int | None = None
     steps: int = 1
     system_seconds: float | None = None
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+    """Return two of the values between which their true median lies at about 95 %, if there are five or more."""
+    ordered = sorted(values)
+    skipped = max(int(len(ordered) / 2 - 0.9 * len(ordered) ** 0.5), 0)  # order statistics, as of a sign test
+    return ordered[skipped], ordered[-1 - skipped]
 
 
 def compared(span: Span, solution: Solution) -> Measured | None:
@@ -181,8 +196,9 @@ class Check:
     ) -> None:
         self.solution, self.allowed_seconds, self.budget_bytes = solution, allowed_seconds, budget_bytes
         self._noise = max(noise, LEAST_NOISE)
-        self._steps: list[Measured] = []
-        self._settling = SETTLING
+        self._steps = deque[Measured](maxlen=LATEST)
+        self._settling, self._needed = SETTLING, CHECKED  # passes until those that count, and of those to a verdict
+        self.looks = 0  # later ones, after the first verdict
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
         self._unused = 0
@@ -233,19 +249,23 @@ class Check:
         if not self.compared:
             self._steps.clear()  # whole steps
         self._steps.append(found)
-        self.compared = True
+        self.compared, self._needed = True, self._needed - 1
         plain, limit = self.solution.profile.step_seconds, self.allowed_seconds * (1 + LEAST_NOISE)
         promised = max(self.allowed_seconds, plain * (1 + LEAST_NOISE))  # steps that near are equal to plain ones
-        low = median(step.low_seconds for step in self._steps)
-        middle = median(step.seconds for step in self._steps)
-        high = median(step.high_seconds for step in self._steps)
-        missed = sum(step.low_seconds > limit for step in self._steps) >= AGREE and low > limit
-        kept = sum(step.high_seconds <= promised for step in self._steps) >= AGREE and high <= promised
-        # Nothing is faster than keeping everything: what seems to be was measured while the machine's speed changed.
-        if missed or (kept and middle > plain) or len(self._steps) >= CHECKED:
-            self.too_slow = middle > promised
-            self.measured = self._summary(low, high)
+        low, high = interval(step.seconds for step in self._steps)
+        missed = self.measured is None and len(self._steps) >= AGREE
+        if self._needed and not (missed and min(step.low_seconds for step in self._steps) > limit):
+            return None
+        self.too_slow, self.measured = low > promised, self._summary(low, high)
         return self.measured
+
+    def look_again(self) -> int:
+        """Prepare for the next verdict; return after how many passes those that count begin. 0: this one is final."""
+        if self.measured is None or not self.compared or self.too_slow:
+            return 0
+        self._settling, self._needed, self._unused = SETTLING, ADDED, 0
+        self.looks += 1
+        return FIRST_LOOK * APART ** (self.looks - 1)
 
     def _summary(self, low: float, high: float) -> Measured:
         peaks = [step.peak_bytes for step in self._steps if step.peak_bytes is not None]
@@ -345,5 +365,7 @@ def loosened(check: Check) -> Profile | None:
         return scaled(profile, LEAST_PRICE)
     if measured is None or not check.compared or predicted.overhead_seconds <= 0:
         return None
-    factor = (measured.high_seconds - profile.step_seconds) / predicted.overhead_seconds
+    # No plan is faster than ordinary training: what one seems to gain is an error, which may have the other sign, too.
+    extra = max(measured.high_seconds - profile.step_seconds, profile.step_seconds - measured.seconds)
+    factor = extra / predicted.overhead_seconds
     return None if factor > LOWER else scaled(profile, max(factor, LEAST_PRICE))

@@ -64,10 +64,8 @@ def copies(run: Run) -> list[StepCopies]:
 
 
 def _totals(run: Run) -> list[list[tuple[Event, Event]]]:
-    """Return for each step, and in it for each model, the totals before it and after it.
-
-    Before a model's first event they are 0. A step has an event of each model, in one order.
-    """
+    """Return for each step, and in it for each model, the totals before it, at first none, and after it."""
+    # A step has an event of each model, in one order.
     found: list[list[tuple[Event, Event]]] = []
     latest: list[Event] = []
     for event in run.all("stats"):

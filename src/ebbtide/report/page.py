@@ -71,12 +71,13 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
     engine = [run for run in runs if section(run.summary, "activation_bytes").get("unique") is not None]
     lead = modes[-1] if modes else {}
     labels = [str(mode.get("mode")) for mode in modes] if comparison else names
+    failures = [f"{mode.get('mode')}: {words}" for mode in modes for words in mode.get("failures") or ()]
     splits = [(run.name, found) for run in runs if (found := split(run)) is not None]
     return {
         "style": style.STYLE,
         "title": " · ".join(str(value) for value in ("ebbtide", lead.get("model")) if value),
         "about": _about(runs),
-        "endings": [words for run in runs if (words := story.ending(run))] + _failures(modes),
+        "endings": [words for run in runs if (words := story.ending(run))] + failures,
         "verdicts": verdicts(modes, labels, dict(splits), baseline),
         "headline": headline(modes, labels, baseline=baseline),
         "colors": dict(zip(names, style.run_classes(names), strict=True)),
@@ -131,10 +132,6 @@ def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
     if begun:
         facts.append(("began", datetime.fromtimestamp(min(begun), UTC).strftime("%Y-%m-%d %H:%M UTC")))
     return facts
-
-
-def _failures(modes: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"{mode.get('mode')}: {words}" for mode in modes for words in cast("list[str]", mode.get("failures") or [])]
 
 
 def _rounds(comparison: Mapping[str, Any] | None) -> str:

@@ -122,10 +122,7 @@ def split(run: Run) -> PeakParts | None:
 
 
 def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
-    """Return the latest forward of the peak's step, ``None`` if the peak is in neither forward nor backward.
-
-    Forwards of several models before one backward are one.
-    """
+    """Return the latest forward of the peak's step, in which several models' before one backward are one."""
     if peak.phase not in ("forward", "backward"):
         return None
     before = [s for s in run.phases if s.step == peak.step and s.begin <= peak.t]

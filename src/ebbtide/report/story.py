@@ -64,7 +64,9 @@ def happened(run: Run) -> list[str]:
             f"{less} of them ({percent:.1f} %) are offloaded or recomputed; tensors outside the blocks stay."
         )
     if summary.get("stall_seconds") is not None:
-        share = _stall_share(run)
+        steps = run.all("step")[summary.get("warm_up_steps") or 0 :]
+        seconds = sum(event["seconds"] for event in steps if event.get("seconds"))
+        share = 100 * summary["stall_seconds"] / seconds if seconds else None
         sentences.append(
             f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of the steps counted." if share else ".")
         )
@@ -147,9 +149,3 @@ def messages(run: Run) -> list[str]:
         for event in run.all("message")
         if str(event.get("level")).lower() in ("warning", "error")
     ]
-
-
-def _stall_share(run: Run) -> float | None:
-    steps = run.all("step")[run.summary.get("warm_up_steps") or 0 :]
-    seconds = sum(event["seconds"] for event in steps if event.get("seconds"))
-    return 100 * run.summary["stall_seconds"] / seconds if seconds else None

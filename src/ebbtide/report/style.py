@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-RUN_CLASSES = {"plain": "plain", "checkpointing": "checkpointing", "ebbtide": "ebbtide"}
+_RUNS = ("plain", "checkpointing", "ebbtide")
 _SPARE_CLASSES = ("other-a", "other-b", "other-c", "other-d")
 _PHASES = ("forward", "backward", "optimizer")
 _SPARE_PHASES = ("phase-a", "phase-b", "phase-c", "phase-d")
@@ -45,7 +45,7 @@ svg.eb .halo{paint-order:stroke;stroke:var(--bg);stroke-width:4px;stroke-linejoi
 def run_classes(names: Sequence[str]) -> list[str]:
     """Return a colour for each run: modes have their own, others cycle."""
     spare = iter(_SPARE_CLASSES * len(names))
-    return [RUN_CLASSES.get(name) or next(spare) for name in names]
+    return [name if name in _RUNS else next(spare) for name in names]
 
 
 def phase_classes(names: Sequence[str]) -> dict[str, str]:

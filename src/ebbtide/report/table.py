@@ -109,8 +109,8 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         cells += [rate(summary.get("copy_out_bytes_per_second")), rate(summary.get("copy_in_bytes_per_second"))]
         cells += [size(summary.get("peak_device_bytes")), size(summary.get("peak_host_bytes"))]
         rows.append((name, *cells))
-    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "not kept", "copy-out", "copy-in")
-    return Table(columns=(*heads, "device peak", "host peak"), rows=tuple(rows))
+    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "memory saved")
+    return Table(columns=(*heads, "copy-out", "copy-in", "device peak", "host peak"), rows=tuple(rows))
 
 
 def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
@@ -164,7 +164,9 @@ def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:
-    """Return whether the losses are bitwise equal to plain's, in words; steps without a loss are not compared."""
+    """Return in words whether losses are bitwise equal to plain's: those of one model, of steps that have one."""
+    if plain is not None and summary.get("model") != plain.get("model"):
+        return ABSENT
     equal = summary.get("loss_equal")
     if "loss_equal" not in summary and plain is not None:
         ours, theirs = (

@@ -39,7 +39,7 @@ def text(run: Run) -> str:
         lines.append(f"rewards   {rewarded.partition(': ')[2]}")
     for name, words in story.plans(run):
         lines.append(f"plan      {name}: {words}")
-    lines += [f"happened  {sentence}" for sentence in story.happened(run)]
+    lines += [f"outcome   {sentence}" for sentence in story.happened(run)]
     if (predicted := prediction(run)).rows:
         lines += ["", *grid(predicted)]
     phases = phases_table([summary], [run.name])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from statistics import median
 
+from ebbtide.base.errors import counted
 from ebbtide.report.copies import copies
 from ebbtide.report.peak import PeakParts
 from ebbtide.report.run import Run
@@ -21,6 +22,9 @@ from ebbtide.report.table import (
     section,
     size,
 )
+
+LEAST_TIMED = 3
+"""Fewer timed steps than these judge no step time."""
 
 
 def verdict(
@@ -46,7 +50,7 @@ def verdict(
         line += "; Auto kept everything: all that blocks save is below min_bytes"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
-    advice = "use policy 'minimal', or a larger max_slowdown" if kept_all else None
+    advice = "use policy 'minimal', or a larger limit: ebbtide.Auto(max_slowdown=...)" if kept_all else None
     if (advice := advice or (None if found is None else found.advice)) is not None:
         line += f" → {advice}"
     return line + "."
@@ -57,9 +61,13 @@ def _against(summary: Summary, plain: Summary) -> str:
     facts: list[str] = []
     if ours is not None and theirs:
         less = theirs - ours
-        change = "unchanged" if abs(less) < NOISE_BYTES else f"{_signed(-less)} ({100 * abs(less) / theirs:.0f} %)"
+        change = f"{'−' if less > 0 else '+'}{size(abs(less))} ({100 * abs(less) / theirs:.0f} %)"
+        change = "unchanged" if abs(less) < NOISE_BYTES else change
         facts.append(f"peak {change}")
-    if (times := ratio_value(summary, plain)) is not None:
+    timed = int(summary.get("timed_steps", LEAST_TIMED) * (summary.get("rounds") or 1))
+    if timed < LEAST_TIMED:
+        facts.append(f"step time not judged ({counted(timed, 'step')} timed)")
+    elif (times := ratio_value(summary, plain)) is not None:
         facts.append(f"step {100 * (times - 1):+.0f} %".replace("-", "−"))
     if (losses := loss_verdict(summary, plain)) != ABSENT:
         facts.append("losses bitwise equal" if losses == "equal" else "LOSSES DIFFER")
@@ -77,21 +85,17 @@ def _alone(summary: Summary) -> list[str]:
     return [*facts, f"peak {size(peak)}"]
 
 
-def _signed(count: float) -> str:
-    return ("−" if count < 0 else "+") + size(abs(count))
-
-
 def prediction(run: Run) -> Table:
     """Compare the last plan with a prediction to the counted steps; no rows without one."""
     plans = [event["predicted"] for event in run.all("plan") if isinstance(event.get("predicted"), Mapping)]
     if not plans:
         return Table(columns=(), rows=())
-    plan, counted = plans[-1], section(run.summary, "activation_bytes")
+    plan, saved = plans[-1], section(run.summary, "activation_bytes")
     step, passes = run.summary.get("step_seconds_median"), _micro_batches(run)
     rows = [("step", _seconds(plan.get("step_seconds")), _seconds(None if step is None else step / passes))]
     rows += [(f"of it, {words}", ABSENT, _seconds(value / passes)) for words, value in step_costs(run).items()]
     rows += [
-        (words, size(plan.get(f"{words}_bytes")), size(counted.get(words)))
+        (words, size(plan.get(f"{words}_bytes")), size(saved.get(words)))
         for words in ("kept", "offloaded", "recomputed")
     ]
     overhead = number(plan.get("overhead_percent"), "{:+z.1f} %")

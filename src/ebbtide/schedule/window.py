@@ -15,7 +15,6 @@ MOST_GATHERED_BYTES = 64 * 1024**2
 LEAST_WINDOW = 16 * 1024**2
 """Smallest window that follows the model: below this, copies are too short to hide anything."""
 
-
 BACKWARDS_WITH_ROOM = 50
 """Backwards after which a window that a full device has made smaller grows again."""
 

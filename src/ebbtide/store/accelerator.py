@@ -115,11 +115,7 @@ class AcceleratorDevice:
             end.record(stream)
             end.synchronize()
             begin.elapsed_time(end)
-        except (
-            RuntimeError,
-            NotImplementedError,
-            TypeError,
-        ) as error:  # torch's guard for this device lacks the call
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # torch's guard for this device lacks the call
             _LOG.debug("events keep no time: %s", error)
             return False
         return True

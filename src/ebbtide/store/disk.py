@@ -34,10 +34,6 @@ class DiskSlot:
     def __init__(self, tier: DiskTier, work: DiskWork, parcel: Parcel) -> None:
         self._tier, self._work, self._parcel = tier, work, parcel
 
-    def __del__(self) -> None:
-        # A slot dropped by an interrupt in ``park`` must not keep its place forever.
-        self.free()
-
     @property
     def parked(self) -> bool:
         """Whether the copy-out is done.
@@ -103,6 +99,8 @@ class DiskSlot:
     def free(self) -> None:
         """Free the place; at any time, in any thread, repeatedly."""
         self._work.free(self._parcel)
+
+    __del__ = free  # a slot dropped by an interrupt in ``park`` must not keep its place forever
 
 
 class DiskTier(Streamless):

@@ -28,8 +28,7 @@ from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import BufferPool
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
-from ebbtide.store.parcel import Parcel, ParcelState, Read, discard
-from ebbtide.store.room import Room
+from ebbtide.store.room import Parcel, ParcelState, Read, Room, discard
 from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0

@@ -68,7 +68,9 @@ class HostCopies:
         if len(self._spans["out"]) > _MOST_SPANS:
             self.harvest()
         if self.synchronous:
-            self._order_after(compute, where)
+            now = device.compute_stream(where)  # it copies, after the stream that made the sources
+            if compute is not None and compute != now:
+                device.wait(now, device.record(compute))
             for _, place, source in group:
                 for part, piece in pieces(place, source):
                     device.copy_now(part, piece)
@@ -190,12 +192,6 @@ class HostCopies:
             if where not in self._sides:
                 self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
             return self._sides[where]
-
-    def _order_after(self, compute: StreamHandle | None, where: torch.device) -> None:
-        """Order the caller's stream, which copies in synchronous mode, after the stream that made the sources."""
-        now = self.device.compute_stream(where)
-        if compute is not None and compute != now:
-            self.device.wait(now, self.device.record(compute))
 
     def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
         """Whether sources were parked on another compute stream than the default one. See [Note: ordering]."""

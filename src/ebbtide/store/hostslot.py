@@ -86,7 +86,9 @@ class HostSlot:
         Raises:
             TargetError: The slot was freed, or the tier is closed.
         """
-        self._live_tier().put_back(self)
+        if self._tier is None:
+            raise freed_error()
+        self._tier.put_back(self)
 
     def take(self) -> torch.Tensor:
         """Return the bytes on the device they came from.
@@ -107,8 +109,3 @@ class HostSlot:
             self._tier, self.freed = None, True
 
     __del__ = free
-
-    def _live_tier(self) -> _Tier:
-        if self._tier is None:
-            raise freed_error()
-        return self._tier

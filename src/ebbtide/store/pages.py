@@ -14,6 +14,7 @@ import functools
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _HUGE_PAGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
 _HUGE_ORDER = 9
 _PIECE_BYTES = 64 << 20
 _MOST_THREADS = 8
+_LOW_BIT = bytes(i & 1 for i in range(256))
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _REPORTED_ORDER = Path("/sys/module/page_reporting/parameters/page_reporting_order")
 
@@ -135,11 +137,28 @@ def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:
         return errno.ENOSYS
     begin = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.c_size_t(offset_bytes + nbytes - begin)
+    return _on_mapped_file(fd, begin, length, lambda address: _libc().madvise(address, length, _POPULATE_READ))
+
+
+def resident_pages(fd: int, nbytes: int) -> bytes | None:
+    """Return for each page of a file whether ``mincore`` reports it in the page cache, 0 or 1; None if it is not known.
+
+    Args:
+        fd: Of the file, open for reading.
+        nbytes: Its size, above zero.
+    """
+    found, length = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))(), ctypes.c_size_t(nbytes)
+    problem = _on_mapped_file(fd, 0, length, lambda address: _libc().mincore(address, length, found))
+    return None if problem else bytes(found).translate(_LOW_BIT)
+
+
+def _on_mapped_file(fd: int, begin: int, length: ctypes.c_size_t, call: Callable[[ctypes.c_void_p], int]) -> int:
+    """Call the system with a part of a file mapped; returns 0, or the number of its error."""
     address = _libc().mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(begin))
     if address == ctypes.c_void_p(-1).value:
         return ctypes.get_errno()
     try:
-        return 0 if _libc().madvise(ctypes.c_void_p(address), length, _POPULATE_READ) == 0 else ctypes.get_errno()
+        return ctypes.get_errno() if call(ctypes.c_void_p(address)) else 0
     finally:
         _libc().munmap(ctypes.c_void_p(address), length)
 

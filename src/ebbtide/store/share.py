@@ -30,10 +30,8 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
         root: The folder of ``proc`` and ``sys``.
         ranks: Ranks on this node; ``None``: ``LOCAL_WORLD_SIZE``, else one.
     """
-    if ranks is None:
-        ranks = ranks_of(os.environ)
-    found = [_machine(root), *_groups(root)]
-    return share_of(min(x.limit_bytes for x in found), min(x.free_bytes for x in found), ranks)
+    ranks = ranks_of(os.environ) if ranks is None else ranks
+    return share_of(memory_limit_bytes(root=root), free_memory_bytes(root=root), ranks)
 
 
 def ranks_of(environment: Mapping[str, str]) -> int:
@@ -69,7 +67,7 @@ def free_memory_bytes(*, root: Path = Path("/")) -> int:
 
 
 def _machine(root: Path) -> Memory:
-    fields = _fields(root / "proc/meminfo", unit=1024)
+    fields = fields_of(root / "proc/meminfo", unit=1024)
     total = fields.get("MemTotal:")
     if total is None:  # not Linux: free memory is unknown; assume half
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -105,7 +103,7 @@ def _group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> li
     limit, used = _number(folder / limit_name), _number(folder / used_name)
     if limit is None or used is None:
         return []
-    reclaimable = _fields(folder / "memory.stat").get(cache_name, 0)
+    reclaimable = fields_of(folder / "memory.stat").get(cache_name, 0)
     return [Memory(limit_bytes=limit, free_bytes=limit - used + min(reclaimable, used))]
 
 
@@ -116,7 +114,8 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _fields(path: Path, *, unit: int = 1) -> dict[str, int]:
+def fields_of(path: Path, *, unit: int = 1) -> dict[str, int]:
+    """Return the lines of a file that are a name and a number; none without the file."""
     try:
         rows = [line.split() for line in path.read_text().splitlines()]
     except OSError:

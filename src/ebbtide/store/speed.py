@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,8 @@ class _Trial:
         self._source = noise(self._piece_bytes(first), self._where)
         slots: list[Slot] = []
         try:
-            return Speed(out_bytes_per_second=self._all_out(slots), in_bytes_per_second=self._all_in(slots))
+            out = _median(self._all_out(slots))
+            return Speed(out_bytes_per_second=out, in_bytes_per_second=_median(map(self._in, slots)))
         finally:
             for slot in slots:
                 slot.free()
@@ -101,32 +103,19 @@ class _Trial:
         slots.append(slot)
         return self._rate(before, self._read(), 0)
 
-    def _all_out(self, slots: list[Slot]) -> float:
-        rates: list[float] = []
-        began = time.perf_counter()
-        while len(rates) < PIECES and not self._late(began, rates):
-            try:
-                rates.append(self._out(slots))
-            except (DiskFullError, CapError):
-                if not slots:
-                    raise
-                break
-        return statistics.median(rates)
+    def _all_out(self, slots: list[Slot]) -> Iterator[float]:
+        try:
+            for _ in range(PIECES):
+                yield self._out(slots)
+        except (DiskFullError, CapError):
+            if not slots:
+                raise
 
-    def _all_in(self, slots: list[Slot]) -> float:
-        rates: list[float] = []
-        began = time.perf_counter()
-        for slot in slots:
-            if self._late(began, rates):
-                break
-            before = self._read()
-            slot.take()
-            self._settle()
-            rates.append(self._rate(before, self._read(), 2))
-        return statistics.median(rates)
-
-    def _late(self, began: float, rates: list[float]) -> bool:
-        return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > _SECONDS / 2
+    def _in(self, slot: Slot) -> float:
+        before = self._read()
+        slot.take()
+        self._settle()
+        return self._rate(before, self._read(), 2)
 
     def _settle(self) -> None:
         if self._where.type != "cpu":
@@ -143,3 +132,14 @@ class _Trial:
     def _rate(before: tuple[float, ...], after: tuple[float, ...], which: int) -> float:
         """Return bytes per second between two readings: ``which`` is 0 out, 2 in."""
         return (after[which] - before[which]) / max(after[which + 1] - before[which + 1], 1e-9)
+
+
+def _median(measured: Iterable[float]) -> float:
+    """Return the median of rates that are measured one by one, while time is left."""
+    rates: list[float] = []
+    began = time.perf_counter()
+    for rate in measured:
+        rates.append(rate)
+        if len(rates) >= _LEAST_PIECES and time.perf_counter() - began > _SECONDS / 2:
+            break
+    return statistics.median(rates)

@@ -22,15 +22,52 @@ import torch
 from ebbtide.base.errors import CapError, DiskError, DiskFullError, TargetError
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
-from ebbtide.store.disk import DiskTier
+from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.faults import freed_error
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
-from ebbtide.store.spillslot import SpillSlot, staged, stages
 
 _LOG = logging.getLogger("ebbtide.store")
 _MOST_STAGE_BYTES = 512 << 20
 _STAGE_DIVISOR = 8
+
+
+class SpillSlot:
+    """One storage on its way to disk; made by ``SpillTier``, who owns its fields."""
+
+    __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "_tier", "wanted", "where")
+
+    def __init__(self, tier: SpillTier, stage: HostSlot) -> None:
+        self._tier, self.nbytes, self.where = tier, stage.nbytes, stage.where
+        self.stage: HostSlot | None = stage
+        self.on_disk: DiskSlot | None = None
+        self.wanted = self.freed = False
+
+    def cancel(self) -> bool:
+        """Return False: a copy queued on a stream cannot be cancelled."""
+        return False
+
+    def put_back(self) -> None:
+        """Discard an unused copy-in or read."""
+        self._tier.put_back(self)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes on the device they came from.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+            DiskError: They cannot be read.
+        """
+        return self._tier.take(self)
+
+    def free(self) -> None:
+        """Free its places; at any time, in any thread, repeatedly."""
+        self.freed = True
+        for slot in (self.stage, self.on_disk):
+            if slot is not None:
+                slot.free()
+
+    __del__ = free
 
 
 class SpillTier:
@@ -111,11 +148,11 @@ class SpillTier:
 
     def have_parked(self, slots: Sequence[Any]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
-        return self.host.have_parked(slots if self._disk is None else stages(slots))
+        return self.host.have_parked(slots if self._disk is None else _stages(slots))
 
     def wait_parked(self, slots: Sequence[Any]) -> None:
         """Make compute wait for the copies-out of several slots to host memory."""
-        self.host.wait_parked(slots if self._disk is None else stages(slots))
+        self.host.wait_parked(slots if self._disk is None else _stages(slots))
 
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
@@ -229,20 +266,12 @@ class SpillTier:
                 raise slot
 
     def _pass_on(self, disk: DiskTier, *, wait: bool = False) -> bool:
-        """Write arrived stages to disk, and free the stages whose bytes are on disk.
-
-        Args:
-            disk: The disk tier.
-            wait: Whether to wait until a stage is freed, if there is one.
-
-        Returns:
-            Whether there may be more room than before.
-        """
+        """Write arrived stages to disk, and free those whose bytes are there; return whether there may be more room."""
         freed = False
         # An entry is removed after its step, so an interrupted step is repeated. Slots may be freed in other threads
         # meanwhile; errors from their places are not the disk's fault.
         while self._staged:
-            found = staged(self._staged[0])
+            found = _staged(self._staged[0])
             if found is None:
                 freed = True
             else:
@@ -258,7 +287,7 @@ class SpillTier:
                     freed = self._fail(slot, error) or freed
             self._staged.popleft()
         for _ in range(len(self._written)):
-            found = staged(self._written[0])
+            found = _staged(self._written[0])
             if found is None:
                 freed = True
             elif (slot := found[0]).on_disk is not None:
@@ -291,3 +320,19 @@ class SpillTier:
             reason = "the disk is full" if isinstance(error, DiskFullError) else "the disk refuses"
             _LOG.warning("%s; further offloaded bytes stay in host memory: %s", reason, self._refused)
         return slot.freed
+
+
+def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
+    """Return the slots in host memory; one that was passed on to disk has none any more."""
+    return [stage for slot in slots if (stage := slot if isinstance(slot, HostSlot) else slot.stage) is not None]
+
+
+def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
+    """Return a slot and its stage; ``None`` if it is dead or freed."""
+    slot = reference()
+    if slot is None or slot.stage is None:
+        return None
+    if slot.freed:
+        slot.free()  # an interrupt may have prevented that
+        return None
+    return slot, slot.stage

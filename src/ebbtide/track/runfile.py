@@ -204,6 +204,7 @@ class RunFile:
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         if self._is_forked:
             return
+        # The first backward of a block is an edge, too: before it memory is that of the loss.
         dates = kind in _EDGES or (kind == "block_backward" != self._latest)
         if dates:
             self._peak(kind)
@@ -226,11 +227,7 @@ class RunFile:
             self._since = time.monotonic()
 
     def _peak(self, kind: str) -> None:
-        """Write the device's peak since the latest edge, dated between the two.
-
-        The host only queues: no sample sees what is allocated and freed at once. The first backward of a block is an
-        edge, too, because before it memory is that of the loss.
-        """
+        """Write the device's peak since the latest edge, dated between the two: samples miss what is freed at once."""
         peak, since, now = self._reader.take_device_peak_bytes(), self._since, time.monotonic()
         self._latest = kind
         if peak is not None:

@@ -50,13 +50,15 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
     begin = _last(events, "run_begin") or {}
-    end = _last(events, "run_end")
+    end, plan = _last(events, "run_end"), _last(events, "plan", "verdict")
     outside = folder / OUTSIDE_FILE
     steady = steady_steps(events, warm_up)
     activations = _activations(events, steady)
     on_cpu = begin.get("device") == "cpu"
     least = _least(events, steady) if on_cpu else -math.inf
-    inside = _inside(events, steady, "rss_bytes" if on_cpu else "device_bytes", least)
+    field = "rss_bytes" if on_cpu else "device_bytes"
+    own = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
+    inside = _view(events, steady, own, least, before=_next, at=_next)  # samples are taken just after each edge
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
@@ -66,7 +68,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         "peak_host_bytes": host,
         **activations,
         **_copies(events, steady),
-        "plan": _plan(events),
+        "plan": {"name": plan.get("name"), "text": plan.get("text")} if plan else None,
         "inside": inside,
         "phases": phase_figures(events, _best_curve(events, outside, begin), steady),
         "status": end["status"] if end else "killed",
@@ -96,8 +98,8 @@ def _all(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["event"] == kind]
 
 
-def _last(events: Sequence[Event], kind: str) -> Event | None:
-    return next((event for event in reversed(events) if event["event"] == kind), None)
+def _last(events: Sequence[Event], *kinds: str) -> Event | None:
+    return next((event for event in reversed(events) if event["event"] in kinds), None)
 
 
 def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
@@ -121,15 +123,12 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
 
 
 def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float | None:
-    """Return the median rate of the steps; where not every step generates, the rate over all whole rollouts.
-
-    A rollout that several steps learn from is generated in the first of them, which a median would leave out.
-    """
+    """Return the median rate of the steps; where not every step generates, the rate over all whole rollouts."""
     phases = [event for event in _all(events, "phase") if event.get("name") == _GENERATION]
     generating = {event.get("step") for event in phases if event.get("edge") == "begin"}
     begins = [index for index, step in enumerate(timed) if step.get("step") in generating]
     shared = bool(generating) and len(begins) < len(timed)
-    if shared:
+    if shared:  # a median would leave out the first step of a rollout, which generates it
         timed = timed[begins[0] : begins[-1]] if begins else []
     known = [(s["tokens"], s["seconds"]) for s in timed if s.get("tokens") is not None and s.get("seconds")]
     if not known or len(known) < len(timed):
@@ -140,12 +139,9 @@ def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float
 
 
 def _steps(events: Sequence[Event]) -> list[Event]:
-    """Return the steps; a loss or tokens that a step lacks are those that were logged after it.
-
-    A trainer that resumes, or that trains a second time, numbers its steps otherwise, so times decide.
-    """
+    """Return the steps; a loss or tokens that a step lacks are those that were logged after it."""
     steps = _all(events, "step")
-    ends = [step["t"] for step in steps]
+    ends = [step["t"] for step in steps]  # numbers do not decide: a resumed trainer has others
     logged: dict[int, dict[str, Any]] = {}
     for event in _all(events, "log"):
         at = bisect_right(ends, event["t"]) - 1
@@ -240,11 +236,6 @@ def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     }
 
 
-def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
-    plan = next((event for event in reversed(events) if event["event"] in ("plan", "verdict")), None)
-    return {"name": plan.get("name"), "text": plan.get("text")} if plan else None
-
-
 def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tuple[float, int]]:
     """Return memory over time: of the device; on a CPU as sampled from outside, if it was."""
     field = "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"
@@ -255,23 +246,15 @@ def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tu
 def _outside(
     events: Sequence[Event], steady: Steady, path: Path, inside: dict[str, Any], least: float
 ) -> dict[str, Any]:
-    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants].
-
-    The floor is the last sample before the forward, so it contains nothing of the forward. If the heap was trimmed, the
-    run's own samples are used: the sampler may sample in the middle of trimming.
-    """
+    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants]."""
     # An overwritten folder may still hold samples of the previous run.
     curve = [(e["t"], e["rss_bytes"]) for e in read_events(path) if e["t"] >= events[0]["t"]]
+    # The last sample before the forward contains nothing of it.
     view = _view(events, steady, curve, least, before=lambda times, begin: bisect_left(times, begin) - 1, at=_nearest)
+    # The sampler may sample in the middle of trimming.
     if steady.trimmed and inside["activation_bytes"] is not None:
         view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
     return view
-
-
-def _inside(events: Sequence[Event], steady: Steady, field: str, least: float) -> dict[str, Any]:
-    """Do the same with the run's own samples, which are taken just after each edge."""
-    curve = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
-    return _view(events, steady, curve, least, before=_next, at=_next)
 
 
 def _view(

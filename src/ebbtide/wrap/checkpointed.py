@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import functools
 import operator
-import random
-import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +22,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ebbtide.base.errors import ModifiedInPlaceError
-from ebbtide.engine.fingerprint import Compared
-from ebbtide.engine.guard import FULL_BYTES, Watched, changed_error
+from ebbtide.engine.guard import changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.generators import generators, restore, states
 from ebbtide.wrap.rerun import Varies
 from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
@@ -38,6 +36,9 @@ _KERNELS = [
     for name in ("flash", "mem_efficient", "math", "cudnn")
 ]
 """Of each kernel of attention: what reads whether it may be used, and what sets it."""
+
+_ALLOWED = [get for get, _ in _KERNELS]
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class ForwardContext:
@@ -56,42 +57,38 @@ class ForwardContext:
         self._run = run
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
-        self._flags = [(t, t.requires_grad) for t in self._state.tensors if type(t) is nn.Parameter or _is_leaf(t)]
-        self._watched: list[tuple[torch.Tensor, Watched]] = []
-        for tensor in [] if moved else self._state.tensors:
-            if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference():
-                # Of a large one no sample: what the second forward computes from it is sampled, and shows more.
-                sampled = run.compared is Compared.SAMPLE and tensor.numel() * tensor.itemsize > FULL_BYTES
-                compared = Compared.NOT if sampled else run.compared
-                watched = engine.guard.watch(tensor, tensor._version, compared=compared)
-                self._watched.append((tensor, watched))
+        self._leaves = [t for t in self._state.tensors if type(t) is nn.Parameter or _is_leaf(t)]
+        self._flags = list(map(_REQUIRES_GRAD, self._leaves))
+        self._own = [] if moved else self._state.versioned()
+        self._watched = engine.guard.watch_all(self._own, run.compared)
         self._moved = moved
         # Also of its weights: a block may move its inputs, or be called with none.
         devices = {x.device for x in (*inputs, *self._state.tensors) if x.device.type not in ("cpu", "meta")}
         self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
-        self._random, self._casts = _states(_generators(devices)), _casts(self._kinds)
+        self._generators, self._casts = generators(devices), _casts(self._kinds)
+        self._random = states(self._generators)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
-    @contextmanager
-    def back(self, varies: Varies, region_over: bool) -> Generator[None]:
+    def back(self, varies: Varies, region_over: bool, forward: Callable[[], object]) -> None:
         """Restore it for the second forward, and the current context afterwards.
 
         Args:
             varies: Called if a tensor of the modules has changed since.
             region_over: The region of autocast around the first forward is closed.
+            forward: Runs the second forward.
 
         Raises:
             ModifiedInPlaceError: A tensor of the modules has changed since.
         """
         instead = self._check_tensors(varies)
-        now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
+        now, flags = self._state.now(), list(map(_REQUIRES_GRAD, self._leaves))
         casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
-        randoms, kernels, numerics = _states(one for one, _ in self._random), _attention_kernels(), NumericsChange()
+        randoms, kernels, numerics = states(self._generators), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
-            _set_flags(self._flags)
-            _restore(self._random, randoms)
+            self._set_flags(self._flags)
+            restore(self._generators, self._random, randoms)
             _set_attention_kernels(self._kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
@@ -103,19 +100,19 @@ class ForwardContext:
                 if region_over and any(enabled for enabled, _, _ in casts.values()):
                     # Another region, around the backward, would keep casts for the forward after the weights' update.
                     torch.set_autocast_cache_enabled(False)
-                yield
+                forward()
         finally:
             torch.set_autocast_cache_enabled(caches)
             now.put_back(tensors=not self._moved)
-            _set_flags(flags)
-            _restore(randoms, _states(one for one, _ in randoms))
+            self._set_flags(flags)
+            restore(self._generators, randoms, states(self._generators))
             _set_attention_kernels(kernels)
             numerics.undo()
 
     def _check_tensors(self, varies: Varies) -> dict[int, torch.Tensor]:
         """Return id → replacement of tensors whose memory changed since: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
-        for tensor, watched in self._watched:
+        for tensor, watched in zip(self._own, self._watched, strict=True):
             if (same := watched.same) is not True:
                 failed = functools.partial(_changed, tensor.shape, self._run.block.name, varies())
                 self._run.engine.trust.require(same, failed)
@@ -124,6 +121,13 @@ class ForwardContext:
                 copy = watched.tensor
                 instead[id(tensor)] = nn.Parameter(copy, requires) if isinstance(tensor, nn.Parameter) else copy
         return instead
+
+    def _set_flags(self, flags: list[bool]) -> None:
+        if flags == list(map(_REQUIRES_GRAD, self._leaves)):
+            return
+        for tensor, requires_grad in zip(self._leaves, flags, strict=True):
+            if tensor.requires_grad is not requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
 
 
 def _changed(shape: torch.Size, block: str, varies: Callable[[str], object] | None) -> ModifiedInPlaceError:
@@ -158,61 +162,6 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
-    for tensor, requires_grad in flags:
-        if tensor.requires_grad is not requires_grad and tensor.is_leaf:
-            tensor.requires_grad_(requires_grad)
-
-
-class _Generator(NamedTuple):
-    """A default random generator: torch's, of the host or of an accelerator, Python's or numpy's."""
-
-    state: Callable[[], Any]
-    restore: Callable[[Any], object]
-    same: Callable[[Any, Any], bool]
-
-
-_States = list[tuple[_Generator, Any]]
-"""Random generators, each with its state at some time."""
-
-
-def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
-    """Return the default generators.
-
-    Args:
-        devices: Accelerators.
-    """
-    found = [
-        _Generator(torch.get_rng_state, torch.set_rng_state, torch.equal),
-        _Generator(random.getstate, random.setstate, operator.eq),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found.append(_Generator(numpy.random.get_state, numpy.random.set_state, _same_of_numpy))
-    for device in devices:
-        module = torch.get_device_module(device)
-        if getattr(module, "_initialized", False):  # not where tensors are fake
-            read = functools.partial(module.get_rng_state, device)
-            found.append(_Generator(read, functools.partial(module.set_rng_state, device=device), torch.equal))
-    return found
-
-
-def _same_of_numpy(one: Any, other: Any) -> bool:
-    """Whether two states are known to be the same: those of the generator that numpy begins with."""
-    plain = isinstance(one, tuple) and isinstance(other, tuple)
-    return plain and one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:]
-
-
-def _states(generators: Iterable[_Generator]) -> _States:
-    return [(generator, generator.state()) for generator in generators]
-
-
-def _restore(states: _States, now: _States) -> None:
-    """Restore states where they are not the current ones: to compare costs less than to write."""
-    for (generator, state), (_, current) in zip(states, now, strict=True):
-        if not generator.same(state, current):
-            generator.restore(state)
-
-
 def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:
     """Return by type of device whether autocast is on, its type, and whether it keeps what it casts."""
     cached = torch.is_autocast_cache_enabled()
@@ -233,11 +182,13 @@ def _device_mode() -> DeviceContext | None:
 
 def _attention_kernels() -> tuple[list[bool], list[int]]:
     """Return which kernels attention may use, and in which order it tries them."""
-    return [allowed() for allowed, _ in _KERNELS], torch._C._get_sdp_priority_order()
+    return list(map(operator.call, _ALLOWED)), torch._C._get_sdp_priority_order()
 
 
 def _set_attention_kernels(kernels: tuple[list[bool], list[int]]) -> None:
     allowed, order = kernels
+    if kernels == _attention_kernels():
+        return
     if torch._C._get_sdp_priority_order() != order:
         torch._C._set_sdp_priority_order(order)
     for (get, allow), on in zip(_KERNELS, allowed, strict=True):

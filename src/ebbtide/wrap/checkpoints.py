@@ -17,6 +17,7 @@ reported, and that offloader keeps the tensors.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -93,6 +94,16 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
             if known
             else "offloads nothing of them, as the checkpoint is an autograd function that is not torch's",
         )
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the calling code runs in a reentrant checkpoint, of torch or of a library that follows it."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:  # most code without gradients is no checkpoint's
+        if frame.f_code.co_name == "forward" and "run_function" in frame.f_code.co_varnames:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def innermost_hooks() -> Any:

@@ -107,7 +107,10 @@ class StandIn:
         if self._own is not None:
             return self._own
         module, name = self._module, self._name
-        return next((parent.__dict__[name] for parent in type(module).__mro__ if name in parent.__dict__), self)
+        for parent in type(module).__mro__:
+            if name in parent.__dict__:
+                return parent.__dict__[name]
+        return self
 
     def _bind(self, found: Any) -> Callable[..., Any]:
         if found is self:  # accelerate writes it into a graph's class

@@ -18,13 +18,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
-from ebbtide.wrap.checkpoints import checkpoint_around, innermost_hooks
+from ebbtide.wrap.checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
 from ebbtide.wrap.forward import is_compiled_inside
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -86,7 +85,7 @@ class Inside:
         pack = innermost_hooks()
         if not self._entered:  # a reentrant checkpoint opens no hooks, but runs without gradients
             self._entered = True
-            self.checkpointed = not torch.is_grad_enabled() or checkpoint_around(pack) is not None
+            self.checkpointed = checkpoint_around(pack) is not None or in_reentrant_checkpoint()
         if pack is self._looked or getattr(pack, "__self__", None) is run:
             return
         self._looked = pack

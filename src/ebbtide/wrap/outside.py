@@ -10,6 +10,7 @@ a cache. One that changes something twice is never checkpointed.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -126,13 +127,12 @@ class Snapshot:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects
-        tensors = (x if role(type(x)) is Role.TENSOR else None for x in objects)
-        self._versions = [0 if x is None or x.is_inference() else x._version for x in tensors]
+        self._versions = [x._version if role(type(x)) is Role.TENSOR and not x.is_inference() else 0 for x in objects]
 
     def same(self, objects: Sequence[Any]) -> bool:
         """Whether these are the same objects, at the same versions."""
         return (
             len(objects) == len(self._objects)
-            and all(map(_same, objects, self._objects))
+            and (all(map(operator.is_, objects, self._objects)) or all(map(_same, objects, self._objects)))
             and Snapshot(objects)._versions == self._versions
         )

@@ -13,6 +13,7 @@ comparison: see [Note: checked checkpoints].
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ebbtide.base.actions import BLOCK_ACTIONS, Action, NamesBlocks, Plan, checked_action
 from ebbtide.engine import Block
@@ -52,6 +52,8 @@ _PLAIN = (
 _READ = "torch.nn.attention.flex_attention.BlockMask"
 """An argument type that blocks only read: a mask is made once per forward."""
 
+
+_VERSION = operator.attrgetter("_version")
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
 
@@ -189,8 +191,8 @@ class Reruns:
         place = block.name, module.training
         first = place not in self._looked
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
-        own = [t for t in state.tensors if not is_lazy(t) and not t.is_inference()]
-        versions = [t._version for t in own]
+        own = state.versioned()
+        versions = list(map(_VERSION, own))
         before = [Watched(t, None, Compared.FULL) for t in own] if first else []
         inputs = Snapshot(called.leaves)
         unseen = _Unseen(own, called) if first else None
@@ -199,7 +201,7 @@ class Reruns:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
-        if [t._version for t in own] != versions or not all(watched.same for watched in before):
+        if list(map(_VERSION, own)) != versions or not all(watched.same for watched in before):
             self._refuse(kind, "change their own tensors in place, which a second forward would change again")
         if unseen is not None and (why := unseen.why()) is not None:
             self._refuse(kind, why)
@@ -252,14 +254,14 @@ class Reruns:
 
     def _repeatable(self, kind: str, called: Called) -> bool:
         """Whether nothing is known that a second forward of this call would do otherwise."""
-        changeable = next((x for x in called.leaves if not _is_value(x)), None)
+        changeable = next((x for x in called.leaves if not (isinstance(x, _PLAIN) or _is_value(x))), None)
         if changeable is not None:
             name = type(changeable).__name__
             cache = "Cache" in name
             what = f"key-value cache ({name})" if cache else name
             hint = "; hint: model.config.use_cache = False" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
-        if any(x.is_inference() for x in called.tensors):
+        if any(map(torch.is_inference, called.tensors)):
             return False  # autograd does not save them
         return kind not in self._refused
 

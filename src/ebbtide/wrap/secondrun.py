@@ -37,16 +37,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample, nearly_equal, nearly_has_sample
+from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sample, nearly_equal
 from ebbtide.engine.run import BlockRun
-from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
+from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error, version_probe
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.rerun import Varies
 
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
+
+_NO_PARAMETER = torch.Tensor, type(None)
+"""Types of what a saved tensor is a view of, if that is certainly no parameter."""
 
 TRIES = 3
 """Forwards that may show that kernels add up in another order: of a few orders, two runs may take the same one."""
@@ -76,37 +77,24 @@ class _Dropped:
 
     __slots__ = (
         "__weakref__", "again", "again_version", "dtype", "fingerprint", "probe", "requires_grad", "same", "size",
-        "stride", "version",
+        "version",
     )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | bytes | None
+        self, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | Sample | None
     ) -> None:
         self.probe, self.fingerprint = probe, fingerprint
         self.version = 0 if probe is None else probe._version
         self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tensor.shape
-        self.stride = tensor.stride() if type(fingerprint) is bytes else ()
         self.requires_grad = tensor.requires_grad
         self.again: torch.Tensor | None = None
         self.again_version = 0
         self.same: torch.Tensor | bool = True
 
-    def found(self, tensor: torch.Tensor) -> None:
-        """Hold what the second forward saved in this place, and compare it."""
-        fingerprint = self.fingerprint
-        if isinstance(fingerprint, bytes):
-            self.same = has_sample(tensor, fingerprint, self.size, self.stride, self.dtype)
-        elif fingerprint is not None:
-            self.same = fingerprint.same(tensor)
-        self.again = tensor
-        self.again_version = 0 if tensor.is_inference() else tensor._version
-
     def nearly_same(self, tensor: torch.Tensor) -> bool:
         """Whether what the second forward saved differs from the first one's by rounding at most."""
         if tensor.dtype is not self.dtype or tensor.shape != self.size:
             return False
-        if isinstance(self.fingerprint, bytes):
-            return nearly_has_sample(tensor, self.fingerprint, self.stride)
         return self.fingerprint is None or self.fingerprint.nearly_same(tensor)
 
 
@@ -126,7 +114,7 @@ class SecondRun:
         varies: Called when a second forward differs.
     """
 
-    def __init__(self, run: BlockRun, called: Called, context: Callable[[bool], Any], varies: Varies) -> None:
+    def __init__(self, run: BlockRun, called: Called, context: Callable[..., None], varies: Varies) -> None:
         once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
             inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
@@ -160,14 +148,24 @@ class SecondRun:
         """Drop a saved tensor of the first forward: the pack hook."""
         if type(tensor) is FakeTensor and not self._simulated:
             return tensor
-        run = self.run
-        if run.weights.include(tensor):
+        run, parameter = self.run, type(tensor) is torch.nn.Parameter
+        sample = host_sample(tensor) if self._sampled and not parameter else None
+        if sample is None or type(tensor._base) not in _NO_PARAMETER:
+            weight = parameter or run.weights.include(tensor)
+        else:
+            weight = run.weights.hold(tensor.untyped_storage())
+        if weight:
             self._dropped.append(None)
             place = "(block)", run.block.name
             return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
         if self._casts:
             self._note_cast(tensor)
-        dropped = self._drop(tensor)
+        if sample is None:
+            dropped = self._drop(tensor)
+        else:
+            probe = tensor.detach()
+            probe.data = self._empty  # [Note: version probe]
+            dropped = _Dropped(tensor, probe, sample)
         self._dropped.append(weakref.ref(dropped))
         return dropped
 
@@ -181,13 +179,8 @@ class SecondRun:
                 pass_.cast = weakref.ref(base)
 
     def _drop(self, tensor: torch.Tensor) -> _Dropped:
+        """Drop a tensor of which there is no sample."""
         run = self.run
-        if self._sampled and tensor.dtype in _FLOATS and not tensor.is_inference():  # of the host, all are values
-            sample = host_sample(tensor)
-            if sample is not None:
-                probe = tensor.detach()
-                probe.data = self._empty  # [Note: version probe]
-                return _Dropped(tensor, probe, sample)
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
         probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
         fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
@@ -202,8 +195,11 @@ class SecondRun:
             ModifiedInPlaceError: It was changed in place since it was saved.
             RestoreError: The second forward computed another tensor, or did not save it.
         """
+        if isinstance(dropped, LightTicket):  # as ``read``, in fewer calls
+            unchanged = dropped.version == UNCHECKED or dropped.tensor._version == dropped.version
+            return dropped.tensor if unchanged else dropped.read()
         if not isinstance(dropped, _Dropped):
-            return dropped.read() if isinstance(dropped, LightTicket) else dropped
+            return dropped
         probe = dropped.probe
         if probe is not None and probe._version != dropped.version:
             raise self._modified(dropped, probe._version, dropped.version)
@@ -256,12 +252,16 @@ class SecondRun:
             inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
             args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
             cast = self.run.pass_.cast
-            with self._context(cast is not None and cast() is None), saved_tensors_hooks(save, _as_it_is):
-                try:
-                    self._forward(*args, **kwargs)
-                except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
-                    if not self._early_stop or self._position < len(self._dropped):
-                        raise
+
+            def forward() -> None:
+                with saved_tensors_hooks(save, _as_it_is):
+                    try:
+                        self._forward(*args, **kwargs)
+                    except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
+                        if not self._early_stop or self._position < len(self._dropped):
+                            raise
+
+            self._context(cast is not None and cast() is None, forward)
 
     def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
         """Whether a tensor differs from the first forward's because its kernels add up in another order each time.
@@ -323,7 +323,9 @@ class SecondRun:
         reference = self._dropped[position] if position < known else None
         dropped = None if reference is None else reference()
         if dropped is not None:
-            dropped.found(value)
+            if dropped.fingerprint is not None:
+                dropped.same = dropped.fingerprint.same(value)
+            dropped.again, dropped.again_version = value, 0 if value.is_inference() else value._version
         self._position = position + 1
         if position + 1 == known and self._early_stop:
             raise _LastSaved

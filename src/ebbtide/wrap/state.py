@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_writeable, size_of
 from ebbtide.wrap.roles import Role, has_attributes, role, slots_of
@@ -145,7 +146,8 @@ class State:
         Returns:
             False: an object that is no module holds one, or a container of another class: these cannot be copied.
         """
-        instead: dict[int, Any] = {id(t): _without_graph(t) for t in self.tensors if _is_computed(t)}
+        others = [t for t in self.tensors if type(t) is not nn.Parameter]
+        instead: dict[int, Any] = {id(t): _without_graph(t) for t in others if _is_computed(t)}
         found = len(instead)
         while found:  # what holds a container that is copied is copied too
             stay = self._of_modules | instead.keys()
@@ -162,6 +164,10 @@ class State:
         self._held = [(instead.get(id(c), c), _exchanged(then, instead)) for c, then in self._held]
         self._known = None
         return True
+
+    def versioned(self) -> list[torch.Tensor]:
+        """Return the tensors that have memory now, and a version."""
+        return [t for t in self.tensors if (type(t) is nn.Parameter or not is_lazy(t)) and not t.is_inference()]
 
     def same(self) -> bool:
         """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""
@@ -366,12 +372,9 @@ def _empty(container: Any) -> Any:
 
 def _is_computed(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a graph. FSDP1's views of its weights, which raise where they are written, are not meant."""
-    if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
-        return False
-    try:
-        return not tensor.is_leaf
-    except RuntimeError:
-        return False
+    with contextlib.suppress(RuntimeError):
+        return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and not tensor.is_leaf
+    return False
 
 
 def _holds(contents: Any, these: Mapping[int, Any]) -> bool:

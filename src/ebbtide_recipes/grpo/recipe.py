@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, counted
 from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.recipe import Recipe
@@ -103,10 +103,10 @@ class Grpo(Recipe[GrpoConfig]):
         data.check_count(dataset, config, processes)
         LOGGER.info("%s: %d prompts from %s", config.model, len(dataset), ", ".join(config.dataset))
         LOGGER.info(
-            "a rollout: %d prompts x %d completions, learned in updates of %d micro-batches",
-            config.completions(processes) // config.num_generations,
-            config.num_generations,
-            config.gradient_accumulation_steps,
+            "a rollout: %s x %s, learned in updates of %s",
+            counted(config.completions(processes) // config.num_generations, "prompt"),
+            counted(config.num_generations, "completion"),
+            counted(config.gradient_accumulation_steps, "micro-batch"),
         )
         model, weights = models.load(config, source)
         trained: Any = model if made is None else adapters.put_on(model, made, config)

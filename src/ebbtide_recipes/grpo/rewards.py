@@ -106,10 +106,10 @@ class Reward:
         Raises:
             DataError: One is missing.
         """
-        listed = ", ".join(sorted(columns))
+        listed = f"the columns {', '.join(sorted(columns))}" if columns else "no column after the prompt"
         if self.function in (accuracy, closeness) and not set(ANSWERS) & set(columns):
             raise DataError(
-                f"the reward {self.name!r} needs the right answer, and the rows have the columns {listed}",
+                f"the reward {self.name!r} needs the right answer, and the rows have {listed}",
                 expected=f"one of {', '.join(ANSWERS)}",
                 hint="rename the column, or choose another of --reward_funcs",
             )
@@ -119,7 +119,7 @@ class Reward:
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if named and parameter.default is parameter.empty and name not in (*HANDED, *columns):
                 raise DataError(
-                    f"the reward function {self.name!r} takes {name!r}, and the rows have the columns {listed}",
+                    f"the reward function {self.name!r} takes {name!r}, and the rows have {listed}",
                     expected=f"parameters among {', '.join(HANDED[:3])} and the columns",
                     hint=nearest(name, (*HANDED, *columns)) or f"such as {_HINT}",
                 )

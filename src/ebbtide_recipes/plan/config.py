@@ -66,7 +66,7 @@ class PlanConfig:
         attn_impl: Attention implementation.
         memory_budget: Largest peak, such as 40GiB; default: nine tenths of the device's memory.
         max_slowdown: Largest slowdown of a step of ebbtide-auto; 0.05 is 5 %.
-        out: File for the recommended plan; policy="plan.json" then starts with it.
+        out: File for the best plan that fits, other than checkpointing; policy="plan.json" then starts with it.
         svg: File for a picture of slowdown over peak memory, of all options and of ebbtide-auto at several budgets.
         json: Print the result as JSON, with the points of that picture.
     """

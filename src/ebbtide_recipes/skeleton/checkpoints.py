@@ -194,7 +194,6 @@ def find(config: RecipeConfig, *, world_size: int | None = None, rows: int | Non
     if name.lower() in LATEST:
         sealed = next(reversed(complete(output)), None)
         if sealed is None:
-            LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", output)
             return None
         for path in (path for path in _folders(output) if world_size is not None and _step(path) > sealed.step):
             LOGGER.warning("%s %s: %s is resumed", path, read_seal(path)[1], sealed.folder)

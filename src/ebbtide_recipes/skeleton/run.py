@@ -259,6 +259,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                 LOGGER.info("resuming from %s", found)
                 if launch.is_main():  # not earlier: a run that fails while it loads must leave them
                     checkpoints.set_aside_later(config)
+            elif checkpoints.resumes(config):
+                LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", folder)
             trainer.train(resume_from_checkpoint=None if found is None else str(found))
             if config.save:
                 save(trainer, folder)  # before the evaluation: if that fails, the trained model is not lost

@@ -128,6 +128,9 @@ class RecordedTrainer(Trainer):
         finally:
             fields["use_cache"] = trained
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write no card: TRL's would name no base model, because models here are not loaded under its name."""
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones."""
         if self.config is None:

@@ -192,7 +192,7 @@ def _check(config: VideoConfig) -> None:
     for name, hint in _FIXED.items():
         if getattr(config, name):
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}", expected="no such setting in this recipe", hint=hint
+                f"{name} is {getattr(config, name)!r}", expected="a flag that this recipe supports", hint=hint
             )
     if config.ema_decay is not None and config.fsdp_strategy != "none" and config.fsdp_version == 1:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Training in the real packages: one file a host, each compared bitwise with the same training without ebbtide."""
+"""Training in the real packages: one file per host, each compared bitwise with the same training without ebbtide."""

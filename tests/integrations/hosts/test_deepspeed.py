@@ -27,14 +27,14 @@ POLICIES = ("offload", "minimal", "recompute", "auto")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A way to train.
+    """One way to train.
 
     Attributes:
-        stage: Of ZeRO.
-        persistence: Parameters with fewer numbers stay whole under ZeRO-3.
-        bf16: In bfloat16.
+        stage: Stage of ZeRO.
+        persistence: Parameters with fewer numbers stay unsharded under ZeRO-3.
+        bf16: Train in bfloat16.
         offload: ZeRO-Offload: the optimizer's state is in host memory.
-        place: ``"before"`` the model is given to DeepSpeed, the ``"engine"``, or its ``"module"``.
+        place: ``"before"`` DeepSpeed wraps the model, the ``"engine"``, or its ``"module"``.
     """
 
     stage: int
@@ -135,7 +135,7 @@ def _config(setup: Setup) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every case that was asked for, in one group of processes."""
+    """Results of the selected cases, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     return run_cases({name: (compare, (SETUPS[name],)) for name in wanted}, 2, timeout_seconds=120.0)
 
@@ -150,5 +150,5 @@ def test_training_is_bitwise_that_of_deepspeed_alone(results: dict[str, CaseResu
             assert stats.packs > 0 and stats.live_tickets == 0, policy
             assert strategy == ("deepspeed" if setup.place == "engine" or setup.stage == 3 else "single")
         assert by_policy["offload"][2].total_copy_out_bytes > 0
-        if setup.stage == 3:  # of weights that are divided, a block alone may not be run again on one rank
+        if setup.stage == 3:  # with sharded weights one rank may not checkpoint a block alone
             assert by_policy["auto"][2].checkpointed_blocks == 0

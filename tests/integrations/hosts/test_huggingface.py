@@ -31,7 +31,7 @@ def pairs(**columns: list[Any]) -> Any:
 def train(
     name: str, model_path: Path, folder: Path, options: dict[str, Any] | None, *, lora: bool = False, **changes: Any
 ) -> Trained:
-    """Train with a trainer of TRL, or of transformers, and its own defaults but for checkpointing."""
+    """Train with a trainer of TRL, or of transformers, with its defaults except checkpointing."""
     import transformers
     import trl
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

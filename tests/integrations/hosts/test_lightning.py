@@ -18,7 +18,7 @@ from tests.helpers.hosts import STEPS, Trained, batch, check_bitwise, enabled, e
 
 lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
 
-# Lightning's own, in each version that is installed here: none is about how it is called.
+# Lightning's own, in every version installed here: none is about our calls.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

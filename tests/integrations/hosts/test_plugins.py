@@ -1,4 +1,4 @@
-"""The code that the page of trainers gives for frameworks with plugins, run as it is there in the real packages."""
+"""The code of the page of trainers for frameworks with plugins, run unchanged in the real packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def plugin(host: str, monkeypatch: pytest.MonkeyPatch, **names: object) -> Any:
-    """Return the page's code for a host as the module ``offload``, which has these names before it runs."""
+    """Return the page's code for a host as the module ``offload``, with these names predefined."""
     section = PAGE.read_text(encoding="utf-8").partition(f"\n## {host}\n")[2]
     code = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
     module = ModuleType("offload")

@@ -13,7 +13,7 @@ sentence_transformers = pytest.importorskip(
     "sentence_transformers", reason="needs sentence-transformers: pip install sentence-transformers"
 )
 
-# Of the package and what it imports (scikit-learn, transformers' old names).
+# From the package and its imports (scikit-learn, transformers' old names).
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -1,4 +1,4 @@
-"""A training loop as people write it, in the shape that its first argument names; it knows nothing of ebbtide."""
+"""A training loop of a user, in the shape that the first argument names, without ebbtide."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ def plain():
 
 
 def stages():
-    """Two optimizers of one model, one after the other."""
+    """Two optimizers of one model, in sequence."""
     model = Layers()
     stages = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())]
     for optimizer, x in zip([stages[0]] * 2 + [stages[1]] * 4, batches(), strict=True):
@@ -97,7 +97,7 @@ def sharded_scaler():
 
 
 def accumulated():
-    """Two micro-batches a step, an evaluation with gradients now and then, and an embedding called ahead."""
+    """Two micro-batches per step, an occasional evaluation with gradients, and an embedding called ahead."""
     model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in batches():
@@ -112,7 +112,7 @@ def accumulated():
 
 
 def closure():
-    """As Lightning does it: forward and backward inside of ``optimizer.step``."""
+    """Like Lightning: forward and backward inside ``optimizer.step``."""
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters())
     for x in batches():
@@ -234,7 +234,7 @@ def compiled_step():
 
 
 def compiled_function():
-    """The model is called in compiled code only."""
+    """Only compiled code calls the model."""
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -249,7 +249,7 @@ def compiled_function():
 
 
 def unreadable():
-    """A parameter without bytes, as of a part that was never loaded."""
+    """A parameter without bytes, like that of a part that was never loaded."""
     model = Layers()
     model.unused = nn.Linear(4, 4, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())

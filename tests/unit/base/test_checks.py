@@ -1,4 +1,4 @@
-"""What fits an annotation, and what is said of what does not."""
+"""Values that fit an annotation, and the errors for values that do not."""
 
 from __future__ import annotations
 

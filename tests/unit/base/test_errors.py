@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from ebbtide.base import errors
-from ebbtide.base.errors import EbbtideError, first_line, nearest
+from ebbtide.base.errors import EbbtideError, counted, first_line, nearest
 
 ALL = sorted(
     (x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, EbbtideError)), key=lambda x: x.__name__
@@ -92,3 +92,12 @@ def test_nearest_takes_no_more_than_count() -> None:
 )
 def test_the_first_line_of_an_error_is_never_empty(error: Exception, text: str) -> None:
     assert first_line(error) == text
+
+
+def test_numbers_of_things_are_words() -> None:
+    numbers = [counted(1, "block"), counted(2, "block"), counted(1, "micro-batch"), counted(0, "micro-batch")]
+    assert numbers == ["1 block", "2 blocks", "1 micro-batch", "0 micro-batches"]
+
+
+def test_a_sentence_of_another_library_has_one_end() -> None:
+    assert str(EbbtideError("It failed.", expected="a file")) == "It failed; expected a file"

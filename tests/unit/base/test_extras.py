@@ -1,4 +1,4 @@
-"""Packages that are not there, too old, or broken: said where they are first used."""
+"""Missing, old or broken packages: reported at their first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIREMENTS = [
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Says which versions are installed, beside those that are."""
+    """Fake versions of installed packages, in addition to the real ones."""
     real = importlib.metadata.version
 
     def pretend(**versions: str) -> None:
@@ -138,13 +138,13 @@ def test_a_package_of_an_extra_that_is_too_old_is_refused_and_not_imported(
         check("other-package", extra="recipes", use="a test")
 
 
-def test_what_is_there_is_imported() -> None:
+def test_an_installed_package_is_imported() -> None:
     assert extras.require("json", extra="cli", use="a test") is sys.modules["json"]
     extras.check_installed("json", extra="cli", use="a test")
 
 
 @pytest.mark.parametrize("check", [extras.require, extras.check_installed])
-def test_what_is_not_there_says_which_extra_has_it(check: Callable[..., object]) -> None:
+def test_a_missing_package_names_its_extra(check: Callable[..., object]) -> None:
     with pytest.raises(EbbtideError) as caught:
         check("package_that_nobody_has", extra="recipes", use="the sft recipe")
     assert str(caught.value) == (
@@ -163,7 +163,7 @@ def test_what_is_not_there_says_which_extra_has_it(check: Callable[..., object])
         ("import package_that_nobody_has", "No module named 'package_that_nobody_has'"),
     ],
 )
-def test_what_is_there_and_broken_is_not_said_to_be_absent(
+def test_a_broken_package_is_not_called_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
 ) -> None:
     (tmp_path / "broken_package.py").write_text(source + "\n")

@@ -1,4 +1,4 @@
-"""Files that a user names: what errors name, and that a file which may not be written is found early."""
+"""Files that a user names: the contents of errors, and early detection of a file that cannot be written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_file_that_may_not_be_written_is_found_before_the_work(
     with pytest.raises(DataError, match="x cannot be written; expected a writable file\nhint: do this"):
         check_writable(Path("/proc/a.json"), "x", hint="do this")
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "link.json").symlink_to(tmp_path / "a.json")  # to a file that does not exist yet
+    (tmp_path / "link.json").symlink_to(tmp_path / "a.json")  # to a missing file
     check_writable(tmp_path / "link.json", "x", hint="do this")
     assert (tmp_path / "link.json").is_symlink() and not (tmp_path / "a.json").exists()
     (tmp_path / "a.json").touch()

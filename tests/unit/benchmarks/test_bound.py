@@ -1,4 +1,4 @@
-"""The suite of plans: which cases it tries, and what its table says of what came."""
+"""The suite of plans: its cases, and its table of results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None
     assert aims([*rows, *(row(way, 1, [1.0]) for way in ways)]) == aims(rows), "budgets follow from the first round"
 
 
-def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
+def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
     said = {
         "peak_bytes": 204 * MIB, "overhead_percent": 4.0, "bound_percent": 2.0, "kept_bytes": MIB,
         "offloaded_bytes": 2 * MIB, "recomputed_bytes": 3 * MIB,

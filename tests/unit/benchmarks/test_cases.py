@@ -1,4 +1,4 @@
-"""Cases of the benchmarks: the gate comes before any number, and whatever goes wrong stays a row."""
+"""Cases of the benchmarks: the gate comes before any number, and every failure stays a row."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_goes_wrong_is_the_rows_status(error: Exception, status: str, monke
     assert with_way(monkeypatch, prepare).status == status
 
 
-def test_a_package_that_is_not_there_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_way(monkeypatch, lambda model: iter(()), package="no-such-peer").status == (  # type: ignore[arg-type]
         "not installed: pip install no-such-peer"
     )
@@ -144,7 +144,7 @@ def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
 
 
 def test_cases_in_lockstep_take_each_step_together() -> None:
-    """Each writes when it is permitted a step; the case that fails leaves its steps to the others."""
+    """Each case writes when it may take a step; a failing case leaves its steps to the others."""
     ways = ("plain", "ebbtide keep", "no such way")
     tried = [Case(way=way, model="tiny", tokens=32, steps=3, gate_tokens=16, lockstep=True) for way in ways]
     plain, keep, unknown = run_in_lockstep(tried)
@@ -186,7 +186,7 @@ def test_every_way_is_a_row_of_every_group() -> None:
 
 
 class Unsteady(nn.Linear):
-    """A layer that adds up in another order each time, unless torch is asked for deterministic algorithms."""
+    """A layer that sums in a different order each time, unless deterministic algorithms are on."""
 
     steady = True
 

@@ -1,4 +1,4 @@
-"""Many ranks that share links: alone a rank is the planner's simulated step, together they share as they should."""
+"""Many ranks that share links: alone a rank is the planner's simulated step, together they share fairly."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_all_wait_for_the_slowest_and_nobody_runs_further_ahead_than_a_block() -
     steps = simulate_ranks([usual, slow, usual, usual], all_offloaded(usual), nodes)
     [alone] = simulate_ranks([slow], all_offloaded(slow), ALONE)
     assert steps[1].seconds == pytest.approx(alone.seconds, rel=1e-9) and steps[1].waited_seconds == 0
-    # The last backward of the others begins when the slow one begins the one before it.
+    # The last backward of the others begins when the slow rank begins the previous one.
     assert [steps[n].seconds for n in (0, 2, 3)] == pytest.approx([alone.seconds - 4.0] * 3, rel=1e-3)
     assert all(steps[n].waited_seconds > 1 for n in (0, 2, 3))
 

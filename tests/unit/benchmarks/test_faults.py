@@ -1,4 +1,4 @@
-"""The suite of page faults: what its table says."""
+"""The suite of page faults: its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of a machine with a card: what it keeps, what it runs again, what it stops."""
+"""The runner of a machine with a card: parts that it keeps, repeats and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite of the link: how many bytes its bare copies move."""
+"""The suite of the link: the bytes of its bare copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebbtide.base.actions import Action
 def test_bare_copies_are_at_most_so_many_bytes_or_one_storage(
     sizes: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One storage that is larger than all that may be copied once went round for ever."""
+    """One storage larger than the limit must not loop for ever."""
     monkeypatch.setattr(link, "MOST_RAW_BYTES", 64)
     sites = {(number, Action.OFFLOAD): (1, size) for number, size in enumerate(sizes)}
     handle: Any = SimpleNamespace(_engine=SimpleNamespace(last_pass=SimpleNamespace(sites=sites)))

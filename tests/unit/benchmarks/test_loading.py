@@ -1,4 +1,4 @@
-"""The suite on loading: a load that is done is not done again, and rows tell what loads came to."""
+"""The suite on loading: finished loads are not repeated, and rows show the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _rank(above: int, disk: int, digest: str, seconds: float) -> dict[str, Any]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Loads that were really done; ``DCP, load`` reads something else, and one way does not run."""
+    """Record real loads; ``DCP, load`` reads other bytes, and one way fails."""
     done: list[str] = []
 
     def load(self: Bench, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_a_load_that_is_done_is_not_done_again(tmp_path: Path, loads: list[str])
     assert loads[0].endswith(" 0") and loads[0].rsplit(" ", 1)[0] != loads[len(WAYS)].rsplit(" ", 1)[0]
     assert measure(_bench(tmp_path), "bfloat16", 2, 2) == first
     assert len(loads) == 2 * len(WAYS)
-    assert measure(_bench(tmp_path), "bfloat16", 2, 1) == first, "what is done counts"
+    assert measure(_bench(tmp_path), "bfloat16", 2, 1) == first, "finished loads count"
     measure(_bench(tmp_path), "bfloat16", 2, 3)
     assert len(loads) == 3 * len(WAYS)
 

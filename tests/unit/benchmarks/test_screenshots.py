@@ -1,4 +1,4 @@
-"""Pictures of a report: what is asked of the browser, and no browser."""
+"""Pictures of a report: the browser's arguments, and a missing browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The count of shares: an independent count of saved storages, and reasons that hold where they are known."""
+"""The count of shares: an independent count of saved storages, and reasons in cases where they are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = 4 * 8 * 4  # bytes of one activation below
 
 
 class Sines(nn.Module):
-    """Saves its input, and the sine of it; a scale makes it a block with parts and weights."""
+    """Saves its input and its sine; a scale makes it a block with parts and weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def test_naive_bytes_are_the_distinct_storages_saved_in_blocks_without_weights()
     tiny = _sines()
     with naive_bytes(tiny.model) as naive:
         tiny.loss()
-    assert naive == {"layers.0": 3 * WORDS, "layers.1": 3 * WORDS}  # the input, its sine, and what the product saves
+    assert naive == {"layers.0": 3 * WORDS, "layers.1": 3 * WORDS}  # the input, its sine, and those of the product
 
 
 def test_naive_bytes_leave_no_hooks() -> None:

@@ -1,4 +1,4 @@
-"""Stands in for a recipe: writes a run folder by mode, with memory that truly rises and falls; no model, no torch.
+"""Stand-in for a recipe: writes a run folder by mode, with memory that really rises and falls; no model, no torch.
 
 The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails; --wait
 makes it wait to be interrupted. The first four steps are slow and hold nothing; with ebbtide a plan is made after
@@ -37,7 +37,7 @@ def mode():
 
 
 def be_seen():
-    """Stay as it is until the watcher has taken two more samples."""
+    """Wait until the watcher has taken two more samples."""
     watched = FOLDER / "outside.jsonl"
     until = watched.read_bytes().count(b"\n") + 2
     while watched.read_bytes().count(b"\n") < until:
@@ -45,7 +45,7 @@ def be_seen():
 
 
 def pages(size):
-    """Return memory that is there, and that goes back to the system when it is dropped: no allocator keeps it."""
+    """Return resident memory that goes back to the system when it is dropped: no allocator keeps it."""
     memory = mmap.mmap(-1, size)
     for start in range(0, size, mmap.PAGESIZE):
         memory[start] = 1

@@ -329,3 +329,5 @@ def test_help_lists_every_flag_with_its_text(capsys: pytest.CaptureFixture[str])
     assert "usage: ebbtide test" in out
     assert all(f"--{name}" in out for name in ("model", "dataset", "max_steps", "verify"))
     assert "How many steps." in out
+    assert "--rate FLOAT" in out and "None" not in out  # the text describes a default of None
+    assert "(default: -1)" in " ".join(out.split())

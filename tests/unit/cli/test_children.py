@@ -1,4 +1,4 @@
-"""A child is ended with whoever started it, whenever the interrupt comes."""
+"""A child ends with its parent, whenever the interrupt comes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITING = [sys.executable, "-c", "import signal; signal.pause()"]
 def test_an_interrupt_while_a_child_starts_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[BaseException]
 ) -> None:
-    """Between the start of the child and the note of it, an interrupt would leave an orphan."""
+    """Between the start of the child and its record, an interrupt would leave an orphan."""
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -90,7 +90,7 @@ def test_another_thread_than_the_main_one_changes_nothing() -> None:
 
 
 def test_descendants_in_groups_of_their_own_end_with_the_child(tmp_path: Path) -> None:
-    """As the ranks of a launcher are: no signal to the child's group reaches them."""
+    """Like the ranks of a launcher: no signal to the child's group reaches them."""
     script = (
         "import subprocess, sys, time; from pathlib import Path; "
         "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); "
@@ -188,7 +188,7 @@ def test_a_job_that_is_started_again_keeps_the_earlier_record(
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_that_still_writes_keeps_its_record(tmp_path: Path, recorded: bool) -> None:
-    """Of a command that begins on several nodes at once, no other has a record yet: that one goes on."""
+    """If a command starts on several nodes at once, the others have no record yet, and it continues."""
     hold = (
         "import sys; from pathlib import Path; from ebbtide.base.runs import only_writer\n"
         "with only_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"

@@ -2,7 +2,6 @@ import functools
 import importlib.util
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -137,7 +136,7 @@ def test_steps_before_the_plan_count_in_no_mode(done):
     assert "The first 4 of 7 steps warm up and do not count." in done[1]
 
 
-def test_too_few_steps_for_a_plan_are_said_to_be(tmp_path):
+def test_too_few_steps_for_a_plan_are_reported(tmp_path):
     screen = console()
     compare(["--max_steps", "3"], modes=["plain"], rounds=1, out=tmp_path, command=CHILD, console=screen)
     assert "3 steps are too few to measure Auto's plan, which starts after 3\nhint: --max_steps 10" in (
@@ -172,7 +171,7 @@ def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
     assert "A plan was corrected after step 8, so some of the counted steps" in screen.file.getvalue()
 
 
-def test_what_holds_the_peak_is_said_from_the_runs_own_record(done):
+def test_the_contents_of_the_peak_come_from_the_runs_own_record(done):
     (line,) = [line for line in done[1].splitlines() if line.startswith("ebbtide: ")]
     assert "losses bitwise equal (against plain); what is left of the peak: " in line
     held = re.search(r"activations ([0-9.]+) MiB", line)
@@ -239,12 +238,15 @@ def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number,
     """)
     out = tmp_path / "out"
     record = out / "round-1" / "plain" / "run.jsonl"
-    with subprocess.Popen([sys.executable, "-c", script, str(FAKE), str(out)], env={**os.environ}) as parent:
+    command = [sys.executable, "-c", script, str(FAKE), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
         wait_until(lambda: record.exists() and '"waiting"' in record.read_text(), parent)
         parent.send_signal(number)
-        assert parent.wait(60) == code
+        screen, _ = parent.communicate(timeout=60)
+    assert parent.returncode == code
+    assert "the processes were ended; none had finished: there is no report" in screen
     child = read_events(record)[0]["pid"]
-    assert str(out) not in command_line_of(child)  # another process may have its number by now
+    assert str(out) not in command_line_of(child)  # its number may belong to another process
     assert read_events(record)[-1]["status"] == "interrupted"
     assert json.loads((out / "summary.json").read_text())["modes"][0]["rounds"] == 0
     assert not (out / "round-2").exists()
@@ -258,7 +260,7 @@ def command_line_of(pid):
 
 
 def wait_until(condition, process):
-    """Wait for another process to get somewhere: bounded, and at once over if it ended."""
+    """Wait for another process to reach a state, for a limited time, or until it ends."""
     wake, until = threading.Event(), time.monotonic() + 60
     while not condition():
         assert process.poll() is None, "the process ended early"
@@ -389,7 +391,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, argv, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_file_says_of_the_modes_is_told_to_have_no_effect(tmp_path):
+def test_settings_of_the_modes_in_a_file_are_reported_as_without_effect(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
     config = module.read("sft", [str(file)])

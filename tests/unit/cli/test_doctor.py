@@ -21,7 +21,7 @@ from tests.unit.doctor.made_up import SERVER, SMALL, changed
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a made-up machine in the place of this one; returns what was asked of it."""
+    """Replace this machine with a made-up one; return the requests to it."""
     asked: list[tuple[str, str | None]] = []
 
     def install(facts: Facts) -> list[tuple[str, str | None]]:
@@ -113,7 +113,7 @@ def test_what_was_not_measured_is_not_written(machine: Any, capsys: pytest.Captu
         (["--jsno"], "did you mean '--json'"),
     ],
 )
-def test_bad_arguments_are_told_before_anything_is_measured(
+def test_bad_arguments_are_refused_before_anything_is_measured(
     machine: Any,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],

@@ -1,4 +1,4 @@
-"""The runs of a round go in lockstep, and what stands against it."""
+"""The runs of a round go in lockstep, and the obstacles to it."""
 
 import io
 import os
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 class Round:
-    """A round of children; ``said`` is what was printed, ``log`` what the children wrote."""
+    """A round of children; ``said`` is the printed text, ``log`` the children's output."""
 
     def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
@@ -78,14 +78,14 @@ def test_each_step_is_taken_by_all_before_the_next_and_alone(stepped):
 
 
 def test_a_drifting_machine_is_not_counted_as_a_modes_cost(stepped):
-    """Each step is slower than the one before by as much as half a step; the ratios are exact all the same."""
+    """Each step is up to half a step slower than the previous one; the ratios are exact nevertheless."""
     merged = {mode["mode"]: mode for mode in merge({1: stepped.summaries()}, list(FACTORS), {})}
     for mode, factor in FACTORS.items():
         assert merged[mode]["step_ratio"] == {"median": factor, "low": factor, "high": factor}
 
 
 def test_memory_is_sampled_only_while_a_run_takes_its_step(stepped):
-    """A sampler costs time, which would be the running one's."""
+    """A sampler takes time, which would be charged to the running process."""
     ends = {mode: [e["t"] for e in read_events(stepped.folder / mode / "run.jsonl") if e["event"] == "wait"]
             for mode in FACTORS}  # fmt: skip
     sampled = [e["t"] for e in read_events(stepped.folder / "plain" / "outside.jsonl")]

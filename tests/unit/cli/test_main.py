@@ -120,7 +120,7 @@ def test_sigterm_is_one_line_and_143(verb: Callable, capsys: pytest.CaptureFixtu
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
-            signal.raise_signal(signal.SIGTERM)  # a second one does not disturb the closing up
+            signal.raise_signal(signal.SIGTERM)  # a second one does not disturb the cleanup
             closed.append(True)
         return 0
 
@@ -218,7 +218,7 @@ def test_doctor_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert cli.main(["doctor", "--versions"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not each build names itself
+    assert lines["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not every build has a name
     assert lines["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert {"ebbtide", "transformers", "trl", "device", "platform"} <= set(lines)
 

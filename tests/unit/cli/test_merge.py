@@ -83,7 +83,7 @@ def test_pictures_show_the_last_round_that_is_whole_else_the_last_of_each():
     [(100, 25, 75.0), (100, -5, 100.0), (1, 2, None), (-5, 1, None)],
     ids=["less", "below the floor", "both are noise", "unknown"],
 )
-def test_what_is_saved_is_never_more_than_there_was(plain, ours, saved):
-    """Of GRPO 107 % was told: the floor still held what generation had left, and the forward used that."""
+def test_savings_never_exceed_the_baseline(plain, ours, saved):
+    """GRPO reported 107 %: the floor still held memory of the generation, which the forward reused."""
     rounds = {1: {"plain": summary(activation=plain), "ebbtide": summary(activation=ours)}}
     assert merge(rounds, ["plain", "ebbtide"], {})[1]["saved_percent"] == saved

@@ -1,4 +1,4 @@
-"""``ebbtide plan`` as a command: what goes where, and what it exits with."""
+"""``ebbtide plan`` as a command: its output and exit codes."""
 
 from __future__ import annotations
 

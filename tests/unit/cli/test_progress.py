@@ -17,7 +17,7 @@ class Clock:
 
 
 class Followed:
-    """Progress over two runs of four steps, on no terminal."""
+    """Progress over two runs of four steps, without a terminal."""
 
     def __init__(self, folder, *, steps=4, terminal=False):
         self.clock, self.folder, self.file = Clock(), folder, io.StringIO()

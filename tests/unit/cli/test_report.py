@@ -27,7 +27,7 @@ def test_text_and_json_are_printed(tmp_path, capsys):
 
 
 def test_bytes_that_are_no_characters_and_a_narrow_terminal_end_no_report(tmp_path):
-    """As a command's arguments may hold, which Python reads as lone surrogates."""
+    """A command's arguments may hold such bytes, which Python reads as lone surrogates."""
     write_run(tmp_path)
     for name in ("run.jsonl", "summary.json"):
         text = (tmp_path / name).read_text()
@@ -57,7 +57,7 @@ def test_a_killed_run_gets_its_summary_here(tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "killed"
 
 
-def test_a_stale_summary_is_made_again_only_by_force(tmp_path, capsys):
+def test_a_stale_summary_is_replaced_only_by_force(tmp_path, capsys):
     write_run(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "mode": "stale"}))
     report(tmp_path)
@@ -74,7 +74,7 @@ def test_a_run_of_a_comparison_keeps_its_warm_up(tmp_path, capsys):
     assert json.loads((run_folder / "summary.json").read_text())["warm_up_steps"] == 3
 
 
-def test_a_run_that_has_gone_on_since_its_summary_is_summarised_again(tmp_path, capsys):
+def test_a_run_that_continued_after_its_summary_is_summarised_again(tmp_path, capsys):
     write_run(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "mode": "stale"}))
     os.utime(tmp_path / "summary.json", (1, 1))

@@ -1,4 +1,4 @@
-"""Machines that are not there: facts of a server and of a small machine, all well."""
+"""Made-up machines: facts of a healthy server and of a healthy small machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole examination, with a machine whose rates are made up, and what fails in it."""
+"""The complete examination of a machine with made-up rates, and its failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_path_that_cannot_serve_is_a_finding_and_not_measured(
 
 
 @no_accelerator
-def test_a_target_that_is_not_there_is_a_finding() -> None:
+def test_a_missing_target_is_a_finding() -> None:
     found = the_function("host")
     (problem,) = (finding for finding in found.findings if finding.severity == "problem")
     assert problem.code == "EBB002" and "target='host' needs an accelerator, and none was found" in problem.what
@@ -61,7 +61,7 @@ def test_a_target_that_is_not_there_is_a_finding() -> None:
 
 
 @pytest.mark.parametrize("error", [DiskFullError("no room", hint="make some"), TargetError("no memory", hint="x")])
-def test_what_fails_while_it_is_measured_is_told(room: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+def test_a_failed_measurement_is_reported(room: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     def fail(target: str, path: str | None) -> Speed:
         raise error
 

@@ -1,4 +1,4 @@
-"""Every finding: facts that have it, facts that nearly have it and do not."""
+"""Every finding: facts that trigger it, and facts that nearly do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1024**2
 Case = tuple[Facts, dict[str, Any], dict[str, Any], str]
 
 CASES: dict[str, Case] = {
-    # code: (machine, changes that have it, changes that do not, a part of what is said)
+    # code: (machine, changes that trigger it, changes that do not, part of the text)
     "EBB001": (SMALL, {"torch": "2.10.1+cpu"}, {"torch": "2.11.0rc1"}, "torch 2.10.1+cpu is older than 2.11"),
     "EBB002": (
         SMALL,
@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
 }
 
 NOT_HERE = {
-    # facts with which a rule has nothing to do, though its number is there
+    # facts that a rule ignores, although its number is present
     "EBB003 beside": (SMALL, {}),
     "EBB004 on a CPU": (SMALL, {"device__free_bytes": GIB}),
     "EBB006 on a CPU": (SMALL, {"ranks": 4}),
@@ -183,7 +183,7 @@ def test_every_rule_has_its_cases_and_its_own_code() -> None:
     assert all(re.fullmatch(r"EBB\d{3}", rule.code) for rule in RULES)
 
 
-def test_a_cause_is_told_once() -> None:
+def test_a_cause_is_reported_once() -> None:
     broken = {"machine": None, "unmeasured": "disk path '/x' lies on tmpfs", "disk__refused": "likewise"}
     assert codes(changed(SMALL, **broken, disk__filesystem="tmpfs")) == ["EBB010"]
     assert codes(changed(SMALL, **broken)) == ["EBB011"]

@@ -1,4 +1,4 @@
-"""The table: every row of two machines, and what stands where nothing is known."""
+"""The table: every row of two machines, and the cells of unknown values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_small_machine() -> None:
         ["copies of memory", "22 GB/s", "the rate of element-wise recomputes"],
         ["copy-out", "1.25 GB/s", "1 GiB of activations leaves in 859 ms"],
         ["copy-in", "1.25 GB/s", "and is back in 859 ms"],
-        ["a byte out and in", "1,280 FLOP", "cheaper tensors are recomputed faster than copied"],
+        ["copying a byte", "1,280 FLOP", "tensors that take fewer per byte are faster to recompute"],
         ["offloaded bytes wait", "on disk", "target disk"],
         ["disk", "/var/tmp", "ext4, direct I/O"],
         ["space on disk", "900.0 GiB", "for offloaded bytes"],

@@ -22,7 +22,7 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = CASES | VIEWS
 
 
 def twice(make: Callable[[Tensor], Tensor], x: Tensor, engine: Engine | None, weights: list[Tensor]) -> list[Tensor]:
-    """The output, its gradient and the gradient's gradient."""
+    """Return the output, its gradient and the gradient's gradient."""
 
     def program() -> Tensor:
         torch.manual_seed(7)
@@ -99,7 +99,7 @@ def test_gradcheck_of_a_model_under_a_handle(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_penalty_on_gradients(policy: str) -> None:
-    """As generative models train: a gradient is part of the loss, and weights get theirs from both."""
+    """As in generative models: a gradient is part of the loss, and weights get gradients from both."""
     model, x = gated_model(), leaf(4, 8)
 
     def step() -> list[Tensor]:
@@ -121,7 +121,7 @@ def test_a_penalty_on_gradients(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_changes_between_steps(policy: str) -> None:
-    """Shapes, what requires gradients, the mode: no step remembers the one before."""
+    """Shapes, gradient requirements, the mode: no step depends on the previous one."""
     model: nn.Module = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1) for _ in range(3)))
     plan = [(4, 0, True), (7, 0, True), (4, 1, True), (1, 1, False), (33, 2, False), (4, 2, True), (4, 0, True)]
 

@@ -1,4 +1,4 @@
-"""What goes into blocks and comes out of them, and blocks in blocks, under every policy."""
+"""Inputs and outputs of blocks, and nested blocks, under every policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def two_dims() -> Tensor:
     return torch.randn(4, WIDTH)
 
 
-# What comes in and goes out
+# Inputs and outputs
 
 
 @case
@@ -80,7 +80,7 @@ def generators() -> Made:
 
 @dataclass
 class Carried:
-    """What no pytree knows."""
+    """A container that is not a pytree."""
 
     state: Tensor
     more: list[Tensor]
@@ -185,7 +185,7 @@ def test_blocks_take_and_give_what_they_like(name: str, policy: str) -> None:
 
 
 def test_blocks_that_save_do_so_under_the_hooks() -> None:
-    """The cases above are not all idle: what packs nothing is named here."""
+    """The cases above are not idle: those that pack nothing are listed here."""
     idle = []
     for name, make in CASES.items():
         if not check_model(*make(), "keep", steps=1).stats().packs:

@@ -1,4 +1,4 @@
-"""Functions with a backward of their own, under every policy over both tiers: what they save, change and give back."""
+"""Functions with their own backward, under every policy over both tiers: tensors they save, change and return."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SavesInput(Function):
 
 
 class SavesIntermediates(Function):
-    """Tensors that nobody else knows, a view of one, nothing, and attributes that no hook sees."""
+    """Saves private tensors, a view of one, None, and attributes that no hook sees."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class GradientIsViewOfSaved(Function):
 
 
 class ChangesSavedInBackward(Function):
-    """Backward writes its result over what was saved, as fused kernels do to save memory."""
+    """Its backward overwrites its saved tensor with the result, like fused kernels that save memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class ChangesSavedInBackward(Function):
 
 
 class HoldsGraph(Function):
-    """A graph of its own, made in forward and gone through in backward."""
+    """Has its own graph, made in forward and used in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def test_what_a_backward_changes_others_cannot_read(policy: str, tier: str) -> N
 
 @pytest.mark.parametrize("more", [0, 3])
 def test_noise_that_is_drawn_after_it_was_saved(more: int) -> None:
-    """Its version does not tell; torch's save_on_cpu copies what was there before."""
+    """Its version does not show it; torch's save_on_cpu copies the earlier contents."""
 
     def program(v: Leaves) -> list[Tensor]:
         y = F.rrelu(v["x"].sin(), training=True)
@@ -345,7 +345,7 @@ def test_statistics_that_are_updated_after_they_were_saved_pass_the_check_of_byt
 
 
 class Tagged(Tensor):
-    """A subclass that torch knows nothing of, with an attribute."""
+    """A subclass unknown to torch, with an attribute."""
 
     tag = ""
 
@@ -365,7 +365,7 @@ class ReadsAttributes(Function):
 @pytest.mark.parametrize("policy", ["keep", "offload"])
 @pytest.mark.parametrize("kind", [Tagged, Tensor])
 def test_attributes_of_saved_tensors_that_need_no_gradient(kind: type[Tensor], policy: str) -> None:
-    """As fused layers read what hangs on a frozen weight; where a gradient is needed torch itself drops attributes."""
+    """Fused layers read attributes of a frozen weight; torch itself drops attributes if a gradient is needed."""
     weight: Any = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
     constant: Any = torch.randn(8).as_subclass(kind)
     weight.scale, constant.tag = 2.0, "abc"

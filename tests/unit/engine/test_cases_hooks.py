@@ -1,4 +1,4 @@
-"""Hooks, contexts and checkpoints of the user's in and around blocks, under every policy."""
+"""The user's hooks, contexts and checkpoints in and around blocks, under every policy."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_hooks_on_modules_and_weights(policy: str) -> None:
 @POLICY
 @pytest.mark.parametrize("inplace", ["no_grad", "data"])
 def test_an_optimizer_that_steps_in_backward(policy: str, inplace: str) -> None:
-    """Weights change while blocks before them have not yet been read."""
+    """Weights change before the saved tensors of earlier blocks are read."""
 
     def stepped(p: Any) -> None:
         with torch.no_grad():
@@ -226,7 +226,7 @@ def test_anomaly_mode_over_a_whole_step(policy: str) -> None:
         check_model(gated_model(), torch.randn(4, 8), policy)
 
 
-# Managers in each other
+# Nested contexts
 
 
 @POLICY
@@ -295,7 +295,7 @@ def test_a_context_may_not_be_entered_where_hooks_are_disabled() -> None:
 
 @POLICY
 def test_a_hook_that_opens_a_graph_in_backward(policy: str) -> None:
-    """A tensor hook runs a forward and a backward of the same model while the outer backward is under way."""
+    """A tensor hook runs a forward and a backward of the same model during the outer backward."""
     model, x = gated_model(), torch.randn(4, 8)
     probe = torch.randn(4, 8)
     depth: list[int] = []

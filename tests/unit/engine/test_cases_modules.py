@@ -1,4 +1,4 @@
-"""Modules as torch ships them and as people write them, three steps of each, under every policy."""
+"""Modules of torch and of users, three steps of each, under every policy."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_a_module_trains_as_it_does_alone(name: str, policy: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_blocks_that_save_do_so_under_the_hooks() -> None:
-    """The cases above are not all idle: what packs nothing is named here."""
+    """The cases above are not idle: those that pack nothing are listed here."""
     idle = []
     for name, make in CASES.items():
         if not check_model(*make(), "keep", steps=1).stats().packs:
@@ -322,7 +322,7 @@ def test_a_block_that_changes_its_buffers_is_not_run_twice() -> None:
 
 
 class ChangesConstants(nn.LayerNorm):
-    """A norm with a forward of its own, which does not always hand on what the attributes say."""
+    """A norm with its own forward, which does not always use its attributes."""
 
     late = False
 
@@ -332,7 +332,7 @@ class ChangesConstants(nn.LayerNorm):
 
 
 class LooksLikeItsWeight(nn.Module):
-    """A constant that at first is equal to the frozen weight beside it, but for its type."""
+    """A constant that at first equals the frozen weight next to it, except for its dtype."""
 
     late = False
 

@@ -1,6 +1,6 @@
-"""What a first look missed: values that are equal while trust is earned, and differ later.
+"""Differences that a first comparison misses: values equal during the first steps that differ later.
 
-Each case was wrong without a word. In the first step a factor is zero or one, as what is initialised to nothing is;
+Without a guard each case is silently wrong. In the first step a factor is zero or one, like an initial value;
 later it is not.
 """
 
@@ -56,7 +56,7 @@ def wrong(reason: str) -> Callable[[Case], Case]:
 def check(
     program: Case, backward: Backward = all_at_once, *, tiers: tuple[str, ...] = TIERS, leaves: Leaves | None = None
 ) -> None:
-    """Three steps of a program under every policy over every tier, bit by bit."""
+    """Compare three steps of a program bitwise under every policy over every tier."""
     leaves = leaves or {
         "x": leaf(6, 8),
         "w": leaf(6, 8, parameter=True),
@@ -78,7 +78,7 @@ def check(
                     assert_nothing_left(engine)
 
 
-# What an operator in place computes
+# Results of in-place operators
 
 
 @case
@@ -97,7 +97,7 @@ def a_product_in_place_rounds(v: Leaves, block: Opener, step: int) -> list[Tenso
         return [h.float().sin()]
 
 
-# What a node does not tell, or tells and nobody asks
+# Facts that a node lacks, or has and nothing reads
 
 
 @wrong("autograd does not keep whether `torch.native_dropout`, called by hand, was told to train")
@@ -165,7 +165,7 @@ def a_source_of_a_cast_up_that_changed(v: Leaves, block: Opener, step: int) -> l
 
 
 class _Holds(torch.autograd.Function):
-    """Keeps what it is given as long as its graph lives."""
+    """Keeps its input as long as its graph lives."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: list[Tensor]) -> Tensor:
@@ -231,7 +231,7 @@ def a_matrix_precision_of_the_forward(v: Leaves, block: Opener, step: int) -> li
         return [((v["x"].repeat(6, 8) * 2.0) @ v["m"].repeat(8, 6)).sin()]
 
 
-# What held
+# Cases that held
 
 
 @case
@@ -251,7 +251,7 @@ def a_layout_behind_a_zero(v: Leaves, block: Opener, step: int) -> list[Tensor]:
 
 
 class Reduced(torch.autograd.Function):
-    """Changes its input where no version tells, as a reduction among ranks does, and returns it."""
+    """Changes its input without a new version, like a reduction among ranks, and returns it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float = 2.0) -> Tensor:
@@ -329,7 +329,7 @@ def test_a_value_that_differs_between_steps_keeps_plain_trainings_bits(program: 
 
 @pytest.mark.parametrize("to", ["clone", "contiguous"])
 def test_a_clone_of_a_contiguous_image_in_another_order(to: str) -> None:
-    """The sums of channels are made in another order; in the first step all numbers are a half."""
+    """The sums of channels run in another order; in the first step all numbers are one half."""
     leaves = {"x": leaf(2, 8, 33, 35)}
 
     def program(v: Leaves, block: Opener, step: int) -> list[Tensor]:
@@ -365,7 +365,7 @@ def test_what_is_recomputed_on_the_way_was_computed_under_other_numerics() -> No
 
 
 class _Doubles(torch.autograd.Function):
-    """Its backward changes what it saved: a copy, as far as it knows."""
+    """Its backward changes its saved tensor, which it takes for a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -462,7 +462,7 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rule_that_nobody_checks_is_right(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trust may be fooled by a zero, so a rule must be right without it: no recompute is compared here."""
+    """A zero may hide a wrong rule, so a rule must be right by itself: no recompute is compared here."""
     monkeypatch.setattr(Trust, "_compare", lambda *given: True)
     make = VARIANTS[variant]
 

@@ -1,8 +1,8 @@
-"""Blocks that compute with what they have at that moment: layers lent other weights, and blocks that are run again.
+"""Blocks that depend on state at the time of their run: layers with swapped weights, and checkpointed blocks.
 
-A rule that reads a layer later, and a second run in backward, find what is there then: attributes that were put back,
-weights that were updated, generators that went on, contexts that were left. Each case was wrong without a word, or
-failed where plain training works.
+A rule that reads a layer later, and a second run in backward, find the later state: attributes that were restored,
+weights that were updated, generators that advanced, contexts that were left. Without a guard each case is silently
+wrong, or fails where ordinary training works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.helpers.parts import WIDTH, Forward, Model, differing, linear, traini
 
 
 class Layer(nn.Module):
-    """A block around one layer, which is computed in a way of its own once it is late."""
+    """A block around one layer, which is computed differently from some step on."""
 
     late = False
 
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class OtherWeights(Layer):
-    """A norm whose weights are made anew in each forward, from a difference that begins as zero."""
+    """A norm whose weights are rebuilt in each forward, from a difference that begins as zero."""
 
     def inner(self, x: Tensor) -> Tensor:
         more = self.make(x.mean(0)) * float(self.late)
@@ -103,7 +103,7 @@ class HandsThrough(nn.LayerNorm):
 
 
 class OtherNode(Layer):
-    """A norm that does nothing after a function that does the same, with weights that are equal at first."""
+    """An unused norm after a function that does the same, with weights that are equal at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,18 +135,18 @@ def test_a_layer_computes_with_what_it_had_when_it_ran(layer: type[Layer]) -> No
                 assert differing(one, other) == [], (policy, step)
 
 
-# Blocks that are run again whole
+# Checkpointed blocks
 
 
 def must_keep(h: Tensor) -> Tensor:
-    """A chain that no rule covers: a block of it is run again."""
+    """A chain that no rule covers: a block of it is checkpointed."""
     for _ in range(6):
         h = torch.special.erfcx(torch.logcumsumexp(h, -1).asinh().atan())
     return h
 
 
 class Block(nn.Module):
-    """A block that is run again under ``minimal``."""
+    """A block that is checkpointed under ``minimal``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ SECOND: list[Any] = []
 
 
 def case(*, inner: Forward | None = None, route: Forward | None = None) -> Callable[[Step], Step]:
-    """Add a case: a block around ``inner``, called by ``route``, and the step that is taken."""
+    """Add a case: a block around ``inner``, called by ``route``, and its step."""
 
     def add(step: Step) -> Step:
         kind = type("Block", (Block,), {"inner": inner} if inner else {})
@@ -344,7 +344,7 @@ LOUD = {"an_attribute_of_the_next_forward", "a_buffer_of_the_next_forward", "a_b
 """Where a second run may refuse, with an error of ours that says what to do: what it needs is not there any more."""
 
 
-def test_the_blocks_of_these_cases_are_run_again() -> None:
+def test_the_blocks_of_these_cases_are_checkpointed() -> None:
     model, x = Model(Block), torch.randn(4, WIDTH)
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks="layers.*") as handle:
         for _ in range(2):
@@ -380,7 +380,7 @@ def test_a_second_run_computes_what_the_first_did(kind: type[Block], route: Forw
 def test_a_weight_that_was_updated_is_refused_as_plain_training_refuses_it() -> None:
     model, x = Model(Block), torch.randn(4, WIDTH)
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks="layers.*"):
-        forward_and_backward(model, x)  # the first block of a kind is not run again
+        forward_and_backward(model, x)  # the first block of a kind is not checkpointed
         with pytest.raises(RuntimeError, match="modified by an inplace operation|changed between the forward"):
             forward_and_backward(model, x, lambda: _change(lambda s: s.a.weight, model, 0.5))
     drain()

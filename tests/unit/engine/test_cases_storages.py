@@ -1,4 +1,4 @@
-"""Storages that change hands under a graph: resized to nothing and back, replaced, reused, left by ``.data``."""
+"""Storages that change under a graph: resized to zero and back, replaced, reused, detached by ``.data``."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_data_changed_between_two_savers() -> None:
 
 
 class Sharded:
-    """Weights as FSDP2 keeps them: one flat storage, empty but between unshard and reshard; views of it are saved."""
+    """Weights like FSDP2's: one flat storage, empty except between unshard and reshard; views of it are saved."""
 
     def __init__(self) -> None:
         self.shard = torch.randn(2 * 64)

@@ -1,4 +1,4 @@
-"""Threads: models side by side, forwards beside backwards, and who finds what is dying."""
+"""Threads: concurrent models, concurrent forwards and backwards, and references to dying objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 12
 
 
 def at_once(*works: Callable[[], Any]) -> None:
-    """Run functions in threads of their own that begin together; the first error comes back."""
+    """Run functions in threads of their own that begin together; raise the first error."""
     together, errors = threading.Barrier(len(works)), []
 
     def run(work: Callable[[], Any]) -> None:
@@ -120,7 +120,7 @@ def test_forward_in_one_thread_and_backward_in_another(policy: str) -> None:
 
 @POLICY
 def test_forwards_run_while_backwards_run(policy: str) -> None:
-    """A pipeline: one thread makes graphs, another goes through them, two are between them."""
+    """A pipeline: one thread makes graphs, another runs their backwards, two graphs are queued."""
     model, batches = gated_model(), [torch.randn(32, WIDTH) for _ in range(2)]
     expected = [weight_grads(model, x) for x in batches]
     between: queue.Queue[tuple[int, Tensor]] = queue.Queue(2)
@@ -142,7 +142,7 @@ def test_forwards_run_while_backwards_run(policy: str) -> None:
 
 
 class _Watched:
-    """A slot; when it is freed, it looks whether anybody can still reach its entry."""
+    """A slot that checks, when it is freed, whether its entry can still be reached."""
 
     def __init__(self, slot: Any, look: Callable[[Any], None]) -> None:
         self._slot, self._look = slot, look
@@ -159,7 +159,7 @@ class _Watched:
 
 
 def test_an_entry_that_is_dying_is_found_by_nobody() -> None:
-    """Another thread that found it would read a slot that is free, or bring the entry back to life."""
+    """Another thread that found it would read a free slot, or resurrect the entry."""
     x = leaf(6, 8)
     with open_engine("offload", rate=1e12, window_bytes=1) as engine:
         park_all, reachable, runs = engine.tier.park_all, [], []
@@ -241,7 +241,7 @@ OVERLAP: dict[str, tuple[threading.Event, threading.Event]] = {}
 
 
 def test_second_forwards_in_two_threads_restore_one_after_the_other() -> None:
-    """The one that began last would end last, and restore for good what the other had set for its own time."""
+    """The one that began last would end last, and permanently restore the other's temporary setting."""
     block = Scaled()
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), block)
     first_in, second_in, first_done = threading.Event(), threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The prices of recomputes: timed in forward, and as they are executed."""
+"""The prices of recomputes: timed in forward, and when they are executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done with a graph after its forward: kept, dropped, used in part, in any order, in any thread."""
+"""Uses of a graph after its forward: kept, dropped, used in part, in any order, in any thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POLICY = pytest.mark.parametrize("policy", POLICIES)
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Whatever dies in here dies by its count of references."""
+    """Switch the collector off: objects die by their reference count."""
     gc.collect()
     gc.disable()
     try:
@@ -192,7 +192,7 @@ def test_reused_addresses_are_not_one_storage(tier: str) -> None:
 
 
 def test_a_diamond_is_recomputed_in_a_line() -> None:
-    """Depth 12: each value is made of the one before it, twice. Without a cache that is 2^12 evaluations."""
+    """Depth 12: each value uses the previous one twice. Without a cache that is 2^12 evaluations."""
     x = leaf(4, 4)
 
     def diamond(v: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def test_a_diamond_is_recomputed_in_a_line() -> None:
 
 
 def _count_calls(run: BlockRun) -> dict[int, int]:
-    """Count, from now on, how often each function of a block's recipes is called."""
+    """Count the calls of each function of a block's recipes from here on."""
     calls: dict[int, int] = {}
     seen: set[int] = set()
     stack: list[object] = [r() for r in run.entries]
@@ -298,7 +298,7 @@ def test_two_forwards_and_one_backward_over_both(policy: str) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_gradient_inside_a_forward_cancels_no_copy(tier: str) -> None:
-    """The forward goes on: what was to leave the device leaves it."""
+    """The forward continues, and its copies out are not cancelled."""
     x = leaf(64, 64)
     (expected,) = torch.autograd.grad(x.sin().cos().exp().sum(), x)
     with open_engine("offload", tier) as engine:

@@ -1,4 +1,4 @@
-"""The guards behind what a recipe may read, each by itself."""
+"""The guards of a recipe's operands, each by itself."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_weights_that_die_in_another_thread_while_they_are_copied_are_left_out()
     assert own._copy(weight.untyped_storage(), weight) in (0, weight.nbytes)
 
 
-def test_a_sparse_parameter_beside_a_watched_one_is_left_to_the_optimizer() -> None:
+def test_a_sparse_parameter_next_to_a_watched_one_is_left_to_the_optimizer() -> None:
     weight, sparse = parameter(4, 4), nn.Parameter(torch.eye(4).to_sparse())
     optimizer = torch.optim.SGD([weight, sparse], lr=1.0)
     weight.grad, sparse.grad = torch.ones(4, 4), torch.eye(4).to_sparse()
@@ -127,7 +127,7 @@ def test_a_parameter_that_has_no_shape_yet_is_left_to_the_optimizer() -> None:
 
 
 def test_a_guard_may_die_while_an_optimizer_steps_and_leaves_nothing() -> None:
-    """Torch iterates over its hooks then: none may be taken away."""
+    """Torch iterates over its hooks then: none may be removed."""
     own, alive = [guard()], guard()
     weight = parameter(3)
     weight.grad = torch.ones_like(weight)
@@ -168,7 +168,7 @@ def test_a_weight_has_a_version_only_while_nothing_changed_it_in_this_pass() -> 
     assert model.version(weight) == weight._version
 
 
-# What a layer tells
+# Facts known from layers
 
 
 def running(module: nn.Module) -> Running:
@@ -205,7 +205,7 @@ def test_a_layer_is_credited_only_with_what_came_into_being_while_it_ran() -> No
 @needs_slots
 @pytest.mark.parametrize("name", ["batch norm", "group norm", "linear", "convolution"])
 def test_a_frozen_bias_is_known_from_a_layer_of_its_kind_only(name: str) -> None:
-    """The record of another layer says nothing about it, also where that has no bias."""
+    """The record of another layer says nothing about it, even if that layer has no bias."""
     bias, weight = torch.zeros(8), parameter(8)
     make, kind = {
         "batch norm": (lambda x: F.batch_norm(x, None, None, weight, bias, True), nn.BatchNorm1d),
@@ -248,7 +248,7 @@ def test_a_scalar_that_no_hook_saw_is_a_number_only_if_it_looks_like_one(scalar:
 
 
 class Named(nn.Parameter):
-    """A parameter of a class of its own, as libraries make them to attach attributes."""
+    """A parameter with its own class, as libraries make them to attach attributes."""
 
 
 @pytest.mark.parametrize("policy", ["auto", "minimal"])

@@ -1,4 +1,4 @@
-"""Changes in place: what plain autograd refuses is refused, what it allows is allowed. Invariant 4."""
+"""Changes in place are refused or allowed exactly as by plain autograd. Invariant 4."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_an_operand_that_the_reader_itself_did_not_save_may_change(case: str) ->
 
 
 def test_an_untracked_change_of_an_unsaved_tensor_that_begins_late_is_an_error() -> None:
-    """It leaves no trace in the graph, and changed nothing when the recipe was compared: the fingerprint tells."""
+    """It leaves no trace in the graph, and changed nothing when the recipe was compared: the fingerprint finds it."""
 
     def program(v: Leaves) -> list[Tensor]:
         y = v["x"].sin()
@@ -263,7 +263,7 @@ def test_an_untracked_change_of_an_unsaved_tensor_that_begins_late_is_an_error()
     with open_engine(REMAKE) as engine:
         assert compare(observe(program, small), observe(program, small, engine)) == []
         assert observe(program, large, engine).error == (RestoreError, "backward")
-        assert compare(observe(program, large), observe(program, large, engine)) == [], "its site is offloaded now"
+        assert compare(observe(program, large), observe(program, large, engine)) == [], "its site is offloaded"
 
 
 def test_an_input_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used() -> None:

@@ -1,4 +1,4 @@
-"""Views of one storage that have entries of their own."""
+"""Views of one storage with their own entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.engines import open_engine
 
 
 def loop(engine: Engine | None, frames: Tensor, steps: int) -> tuple[Tensor, list[int]]:
-    """A loop over time that saves a view of its input in each step; the gradient, and the sizes of what was moved."""
+    """Loop over time, saving a view of the input in each step; return the gradient, and the sizes of moved storages."""
     weight, h = torch.ones(64, requires_grad=True), torch.zeros(64)
 
     def forward() -> Tensor:

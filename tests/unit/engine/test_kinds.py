@@ -1,4 +1,4 @@
-"""Kinds of tensors, views of one storage, weights: what moves, what stays, and that it comes back as it was."""
+"""Kinds of tensors, views of one storage, weights: which move, which stay, and that they come back unchanged."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def narrow_types(v: Leaves) -> list[Tensor]:
 
 
 def narrow_columns(v: Leaves) -> list[Tensor]:
-    """One element a row, and not next to one another in the shape's last dimension: contiguous all the same."""
+    """One element per row, not adjacent in the shape's last dimension, but contiguous nevertheless."""
     half = v["x"].to(torch.bfloat16)
     wide = half.reshape(-1, 1).float(), half.reshape(1, -1).movedim(0, -1).float(), half.sum().float(), half[:0].float()
     return [x * x for x in wide]
@@ -147,7 +147,7 @@ def test_a_kind_of_tensor_comes_back_as_it_was(name: str) -> None:
 
 
 def moved(program: Callable[[Leaves], list[Tensor]], leaves: dict[str, Tensor]) -> int:
-    """Bytes that ``Offload`` copies out for a program."""
+    """Return the bytes that ``Offload`` copies out for a program."""
     with open_engine("offload") as engine:
         with forward_pass(engine, *[v for v in leaves.values() if not isinstance(v, nn.Parameter)]):
             outputs = program(leaves)

@@ -1,4 +1,4 @@
-"""Layouts: where a view lies, and the same view over other bytes."""
+"""Layouts: the place of a view in its storage, and the same view over other bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""float16 with loss scaling: a step that overflows is skipped with offloading exactly where it is without."""
+"""float16 with loss scaling: with offloading exactly the same steps overflow and are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memo describes one kind of tensor: whatever differs from it in any respect is looked at anew."""
+"""A memo describes one kind of tensor: one that differs in any respect is analysed again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def leaf_of(rows: int = 4, columns: int = 6) -> Tensor:
 
 
 def within(first: int, rows: int) -> Tensor:
-    """A tensor in 48 numbers' memory, and no view."""
+    """A tensor in the memory of 48 numbers, and not a view."""
     tensor = leaf_of()
     tensor.data = torch.zeros(48)[first : first + 6 * rows].view(rows, 6)
     return tensor
@@ -58,14 +58,14 @@ def elsewhere() -> Tensor:
 
 
 def negated() -> Tensor:
-    """A tensor with the bit that says that its numbers are to be negated when they are read."""
+    """A tensor with the negative bit, which negates its numbers when they are read."""
     numbers = torch.zeros(24, dtype=torch.complex64).conj().imag
     assert numbers.is_neg()
     return numbers.detach()
 
 
 def told_apart() -> Tensor:
-    """A tensor that somebody gave an attribute, which a custom function may read in its backward."""
+    """A tensor with an attribute, which a custom function may read in its backward."""
     tensor = leaf_of()
     tensor.scale = 2.0  # type: ignore[attr-defined]
     return tensor
@@ -145,7 +145,7 @@ class _Alternates:
         return "keep, then offload"
 
 
-def test_a_plan_that_changes_its_mind_is_asked_each_time() -> None:
+def test_a_plan_that_may_change_is_queried_each_time() -> None:
     def program(leaves: Leaves) -> list[Tensor]:
         return [leaves["x"].sin().exp().tanh()]
 
@@ -178,7 +178,7 @@ class _KeepsSome(_Alternates):
 
 
 def passes(engine: Engine, count: int) -> tuple[int, int]:
-    """Return what the latest of some passes that are alive together kept and offloaded."""
+    """Return the bytes that the latest of several live passes kept and offloaded."""
     outputs: list[Tensor] = []
     for _ in range(count):
         engine.begin_pass()
@@ -190,7 +190,7 @@ def passes(engine: Engine, count: int) -> tuple[int, int]:
     return stats.kept_bytes, stats.offloaded_bytes
 
 
-def test_a_plan_that_stands_is_asked_once_until_its_limit_is_reached() -> None:
+def test_a_standing_plan_is_queried_once_until_its_limit_is_reached() -> None:
     plan = _KeepsSome(288)
     with open_engine(plan, window_bytes=1) as engine:
         assert [passes(engine, 1) for _ in range(4)] == [(288, 0)] * 4
@@ -239,10 +239,10 @@ def test_a_tensor_may_be_at_another_site_than_its_like(policy: str) -> None:
 
 
 def two_blocks(engine: Engine, x: Tensor, *, shared: bool, outside: bool) -> Tensor:
-    """The second saves a tensor like the one that it made in another step; ``shared``: it was made before.
+    """The second block saves its own tensor, or, if ``shared``, a similar one that was made before.
 
     Args:
-        outside: That was outside of blocks; else in the first.
+        outside: It was made outside of blocks; else in the first.
     """
     engine.begin_pass()
     with contextlib.nullcontext() if outside else block(engine, x, index=0):
@@ -256,7 +256,7 @@ def two_blocks(engine: Engine, x: Tensor, *, shared: bool, outside: bool) -> Ten
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("policy", ["keep", "inputs", "offload"])
 def test_what_a_block_saves_may_be_of_an_earlier_one(policy: str, outside: bool) -> None:
-    """Kept without an entry by the first, saved by the second where it saved its own: counted once, at its site."""
+    """Kept without an entry by the first, saved by the second in place of its own: counted once, at its site."""
     with open_engine(policy, window_bytes=1) as engine, open_engine(policy, window_bytes=1) as anew:
         anew.replays = False
         for shared in (False, False, True, True, False, True):

@@ -1,4 +1,4 @@
-"""Models under the hooks: blocks in any order, checkpointing inside and outside, managers in each other."""
+"""Models under the hooks: blocks in any order, checkpointing inside and outside, nested contexts."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_switching_off_and_on_while_graphs_live() -> None:
 @pytest.mark.parametrize("policy", ["offload", "inputs", "auto"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_of_transformers_composes(policy: str, dropout: float) -> None:
-    """Its checkpoint stands inside our hooks: never a cancelled checkpoint."""
+    """Its checkpoint is inside our hooks: never a cancelled checkpoint."""
     plain = build("llama", attention_dropout=dropout)
     expected = plain.step()
     tiny = build("llama", attention_dropout=dropout)

@@ -1,4 +1,4 @@
-"""Numerics: what decides a kernel's bits is read and put back without a trace, however the program set it."""
+"""Numerics: the settings that decide a kernel's bits are read and restored without a trace, however they were set."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _read(getter: Callable[[], Any]) -> Any:
 
 
 def _shown() -> list[Any]:
-    """What a program can see of the numerics, through the current and the older interface."""
+    """Return the numerics visible to a program, through the current and the older interface."""
     cuda = torch.backends.cuda.matmul
     getters: list[Callable[[], Any]] = [
         torch.get_float32_matmul_precision,
@@ -232,7 +232,7 @@ def test_training_goes_on_under_every_setting(setting: Setting, policy: str) -> 
 
 
 @pytest.mark.parametrize("first", [nothing, *PRECISIONS, *FLAGS], ids=_names)
-def test_a_recompute_puts_back_what_it_found(first: Setting) -> None:
+def test_a_recompute_restores_the_previous_numerics(first: Setting) -> None:
     first()
     numerics, shown = current_numerics(), _shown()[: len(NODES)]
     for setting in (nothing, *PRECISIONS, *FLAGS):
@@ -276,7 +276,7 @@ print(*found, b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision, b.mkldnn.
 
 @needs_current_precisions
 def test_what_nobody_has_set_yields_to_what_is_set_later() -> None:
-    """In a fresh process: no write brings back the value that cuDNN's precisions begin with."""
+    """In a fresh process: no write restores the initial value of cuDNN's precisions."""
     found = [
         subprocess.run(
             [sys.executable, "-c", f"changes = {changes}\n{FRESH}"],
@@ -288,7 +288,7 @@ def test_what_nobody_has_set_yields_to_what_is_set_later() -> None:
         for changes in (False, True)
     ]
     assert found[1] == found[0]
-    if torch.version.cuda is None:  # seen otherwise in torch 2.11 for CUDA, with and without a change
+    if torch.version.cuda is None:  # torch 2.11 for CUDA differs here, with and without a change
         assert found[0] == ["tf32", "tf32", "ieee", "ieee", "ieee"]
 
 
@@ -318,13 +318,13 @@ def test_a_recompute_runs_under_the_numerics_of_its_forward(
             shown = _shown()
             loss.backward()
             assert _shown() == shown
-            if policy == "auto":  # minimal runs whole blocks again
+            if policy == "auto":  # minimal checkpoints blocks
                 assert recomputed
             assert all(found == numerics for found in recomputed)
 
 
 @pytest.mark.parametrize("setting", [*PRECISIONS, *FLAGS], ids=_names)
-def test_a_block_that_is_run_again_runs_under_the_numerics_of_its_forward(setting: Setting) -> None:
+def test_a_checkpointed_block_runs_under_the_numerics_of_its_forward(setting: Setting) -> None:
     if setting is double:
         pytest.skip("weights of another dtype than the data")
     runs: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a recipe reads must have the value that the forward read: weights that change, guesses, late starts."""
+"""A recipe must read the values that the forward read: weights that change, guesses, late starts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_two_losses_with_a_step_between_their_backwards(optimizer: str) -> None:
     check(lambda: only_biases(Stack(Mlp(), Mlp(), Mlp()), OPTIMIZERS[optimizer]), two_losses, steps=5)
 
 
-def test_what_was_copied_before_a_step_is_said_once_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_made_before_a_step_are_logged_once_and_released(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "ebbtide.engine"):
         train(lambda: Gan(OPTIMIZERS["fused"]), Gan.step, 3, policy="minimal")
     assert caplog.text.count("were copied before an optimizer step") == 1
@@ -127,7 +127,7 @@ def test_an_optimizer_in_the_backward(fused: bool) -> None:
 
 @pytest.mark.parametrize("size", ["whole", "one row", "one number"])
 def test_a_weight_that_is_changed_through_data_is_an_error(size: str) -> None:
-    """Nothing but its bytes tells. What ordinary autograd saved is a weight that it reads itself."""
+    """Only its bytes show the change. Ordinary autograd would read the changed weight."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -201,7 +201,7 @@ def test_data_of_an_input_that_is_assigned_is_what_ordinary_autograd_reads(train
 
 
 class Injected(torch.autograd.Function):
-    """Returns a tensor that it saved as the gradient of a parameter."""
+    """Returns its saved tensor as the gradient of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class Injected(torch.autograd.Function):
 
 
 class Injects(nn.Module):
-    """A block that saves the gradient of its weight: one that it holds, or one that nobody holds."""
+    """A block that saves the gradient of its weight, with or without another reference to it."""
 
     def __init__(self, *, held: bool) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_a_parameter_that_forward_changes_after_its_use_from_the_third_step_on()
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_merged_weight_that_outlives_an_optimizer_step(threads: bool) -> None:
-    """Each thread numbers its nodes from 0: a new one must not take those of an earlier pass for its own."""
+    """Each thread numbers its nodes from 0: a new thread must not mistake those of an earlier pass for its own."""
 
     class Merged(nn.Module):
         def __init__(self) -> None:
@@ -312,7 +312,7 @@ def test_two_steps_inside_one_autocast_context() -> None:
 
 @pytest.mark.parametrize("policy", ["offload", "auto"])
 def test_autocasts_copy_of_a_weight_that_changed_is_offloaded_like_any_tensor(policy: str) -> None:
-    """A copy from an earlier pass is not the weight cast again."""
+    """A copy from an earlier pass does not equal a new cast of the weight."""
     model: Any = mlps()
     with (
         torch.autocast("cpu", torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Recipes: evaluation in topological order, what is cached, what a verdict is bound to; building them; trust."""
+"""Recipes: evaluation in topological order, caching, the scope of a verdict; building them; trust."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_number_is_data_and_not_a_new_recipe() -> None:
 
 @needs_slots
 def test_a_number_is_read_under_a_dispatch_mode_too(caplog: pytest.LogCaptureFixture) -> None:
-    """A mode that counts operators is handed the number itself where a rule asks for its value."""
+    """A mode that counts operators receives the number itself when a rule reads its value."""
     x = leaf(4, 4)
     expected = torch.autograd.grad(((x.sin() * 2.5) ** 2).sum(), x)[0]
     with open_engine(REMAKE) as engine, FlopCounterMode(display=False):
@@ -139,7 +139,7 @@ def test_a_number_is_read_under_a_dispatch_mode_too(caplog: pytest.LogCaptureFix
 
 @needs_slots
 def test_the_record_of_a_module_outlives_what_passes_its_output_on() -> None:
-    """An identity or a dropout in eval after a norm returns the norm's own output."""
+    """An identity, or a dropout in eval mode, after a norm returns the norm's output itself."""
     model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Identity(), nn.Dropout(0.0).eval(), nn.Linear(8, 8)))
     x = torch.randn(4, 8, requires_grad=True)
     expected = torch.autograd.grad(model(x).square().sum(), x)[0]
@@ -253,7 +253,7 @@ def test_a_rule_that_turns_wrong_is_an_error_in_its_first_backward() -> None:
             assert got.error == (RestoreError, "backward"), verify
 
 
-def test_a_new_length_is_not_compared_anew_and_new_numerics_are() -> None:
+def test_a_new_length_is_not_compared_again_and_new_numerics_are() -> None:
     with open_engine(REMAKE, rules=rules_with(right)) as engine:
         compared = []
         trusted = engine.trust._compare

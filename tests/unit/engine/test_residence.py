@@ -27,7 +27,7 @@ def entry(**fields: Any) -> Entry:
 
 
 def reference(nbytes: int) -> Any:
-    """Return what finds a storage of this size, as a weak reference does while it lives."""
+    """Return a function that finds a storage of this size, like a weak reference to a live one."""
     storage = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
     return lambda: storage
 

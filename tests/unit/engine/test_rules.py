@@ -1,4 +1,4 @@
-"""Every rule: the value behind its node is dropped, made again, and equal in every bit."""
+"""Every rule: the value behind its node is dropped, recomputed, and bitwise equal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _norm(module: nn.Module) -> Make:
     return module
 
 
-# Node name → a function of x [4, 6] whose result that node makes; what is saved of it stands behind the node.
+# Node name → a function of x [4, 6] whose result that node makes; the saved tensor is behind the node.
 CASES: dict[str, Make] = {
     "AddBackward0": lambda x: torch.add(x, x, alpha=2),
     "SubBackward0": lambda x: torch.sub(x, x.sin(), alpha=0.1),
@@ -173,7 +173,7 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
 
     def program(leaves: dict[str, Tensor]) -> list[Tensor]:
         base = (leaves["x"].cos() + leaves["x"]).tanh()
-        other = base.sigmoid() + base  # base is saved: what the recipe begins from
+        other = base.sigmoid() + base  # base is saved: the recipe begins from it
         running = None if module is None else Running.here("", module, "cpu")
         y = make(base)
         reached = y.grad_fn
@@ -203,7 +203,7 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
             assert compare(expected, got) == []
             last = "CloneBackward0" if view else node
             recomputed = [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
-            if READS_SLOTS:  # else many rules build no recipe, and what they would have made is offloaded
+            if READS_SLOTS:  # else many rules build no recipe, and their tensors are offloaded
                 assert last in {s.node for s in recomputed}, (step, engine.last_pass.sites, engine.trust.demoted)
                 assert engine.stats().recomputed_bytes > 0 and engine.stats().total_recomputes > before
             assert engine.stats().demoted_sites == ()
@@ -221,7 +221,7 @@ def _names(node: torch.autograd.graph.Node) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("node", CASES)
-def test_a_value_is_made_again(node: str, dtype: torch.dtype) -> None:
+def test_a_value_is_recomputed(node: str, dtype: torch.dtype) -> None:
     if node == "AvgPool3DBackward0" and dtype is torch.bfloat16:
         pytest.skip("torch pools bfloat16 volumes on devices only")
     if node == "GroupedMmBackward0" and not MULTIPLIES_GROUPS:
@@ -315,7 +315,7 @@ def test_random_operators_have_no_rule() -> None:
     for value in made:
         reached = value.grad_fn
         assert reached is not None
-        if reached.name() != "AddBackward0":  # alpha dropout ends in additions to what has no rule
+        if reached.name() != "AddBackward0":  # alpha dropout ends in additions to tensors without a rule
             assert reached.name() not in rule_table() or reached.name() == "MulBackward0"
 
 

@@ -1,4 +1,4 @@
-"""Parts of one storage with version counters of their own, as ``unsafe_chunk`` makes them and RNN cells change them."""
+"""Parts of one storage with their own version counters: ``unsafe_chunk`` makes them, RNN cells change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measured step: which stretch of time belongs to which block, on a clock that the test turns."""
+"""A measured step: which stretch of time belongs to which block, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """A meter whose time and memory are what the test sets."""
+    """A meter whose time and memory the test sets."""
 
     def __init__(self) -> None:
         self.now, self.peak = 0.0, 0
-        self.ahead = False  # whether the device has come to every moment by the time that anybody asks
+        self.ahead = False  # whether the device has reached every event by the time of a query
 
     def timestamp(self, where: torch.device | None) -> float:
         return self.now
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Scene:
-    """A timer on a clock, and passes whose blocks take the time that they are told to."""
+    """A timer on a clock, and passes whose blocks take preset times."""
 
     def __init__(self, *, more: bool = False, memory: bool = False) -> None:
         self.clock, self.found, self.waits = Clock(), list[TimedStep](), dict[str, float]()
@@ -76,13 +76,13 @@ class Scene:
 
 
 class Pass:
-    """Stands where the engine's pass stands: weakly referenced."""
+    """Stand-in for the engine's pass: weakly referenced."""
 
     latest = None
 
 
 class Run:
-    """Stands where a run of a block stands."""
+    """Stand-in for a run of a block."""
 
     def __init__(self, pass_: Any, name: str) -> None:
         self.pass_, self.where = pass_, CPU
@@ -149,7 +149,7 @@ def test_waits_of_a_block_that_runs_twice_are_taken_out_once() -> None:
     assert [block.backward_seconds for block in step.blocks] == [1.0, 1.0]
 
 
-def test_what_others_hold_is_there_anyway() -> None:
+def test_memory_of_others_counts_as_base() -> None:
     scene, one = Scene(memory=True), Pass()
     held = {name: storage() for name in ("a", "b", "kept")}
 
@@ -173,7 +173,7 @@ def test_what_others_hold_is_there_anyway() -> None:
     scene.backward([first, second])
     scene.forward(Pass(), "first")
     (step,) = scene.found
-    # What came into the first is there in its whole forward, and gone in the second's; what that made dies at last.
+    # The first's input lives through its forward and dies in the second's; the second's result dies last.
     assert [block.forward_resident_bytes for block in step.blocks] == [10, 0]
     assert step.head_resident_bytes == 100
     assert [block.backward_resident_bytes for block in step.blocks] == [0, 0]
@@ -226,7 +226,7 @@ def test_a_graph_that_was_dropped_is_forgotten_though_its_pass_is_held() -> None
 
 def test_a_graph_that_is_held_and_never_run_backward_is_forgotten() -> None:
     scene, held = Scene(), Pass()
-    first = scene.forward(held, "a", seconds=9.0)  # as in a notebook: ``out0 = model(x)``
+    first = scene.forward(held, "a", seconds=9.0)  # like in a notebook: ``out0 = model(x)``
     for _ in range(OTHERS + 2):
         one = Pass()
         scene.backward(scene.forward(one, "a"))
@@ -348,7 +348,7 @@ class Spans(Scene):
         self.spend(50.0)  # the optimizer, the data
 
 
-def test_passes_are_timed_and_told_two_later() -> None:
+def test_passes_are_timed_and_reported_two_later() -> None:
     scene = Spans(memory=True)
     for seconds in (1.0, 2.0, 3.0):
         scene.step(seconds, peak=int(seconds))
@@ -390,13 +390,13 @@ def test_without_memory_the_kernels_time_is_not_asked_for() -> None:
     assert [span.system_seconds for span in scene.told] == [None]
 
 
-def test_a_pass_is_told_when_the_next_begins_if_the_device_has_come_to_its_end() -> None:
+def test_a_pass_is_reported_when_the_next_begins_if_the_device_has_finished_it() -> None:
     scene = Spans()
     scene.clock.ahead = True
     scene.step(1.0)
     scene.step(2.0)
     assert [span.seconds for span in scene.told] == [3.0]
-    scene.timer.runs_plain("a")  # what comes of it is in force for the whole next pass
+    scene.timer.runs_plain("a")  # its result is in force for the entire next pass
     assert [span.seconds for span in scene.told] == [3.0, 4.0]
 
 

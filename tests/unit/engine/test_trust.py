@@ -13,7 +13,7 @@ import ebbtide
 from ebbtide.base.actions import Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
-from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken, has_sample, host_sample
+from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken, host_sample
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import STEPS_BETWEEN, Trust
@@ -70,15 +70,14 @@ def test_a_sample_of_host_memory_is_of_values_in_any_layout() -> None:
     square = torch.randn(40, 40)
     sample = host_sample(square.t())
     assert sample is not None
-    layout = square.t().shape, square.t().stride(), square.dtype
-    assert has_sample(square.t(), sample, *layout)
-    assert has_sample(square.t().contiguous(), sample, *layout)
-    assert not has_sample(square, sample, *layout), "the same memory, other values"
-    assert not has_sample(square.t() + 1, sample, *layout)
-    assert not has_sample(square.t()[None], sample, *layout)
-    assert not has_sample(square.t().view(torch.int32), sample, *layout), "the same bytes, another type"
+    assert sample.same(square.t())
+    assert sample.same(square.t().contiguous())
+    assert not sample.same(square), "the same memory, other values"
+    assert not sample.same(square.t() + 1)
+    assert not sample.same(square.t()[None])
+    assert not sample.same(square.t().view(torch.int32)), "the same bytes, another type"
     longer = torch.randn(4000, 4000)
-    assert not has_sample(longer, sample, *layout), "more elements than memory of that layout has"
+    assert not sample.same(longer), "more elements than memory of that layout has"
     assert host_sample(square[:, ::2]) is None and host_sample(square[0].expand(3, 40)) is None
 
 
@@ -104,14 +103,14 @@ def test_what_a_device_answers_later_is_raised_before_an_optimizer_steps() -> No
     trust.require(torch.tensor(False), lambda: RestoreError("wrong"))
     with pytest.raises(RestoreError, match="wrong"):
         trust.settle()
-    trust.settle()  # said once
+    trust.settle()  # logged once
 
 
 # In training
 
 
 class Clamped(nn.Module):
-    """Changes, under no_grad, a value that nobody saved."""
+    """Changes, under no_grad, an unsaved value."""
 
     def __init__(self, on: bool) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ def test_a_change_that_begins_late_is_an_error_and_the_site_is_offloaded_from_th
 
 
 class Doubled(torch.autograd.Function):
-    """Its backward changes what it saved."""
+    """Its backward changes its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

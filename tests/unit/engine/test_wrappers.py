@@ -1,4 +1,4 @@
-"""Saved tensors made of other tensors: distributed, jagged, and classes of somebody else."""
+"""Saved tensors made of other tensors: distributed, jagged, and third-party classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mesh() -> Iterator[Any]:
 
 
 def plain_values(tensor: Tensor | None) -> list[Tensor]:
-    """What a tensor holds, as plain tensors."""
+    """Return a tensor's contents as plain tensors."""
     assert tensor is not None
     if isinstance(tensor, TwoTensor):
         return plain_values(tensor.a) + plain_values(tensor.b)

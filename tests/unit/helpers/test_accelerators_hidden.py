@@ -1,4 +1,4 @@
-"""Which runs of pytest see the machine's accelerator: the decision, and the environment that processes get."""
+"""Which runs of pytest see the machine's accelerator: the decision, and the environment of processes."""
 
 from __future__ import annotations
 

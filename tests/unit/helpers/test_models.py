@@ -1,4 +1,4 @@
-"""The tiny models and the oracle: what the other tiers stand on."""
+"""The tiny models and the oracle, on which the other tiers rely."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Each guard of operands, trust and second runs is missed by a test. The whole table: run by make test-all.
+"""Without each guard of operands, trust and second runs a test fails. The full table: run by make test-all.
 
-The mutants of the store run on the simulated device, in ``tests/simdev/test_mutants.py``; that they fit the code is
-shown here, with or without a compiler.
+The mutants of the store run on the simulated device, in ``tests/simdev/test_mutants.py``; that they match the code is
+checked here, with or without a compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_a_test_fails_without_it(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize("mutant", (*MUTANTS, *OF_THE_STORE), ids=lambda mutant: mutant.name)
 def test_a_mutant_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
-    """Its text is there once, what comes of it is Python, and its tests exist."""
+    """Its text occurs once, the result is valid Python, and its tests exist."""
     assert all((ROOT / test.partition("::")[0]).exists() for test in mutant.tests if not test.startswith("-"))
     copy = tmp_path / mutant.file
     copy.parent.mkdir(parents=True)
@@ -33,7 +33,7 @@ def test_a_mutant_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
     assert copy.read_text() != (ROOT / "src" / mutant.file).read_text()
 
 
-def test_a_text_that_is_not_there_once_is_refused() -> None:
+def test_a_text_that_does_not_occur_once_is_refused() -> None:
     with pytest.raises(ValueError, match="found 0 times"):
         apply(Mutant("gone", "ebbtide/engine/guard.py", "no such text", "", ()), ROOT / "src")
 
@@ -43,6 +43,6 @@ def test_a_mutant_under_which_the_tests_do_not_end_is_noticed(monkeypatch: pytes
     assert killed_by(MUTANTS[0]) == NO_END
 
 
-def test_names_are_given_once() -> None:
+def test_names_are_unique() -> None:
     names = [mutant.name for mutant in (*MUTANTS, *OF_THE_STORE)]
     assert len(names) == len(set(names))

@@ -1,4 +1,4 @@
-"""The tally of tiers: a tier that was skipped whole fails the run."""
+"""The tally of tiers: a tier whose tests were all skipped fails the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tier_is_the_folder_below_tests(path: str | Path, tier: str | None) -> N
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_pytest_looks_into_every_tier(pytestconfig: pytest.Config, tier: str) -> None:
-    # By default pytest takes folders named dist or build for build output and passes them by without a word.
+    # By default pytest silently skips folders named dist or build, which it takes for build output.
     assert not any(fnmatch(tier, pattern) for pattern in pytestconfig.getini("norecursedirs"))
 
 
@@ -59,7 +59,7 @@ def test_only_gpu_may_be_skipped_whole() -> None:
         ({"unit": RUNS, "zoo": XFAILS}, ["tests"], 0, "0"),
         ({"unit": RUNS, "zoo": SKIPS}, ["tests/zoo/test_zoo.py"], 0, "0"),
     ],
-    ids=["all run", "one tier skipped", "one tier skipped at import", "gpu skipped", "xfail ran", "one file asked for"],
+    ids=["all run", "one tier skipped", "one tier skipped at import", "gpu skipped", "xfail ran", "one file selected"],
 )
 def test_a_tier_skipped_whole_fails_the_run(
     tmp_path: Path, files: dict[str, str], arguments: list[str], code: int, workers: str

@@ -13,7 +13,7 @@ accelerated = pytest.importorskip("ebbtide.integrations.accelerate")
 
 
 class Preparing:
-    """Stands for an accelerator."""
+    """Stand-in for an accelerator."""
 
     def prepare(self, *args: Any) -> tuple[Any, ...]:
         return args

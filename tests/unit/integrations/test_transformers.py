@@ -1,4 +1,4 @@
-"""OffloadCallback in a trainer of transformers: on, off, twice, after an error, beside another offloader."""
+"""OffloadCallback in a trainer of transformers: on, off, twice, after an error, with another offloader."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_callback_offloads_while_training_and_changes_nothing_else(tmp_path: P
 
 
 class Tracker(TrainerCallback):
-    """Keeps the logs that it is handed, as those of TensorBoard and W&B do, which come before a user's callbacks."""
+    """Keeps its logs, like the callbacks of TensorBoard and W&B, which come before a user's callbacks."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ def test_trackers_see_the_figures_of_each_training_log(tmp_path: Path, position:
     callbacks.insert(position, callback)
     trainer = Trainer(args=arguments(tmp_path, logging_steps=1), callbacks=callbacks, **parts())
     trainer.train()
-    assert callbacks[position] is callback  # the user's own list is as it was
+    assert callbacks[position] is callback  # the user's own list is unchanged
     steps = [logs for logs in tracker.seen if "loss" in logs]
     assert len(steps) == 2
     for logs in steps:
@@ -219,7 +219,7 @@ def test_the_switch_in_the_fsdp_config_adds_the_callback_once(tmp_path: Path, sw
     settings = {} if switch is None else {"activation_cpu_offload": switch}
     trainer = OffloadingTrainer(args=arguments(tmp_path, fsdp_config=settings), **parts())
     found = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
-    assert len(found) == count  # before add_offloading is called by hand: the mixin has done it
+    assert len(found) == count  # before a manual call of add_offloading: the mixin has made it
     assert add_offloading(trainer) is (found[0] if found else None)
     assert [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)] == found
 
@@ -236,7 +236,7 @@ def test_the_mixin_reads_every_form_of_the_settings(tmp_path: Path, form: str) -
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps(settings))
     given = file.read_text() if form == "json" else str(file)
-    # Nothing but the mixin adds the callback; without ``fsdp`` transformers leaves the text as it is.
+    # Only the mixin adds the callback; without ``fsdp`` transformers leaves the text unparsed.
     trainer = OffloadingTrainer(args=arguments(tmp_path, fsdp_config=given), **parts())
     (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
     assert Trainer(args=arguments(tmp_path, fsdp_config=given), **parts()).callback_handler.callbacks != [callback]

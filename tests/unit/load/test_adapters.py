@@ -1,4 +1,4 @@
-"""Adapters of PEFT on meta: which of their parameters come from the base's checkpoint, and which are first values."""
+"""Adapters of PEFT on meta: which parameters come from the base's checkpoint, and which get initial values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_adapters_that_begin_in_another_way_are_refused(saved: LlamaForCausalLM,
 def test_adapters_whose_first_values_peft_computes_are_refused(
     saved: LlamaForCausalLM, tmp_path: Path, kind: str
 ) -> None:
-    """Functions of the base model would take their layers for its own, and the new model would not be the base."""
+    """Functions of the base model would mistake their layers for its own, so the new model would not be the base."""
     options: dict[str, Any] = {"feedforward_modules": []} if kind == "IA3Config" else {}
     config = getattr(peft, kind)(target_modules=["q_proj", "v_proj"], **options)
     with torch.device("meta"):
@@ -106,7 +106,7 @@ def test_trained_prompts_are_added_to_a_loaded_model(saved: LlamaForCausalLM, tm
 def test_tuned_norms_begin_as_the_base(tmp_path: Path) -> None:
     values = build("llama").model
     with torch.no_grad():
-        values.model.layers[0].input_layernorm.weight.uniform_(0.5, 2)  # as training leaves it
+        values.model.layers[0].input_layernorm.weight.uniform_(0.5, 2)  # as after training
     with torch.device("meta"):
         config = peft.LNTuningConfig(target_modules=["input_layernorm"])
         model = peft.get_peft_model(LlamaForCausalLM(values.config), config)

@@ -1,4 +1,4 @@
-"""Bringing a checkpoint into the page cache ahead of the reader: every byte by one rank, and nothing depends on it."""
+"""Reading a checkpoint into the page cache ahead of the reader: each byte by one rank; nothing depends on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def finished(ahead: ReadAhead) -> None:
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Have the parts of files noted that are fetched."""
+    """Record the fetched parts of files."""
     spans: list[tuple[str, int, int]] = []
 
     def noted(fd: int, offset_bytes: int, nbytes: int) -> int:
@@ -60,7 +60,7 @@ def test_ranks_together_fetch_every_byte_once(
         finished(ReadAhead(entries, part, parts))
         by_part.append(fetched_bytes(spans) - before)
     assert sum(by_part) == sum(e.nbytes for e in entries)
-    assert max(by_part) - min(by_part) <= 2 * SMALL_BLOCK  # a file's blocks are dealt out from the first rank on
+    assert max(by_part) - min(by_part) <= 2 * SMALL_BLOCK  # a file's blocks are distributed from the first rank on
     assert all(end - begin <= SMALL_BLOCK for _, begin, end in spans)
     for file in {e.file for e in entries}:
         found = sorted((begin, end) for path, begin, end in spans if path == os.path.realpath(file) and end > begin)
@@ -128,9 +128,7 @@ def test_a_checkpoint_that_does_not_fit_is_left_to_the_reader(
     assert spans == []
 
 
-def test_a_file_that_is_gone_is_left_to_the_reader(
-    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deleted_file_is_left_to_the_reader(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:
     os.unlink(entries[0].file)
     spans = noting(monkeypatch)
     finished(ReadAhead(entries, 0, 1))

@@ -29,7 +29,7 @@ class Frozen(dict[str, Any]):
 
 
 class Two(tuple[Any, ...]):
-    """A tuple that takes its items one by one."""
+    """A tuple whose constructor takes its items one by one."""
 
     def __new__(cls, one: Any, other: Any) -> Two:
         return super().__new__(cls, (one, other))

@@ -49,7 +49,7 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_and_another_dtype_is_not(tmp_pa
     one, two, three = (open_checkpoint(tmp_path / name).digest() for name in ("one", "two", "three"))
     assert one == two != three
     save_file({"b": torch.arange(4).flip(0)}, tmp_path / "two/model-2.safetensors")
-    assert open_checkpoint(tmp_path / "two").digest() != one  # the same but for its values
+    assert open_checkpoint(tmp_path / "two").digest() != one  # the same except its values
 
 
 def test_other_values_in_memory_or_in_a_pickle_are_another_checkpoint(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()], ids=["nothing", "an empty folder"])
-def test_where_there_is_no_checkpoint_that_is_said(tmp_path: Path, make: object) -> None:
+def test_a_missing_checkpoint_is_reported(tmp_path: Path, make: object) -> None:
     make(tmp_path / "here")  # type: ignore[operator]
     with pytest.raises(DataError, match="hint: .*file system"):
         open_checkpoint(tmp_path / "here")
@@ -171,7 +171,7 @@ def test_an_index_or_a_folder_is_passed_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_not_seen(tmp_path: Path) -> None:
-    """As where a file system is not mounted, or only the configuration was fetched: another rank may see them."""
+    """For example if a file system is not mounted: another rank may see the weights."""
     (tmp_path / "config.json").write_text("{}")
     assert not is_present(tmp_path) and not is_present(tmp_path / "absent") and is_present(tmp_path / "config.json")
     write(tmp_path)
@@ -179,7 +179,7 @@ def test_a_folder_without_weights_is_not_seen(tmp_path: Path) -> None:
 
 
 class _Evil:
-    """Runs something where it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return exec, ("raise SystemExit",)

@@ -1,4 +1,4 @@
-"""4-bit weights in one process: columns and scales are those of the library, made while loading or found on disk."""
+"""4-bit weights in one process: columns and scales equal the library's, made while loading or read from disk."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def whole(values: dict[str, torch.Tensor], storage: torch.dtype, *, nested: bool, kind: str) -> nn.Sequential:
-    """Build and quantise as the library does."""
+    """Build and quantise like the library."""
     model = nn.Sequential(linear(storage, nested=nested, kind=kind), nn.LayerNorm(96))
     model.load_state_dict(values)
     return model.to("cpu")
 
 
 def bits(model: nn.Module) -> dict[str, bytes]:
-    """Return parameters and scales as bytes: packed numbers in a floating-point dtype may be no numbers."""
+    """Return parameters and scales as bytes: packed numbers in a floating-point dtype may be NaN."""
     return {k: v.reshape(-1).view(torch.uint8).numpy().tobytes() for k, v in model.state_dict().items()}
 
 
@@ -105,7 +105,7 @@ def test_a_weight_that_no_checkpoint_has_is_refused(values: dict[str, torch.Tens
         ebbtide.load_sharded(meta())
 
 
-def test_scales_that_are_damaged_are_told(values: dict[str, torch.Tensor]) -> None:
+def test_damaged_scales_are_reported(values: dict[str, torch.Tensor]) -> None:
     saved = dict(ebbtide.load_sharded(meta(), values).state_dict())
     saved["0.weight.quant_state.bitsandbytes__nf4"] = torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(DataError, match="'0.weight' has scales that its library rejects"):
@@ -150,7 +150,7 @@ print(json.dumps(status("VmHWM") - base))
 
 def _peak(width: int, layers: int, path: str) -> int:
     command = [sys.executable, "-c", CHILD, str(width), str(layers), path]
-    # With the threshold fixed, what was freed is not kept for later.
+    # With a fixed threshold, freed memory is not kept.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert result.returncode == 0, result.stderr
@@ -167,6 +167,6 @@ def test_what_is_there_in_full_precision_is_one_weight(tmp_path: Path) -> None:
     above, one = _peak(width, layers, str(tmp_path)), _peak(width, layers, "one")
     weight_bytes = width * width * 2
     columns_bytes = layers * weight_bytes // 4
-    # Beside columns and scales: what the library takes for one weight, the weight, and staging buffers.
+    # Besides columns and scales: the library's memory for one weight, the weight, and staging buffers.
     assert above <= columns_bytes * 1.125 + one + weight_bytes + 32 * MIB
     assert above < layers * weight_bytes

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what the library writes is read alike, what lies is refused before a byte is used."""
+"""Headers of safetensors files: read like the library's; false headers are refused before a byte is used."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, kept_bytes: int) -> N
         read_header(path)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_tensors_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.safetensors' cannot be read \(No such file or directory\)"):
         read_header(tmp_path / "absent.safetensors")

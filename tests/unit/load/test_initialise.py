@@ -1,4 +1,4 @@
-"""What each initialising call of a model writes, found on meta."""
+"""The tensors that each initialising call of a model writes, found on meta."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ebbtide.load.initialise import Initialiser, _Watch
 
 
 class Reached(TorchDispatchMode):
-    """Notes which operators are executed."""
+    """Records the executed operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_an_initialiser_sets_all_of_a_tensor(dtype: torch.dtype) -> None:
 
 
 def rows_of(made: torch.Tensor, *, rows: int = 4) -> torch.Tensor:
-    """Set rows of a causal mask, or of its opposite in numbers, where no value is free to mark an element."""
+    """Set rows of a causal mask, or of its numeric opposite, where no value is free to mark an element."""
     for row in range(rows):
         ahead = torch.arange(4) > row
         made[row] = ~ahead if made.dtype == torch.bool else ahead * torch.iinfo(made.dtype).max
@@ -131,7 +131,7 @@ def test_an_initialiser_that_only_scales_sets_nothing() -> None:
 
 
 class Reading(nn.Module):
-    """Reads a value while it initialises, which nothing on meta can."""
+    """Reads a value while it initialises, which is impossible on meta."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layouts keep account of where elements come from, through everything that conversions do to tensors."""
+"""Layouts track the origin of elements through all operations of conversions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def boxes(shape: tuple[int, ...]) -> list[Box]:
-    """Every box of a small shape."""
+    """Return every box of a small shape."""
     ranges = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
     return [
         Box(start=tuple(a for a, _ in one), size=tuple(b - a for a, b in one)) for one in itertools.product(*ranges)

@@ -1,4 +1,4 @@
-"""``load_sharded`` in one process: what it fills, what it refuses, and that a refusal leaves the model on meta."""
+"""``load_sharded`` in one process: what it fills and refuses, and that a refusal leaves the model on meta."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers.pages import asked_for_huge_pages
 
 
 class Rotary(nn.Module):
-    """A buffer that no checkpoint has, computed where the module is made."""
+    """A buffer that no checkpoint has, computed in the constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_loaded_model_gives_its_values_and_its_optimizer_follows() -> None:
     assert model.head.weight is model.embed.weight and not model.head.weight.requires_grad
     assert loaded.rotary.inv_freq.eq(5).all()
     assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [True] * 3
-    assert whole() is None  # the whole copy is gone
+    assert whole() is None  # the full copy is freed
 
 
 def test_a_loaded_model_that_cannot_be_sharded_so_keeps_its_values() -> None:
@@ -166,13 +166,13 @@ def test_a_loaded_model_that_cannot_be_sharded_so_keeps_its_values() -> None:
 
 
 def test_buffers_of_a_given_model_are_those_that_it_has_now() -> None:
-    """Also those that no checkpoint saves, which nothing on meta could compute."""
+    """Also those that no checkpoint saves, which cannot be computed on meta."""
     given = Model(rotary="silent")
     given.rotary.inv_freq.fill_(5)
     loaded = ebbtide.load_sharded(meta(rotary="silent"), given)
     assert loaded.rotary.inv_freq.eq(5).all() and torch.equal(loaded.norm.running_var, given.norm.running_var)
     resets = Model(rotary="resets")
-    resets.rotary.inv_freq.fill_(5)  # not what it would be made of again
+    resets.rotary.inv_freq.fill_(5)  # not the value that the constructor would compute
     assert ebbtide.load_sharded(meta(rotary="resets"), resets).rotary.inv_freq.eq(5).all()
     there = meta(rotary="silent")
     there.rotary.inv_freq = torch.full((4,), 7.0)
@@ -181,7 +181,7 @@ def test_buffers_of_a_given_model_are_those_that_it_has_now() -> None:
         ebbtide.load_sharded(meta(rotary="silent"), given.state_dict())
 
 
-def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) -> None:
+def test_all_mismatches_are_reported_at_once(values: dict[str, torch.Tensor]) -> None:
     del values["embed.weight"]
     values |= {"spare": torch.ones(1), "head.weight": torch.ones(10, 5), "norm.bias": torch.ones(4, dtype=torch.int8)}
     model = meta()
@@ -333,7 +333,7 @@ def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
 
     with pytest.raises(ValueError, match="no mesh"):
         ebbtide.load_sharded(model, shard=half)
-    assert all(p.is_meta for p in model.parameters())  # whole values in a sharded part would be no model
+    assert all(p.is_meta for p in model.parameters())  # full values in a sharded part would be no valid model
 
 
 def test_files_are_read_ahead_from_before_the_model_is_wrapped_until_it_is_read(
@@ -461,7 +461,7 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_named(path: Path) -> None:
 
 
 class Pair(NamedTuple):
-    """A tuple that is not made from a list."""
+    """A tuple whose constructor takes no list."""
 
     one: torch.Tensor
     other: int
@@ -492,7 +492,7 @@ def test_tensors_in_lists_and_dicts_follow_the_parameters_or_are_named(
     found = str(loaded.norm.kept)
     assert found == str(HOLDERS[kind](loaded.norm.weight)) and "meta" not in found
     loaded.norm.kept = [model.norm.weight]
-    loaded.norm.kept.append(loaded.norm.kept)  # it holds itself
+    loaded.norm.kept.append(loaded.norm.kept)  # it contains itself
     assert ebbtide.load_sharded(loaded).norm.kept[0] is loaded.norm.weight
 
 
@@ -612,7 +612,7 @@ def test_tensors_that_are_made_of_others_are_refused(path: Path, tmp_path: Path)
 
 
 class Marked(nn.Parameter):
-    """As libraries make parameters that carry something."""
+    """A parameter with an attribute, as libraries make them."""
 
 
 def test_parameters_keep_their_class(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Host memory of a load, in a fresh process: the parameters, and staging buffers beside them."""
+"""Host memory of a load, in a fresh process: the parameters and staging buffers."""
 
 from __future__ import annotations
 

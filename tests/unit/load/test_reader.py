@@ -1,4 +1,4 @@
-"""Reading boxes out of files: the right elements, in few bytes, by either way of input."""
+"""Reading boxes from files: the right elements, from few bytes, by either kind of input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_boxes_are_what_the_file_holds(
     turned = torch.zeros(5, 301, 37, dtype=dtype).permute(1, 2, 0)
     found.append((Box.full(whole.shape), turned))
     counted: list[int] = []
-    with SliceReader(entries, readers=2) as reader:
+    with SliceReader(entries) as reader:
         reader.read([Piece(key="x", box=box, into=into) for box, into in found], counted.append)
     assert sum(counted) == sum(box.numel for box, _ in found) * dtype.itemsize
     assert all(torch.equal(into, box.of(whole)) for box, into in found)
@@ -288,7 +288,7 @@ def test_a_file_that_is_replaced_meanwhile_is_an_error(
         monkeypatch.setattr(os, "preadv", replacing)
     else:
         save_file({"x": torch.zeros(1000)}, tmp_path / "other")
-        os.utime(tmp_path / "other", (1, 1))  # a clock of files may tick every 4 ms only
+        os.utime(tmp_path / "other", (1, 1))  # a file system's clock may tick only every 4 ms
         (tmp_path / "other").replace(path)
     found = r"\(it was written or replaced after.*expected a file that does not change"
     with pytest.raises(DataError, match=found), SliceReader(entries) as reader:

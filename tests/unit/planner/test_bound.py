@@ -1,4 +1,4 @@
-"""The bound: what no schedule can beat."""
+"""The lower bound that no schedule can beat."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_crosses_in_a_narrower_type_is_worth_twice_its_crossing() -> None:
 
 
 def test_time_of_the_head_hides_no_copy() -> None:
-    """What leaves during the head is there when it begins."""
+    """The bytes that leave during the head are on the device when it begins."""
     profile = alike(2, (unit("a", 10, 1.0),), SLOW, head_seconds=1000.0)
     assert Bound(profile).least(0)[0] > 0
 
@@ -110,5 +110,5 @@ def test_no_simulated_schedule_is_faster(profile: Profile) -> None:
         for (place, number, _), action in zip(sites, actions, strict=True):
             assignment[place][number] = action
         found = simulate(profile, assignment)
-        # What was not copied when backward began was kept.
+        # Tensors not copied when backward began were kept.
         assert found.overhead_seconds >= bound.least(found.kept_bytes + found.served_bytes)[0] - 1e-9

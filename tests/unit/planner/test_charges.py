@@ -1,4 +1,4 @@
-"""What is charged to copies is never below nothing."""
+"""Costs charged to copies are never negative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated checkpointing, against figures worked out by hand."""
+"""Simulated checkpointing, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def profile(count: int = 4, *, input_bytes: int = 10, other_bytes: int = 90, tur
 
 
 def test_the_last_block_holds_all_inputs_and_what_it_saves() -> None:
-    # Four inputs of 10, the last block's other 90, and 7 beside: its input is the storage that it was called with.
+    # Four inputs of 10, the last block's other 90, and 7 of base: its input is the storage of its argument.
     assert checkpointed_peak(profile()) == 4 * 10 + 90 + 7
 
 
@@ -67,7 +67,7 @@ def able(found: Profile) -> Profile:
 
 
 def dear(*, recompute_seconds: float = 5.0) -> Profile:
-    """Return blocks whose forward takes a second, whose recipes take five, over a link that hides nothing."""
+    """Return blocks with a forward of 1 s and recipes of 5 s, over a link that hides nothing."""
     units = (dataclasses.replace(unit("input", 10), block_input=True), unit("other", 90, recompute_seconds))
     return able(alike(8, units, SLOW, beside=7))
 
@@ -112,7 +112,7 @@ def test_and_within_a_slowdown() -> None:
     assert not any(Action.CHECKPOINT in actions for actions in shrink(dear(), 0.01).assignment)
 
 
-def test_cheap_recipes_are_not_given_up_for_a_second_run() -> None:
+def test_cheap_recipes_are_not_replaced_by_a_checkpoint() -> None:
     for found in (fit(dear(recompute_seconds=0.01), 450), shrink(dear(recompute_seconds=0.01), 0.1)):
         assert not any(Action.CHECKPOINT in actions for actions in found.assignment)
 

@@ -1,4 +1,4 @@
-"""Plans that know what hooks cost. All times are made up."""
+"""Plans that know the cost of hooks. All times are made up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATES = Rates(out_bytes_per_second=10 * MB, in_bytes_per_second=10 * MB)
 
 
 def step(hook_seconds: float, count: int = 16) -> Profile:
-    """Blocks of 3 s, each of which saves 200 MB, half of them recomputed in 0.1 s."""
+    """Return blocks of 3 s that each save 200 MB, half of which is recomputed in 0.1 s."""
     profile = alike(count, (unit("light", 100 * MB, 0.1), unit("dear", 100 * MB)), RATES)
     return replace(profile, blocks=tuple(replace(block, hook_seconds=hook_seconds) for block in profile.blocks))
 
@@ -41,7 +41,7 @@ def test_the_promise_holds_with_hooks(slowdown: float, hook_seconds: float) -> N
     assert found.predicted.peak_bytes >= bare.predicted.peak_bytes
 
 
-def test_where_hooks_on_all_blocks_are_too_dear_the_first_ones_are_treated() -> None:
+def test_where_hooks_on_all_blocks_cost_too_much_the_first_ones_get_them() -> None:
     found = shrink_hooked(step(0.3), 0.05)  # 2.4 s, and hooks on all blocks would cost 4.8 s
     which = list(map(treated, found.assignment))
     assert any(which) and which == sorted(which, reverse=True)

@@ -1,4 +1,4 @@
-"""The simulated step, against figures worked out by hand."""
+"""The simulated step, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_copy_that_hides_costs_nothing_and_frees_the_memory() -> None:
     found = run(profile, OFF)
     assert found.overhead_seconds == pytest.approx(0, abs=1e-6)
     assert found.offloaded_bytes == 400
-    # In the last block's backward: its own bytes, which have not left yet, and those of the block before, coming in.
+    # In the last block's backward: its own bytes, still on the device, and those of the previous block, coming in.
     assert (found.peak_bytes, found.peak_at) == (7 + 200, ("backward", "layers.3"))
 
 
@@ -49,7 +49,7 @@ def test_more_than_the_window_makes_compute_wait() -> None:
 def test_what_has_not_left_at_the_turn_is_read_where_it_is() -> None:
     profile = alike(3, (unit("a", 10),), ONE_A_SECOND, window_bytes=1000)
     found = run(profile, OFF)
-    # The first copy runs from 1 s to 11 s, through the turn at 3 s; the others never begin. All sources are there.
+    # The first copy runs from 1 s to 11 s, past the start of backward at 3 s; the others never begin. All sources stay.
     assert sum(found.stalls) == 0
     assert found.served_bytes == 30
     assert found.peak_bytes == 30
@@ -66,7 +66,7 @@ def test_what_is_recomputed_costs_its_time_in_backward_and_no_memory_before() ->
 def test_a_store_that_cannot_cancel_holds_back_what_backward_reads_first() -> None:
     rates = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12, can_cancel=False)
     found = run(alike(5, (unit("a", 10),), rates, window_bytes=20), OFF)
-    # Of 50 bytes the last 20, one window, are never copied; the others are gone when the next are saved.
+    # Of 50 bytes the last 20, one window, are never copied; the others are freed when the next are saved.
     assert found.served_bytes == 20
     assert found.levels_bytes[:6] == (10, 10, 10, 10, 20, 20)
     assert run(alike(5, (unit("a", 10),), FAST, window_bytes=20), OFF).served_bytes == 10
@@ -84,7 +84,7 @@ def test_copies_begin_and_end_in_groups_where_they_cannot_be_cancelled() -> None
 
 
 def test_recomputes_hide_copies_in() -> None:
-    """A block that computes longer leaves more time to whatever comes in."""
+    """A block that computes longer leaves more time for copies in."""
     units = (unit("a", 6), unit("b", 1, 2.0))
     slow_in = Rates(out_bytes_per_second=1e9, in_bytes_per_second=2.0)
     profile = alike(3, units, slow_in, window_bytes=100)

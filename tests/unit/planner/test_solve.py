@@ -1,4 +1,4 @@
-"""Choosing: budgets hold, slowdowns hold, and neither costs more than it must."""
+"""Choosing a plan: budgets and slowdowns hold, and neither costs more than necessary."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.planner import solve
 from ebbtide.planner.bound import Bound
-from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.profile import Profile, Rates, _spread
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.sites import _spread
 from ebbtide.planner.solve import Search
 from tests.helpers.profiles import alike, fit, profiles, qwen3_8b, shrink, unit
 
@@ -51,7 +50,7 @@ def test_a_slowdown_holds(profile: Profile, slowdown: float) -> None:
 def test_no_plan_offloads_more_than_the_store_holds(
     profile: Profile, store_bytes: int, share: float, slowdown: float
 ) -> None:
-    """Not even if executions of one block share their actions, and a plan remains if it holds nothing."""
+    """Not even if executions of one block share their actions; with an empty store there is still a plan."""
     blocks = [replace(block, name=f"b{place % 2}") for place, block in enumerate(profile.blocks)]
     for step in (profile, replace(profile, blocks=tuple(blocks))):
         step = replace(step, store_bytes=store_bytes)
@@ -94,7 +93,7 @@ def test_small_steps_whose_handling_does_not_pay_keep_everything() -> None:
     assert found.predicted.kept_bytes == 4 * 1010
 
 
-def test_what_is_nearly_free_to_recompute_is_recomputed_and_what_is_dear_is_offloaded() -> None:
+def test_cheap_recomputes_are_recomputed_and_costly_ones_offloaded() -> None:
     rates = Rates(out_bytes_per_second=100.0, in_bytes_per_second=1e12)
     profile = alike(8, (unit("light", 100, 1e-4), unit("dear", 100, 5.0)), rates, window_bytes=400)
     found = shrink(profile, 0.01)

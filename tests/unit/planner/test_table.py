@@ -1,4 +1,4 @@
-"""Plans as tables: what is looked up, what goes by rule, and the plan file."""
+"""Plans as tables: lookups, the fallback rule, and the plan file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def needs(found: TablePlan, module: str, *, block: str = "layers.1", kept: int =
 
 
 def test_a_recipe_is_needed_unless_the_table_has_settled_it() -> None:
-    """Whatever the cost of a recipe: where none is needed, the answer is the same with one and without."""
+    """Whatever its cost: if no recipe is needed, the answer is the same with and without one."""
     found = plan()
     room = found.predicted.kept_bytes - 100
     for (block, site), action in found.actions.items():
@@ -82,7 +82,7 @@ def test_a_recipe_is_needed_unless_the_table_has_settled_it() -> None:
 def test_executions_of_one_block_share_actions_and_the_simulated_plan_is_that_of_the_table(
     names: int, hook_seconds: float
 ) -> None:
-    """As in a model whose layers share their weights."""
+    """For example in a model whose layers share their weights."""
     profile = alike(
         12, (unit("light", 100, 0.01), unit("dear", 150, 5.0), unit("never", 100)),
         Rates(out_bytes_per_second=100.0, in_bytes_per_second=100.0), window_bytes=100,

@@ -1,4 +1,4 @@
-"""FLOP of fused attention, which torch before 2.13 does not count where heads share keys."""
+"""FLOP of fused attention, which torch before 2.13 does not count if heads share keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_heads_that_share_keys_count_like_heads_of_their_own(
     operator: Any = getattr(torch.ops.aten, name + suffix)
     gradient = [torch.empty(BATCH, HEADS, QUERIES, VALUE, device="meta")] if suffix else []
     expected = flop_registry[operator](*gradient, *_qkv(1), out_val=None)
-    monkeypatch.setattr(faketensors, "flop_registry", {})  # what an older torch raises for is not asked of it
+    monkeypatch.setattr(faketensors, "flop_registry", {})  # an older torch raises for this
     for shared in (1, 4):
         found = _flops(operator.default, name + suffix, (*gradient, *_qkv(shared)), {}, None)
         assert found == (expected, True)

@@ -1,4 +1,4 @@
-"""The simulated machine: what operators cost, what lives, and what is real."""
+"""The simulated machine: costs of operators, live memory, and real tensors."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_what_lives_counts_until_it_dies(machine: FakeMachine) -> None:
     view = two.view(10, 10)
     assert machine.take_peak_bytes() == 1000 + 800
     del one, two
-    assert machine.take_peak_bytes() == 1000 + 800  # the most since the last call, which was before they died
+    assert machine.take_peak_bytes() == 1000 + 800  # the peak since the last call, which was before they died
     assert machine.take_peak_bytes() == 1000 + 400  # a view holds its storage
     del view
     machine.take_peak_bytes()
     assert machine.take_peak_bytes() == 1000
 
 
-def test_what_is_beside_is_not_counted_twice() -> None:
+def test_base_memory_is_not_counted_twice() -> None:
     with without_bytes():
         weight, other = fake(100), fake(100)
         machine = FakeMachine(MACHINE, 1000)

@@ -1,4 +1,4 @@
-"""Measuring this machine: sizes that follow its speed and memory, and kinds of numbers it does not have."""
+"""Measuring this machine: sizes that follow its speed and memory, and dtypes that it lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEED = Speed(out_bytes_per_second=2e9, in_bytes_per_second=1e9)
 
 
 class Clock:
-    """Stands for the time that work takes: so much a unit, told by the size that was prepared last."""
+    """Stand-in for the duration of work: a time per unit of the size that was prepared last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
         self.size, self.kind, self.spent = 0, torch.float32, 0.0

@@ -1,4 +1,4 @@
-"""From measured steps to a plan: what is subtracted, what is calibrated, and when a plan is made."""
+"""From measured steps to a plan: subtraction, calibration, and the time of the plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unit(name: str, nbytes: int, action: Action, recompute: float | None = None)
 def step(
     *, blocks: int = 4, scale: float = 1.0, nbytes: int = 100 * MB, peak: int | None = None, slower: float = 1.0
 ) -> TimedStep:
-    """Return a measured step of blocks that recomputed half of what they saved and offloaded the other half."""
+    """Return a measured step of blocks that recomputed half of their saved tensors and offloaded the other half."""
     units = (unit("light", nbytes, Action.RECOMPUTE, 0.25), unit("dear", nbytes, Action.OFFLOAD, 30.0))
     return TimedStep(
         blocks=tuple(
@@ -69,7 +69,7 @@ def test_recomputes_that_the_step_did_are_taken_out_of_its_backward() -> None:
     assert profile.step_seconds == pytest.approx(4 * 3.0 + 0.75)
 
 
-def test_memory_beside_is_what_was_measured_less_what_the_schedule_holds() -> None:
+def test_base_memory_is_the_measured_peak_less_what_the_schedule_holds() -> None:
     measured = step(peak=10**9)
     profile = profile_of(measured, RATES, None)
     again = simulate(profile, [[unit.action for unit in block.units] for block in measured.blocks])
@@ -85,7 +85,7 @@ def test_without_measured_memory_nothing_is_made_up() -> None:
 
 def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
-    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to recompute, as far as FLOP tell
+    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to recompute, according to FLOP
     assert plan.saw_step(step(scale=9.0))
     assert plan.saw_step(step())
     assert plan.saw_step(step(slower=3.0)) is False
@@ -128,7 +128,7 @@ def test_steps_that_differ_are_not_mixed() -> None:
     assert plan.profile is not None and len(plan.profile.blocks) == 4
 
 
-def test_a_budget_is_fitted_with_what_is_there_beside() -> None:
+def test_a_budget_is_fitted_with_base_memory() -> None:
     plan = MeasuredPlan(Auto(memory_budget=1_500 * MB), tier(), 100 * MB, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=1_300 * MB))

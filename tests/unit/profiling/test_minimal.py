@@ -1,4 +1,4 @@
-"""``Minimal`` weighs recipes against a second run, per kind of block. All times are made up."""
+"""``Minimal`` weighs recipes against checkpoints, per kind of block. All times are made up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stack(count: int, *, able: bool = True, kind: str = "Layer") -> TimedStep:
 
 
 def tried(found: TimedStep, recipes: Sequence[float], second: Sequence[float]) -> TimedStep:
-    """Return a step of which every other block was checkpointed."""
+    """Return a step with every other block checkpointed."""
     times = [iter(recipes), iter(second)]
 
     def block(place: int, one: TimedBlock) -> TimedBlock:
@@ -38,7 +38,7 @@ def tried(found: TimedStep, recipes: Sequence[float], second: Sequence[float]) -
 
 
 def watched() -> tuple[MinimalPlan, Any]:
-    """Return a plan and the timer that it looks at steps through."""
+    """Return a plan and the timer through which it sees steps."""
     plan = MinimalPlan(Minimal(), tier(), Bus())
     engine: Any = SimpleNamespace(timer=None)
     plan.watch(engine)
@@ -79,7 +79,7 @@ def test_recipes_that_cost_less_stay() -> None:
 
 @pytest.mark.parametrize("apart", [0.0, 0.4])
 def test_what_noise_may_have_decided_is_checkpointed(apart: float) -> None:
-    """The same middles, half a second apart: certain where blocks are alike, not where they differ by as much."""
+    """Medians half a second apart: certain if blocks are equal, not if they differ by as much."""
     recipes, second = ([middle - apart, middle, middle, middle + apart] for middle in (4.0, 4.3))
     assert action(seen(recipes, second)) is (Action.CHECKPOINT if apart else Action.KEEP)
 

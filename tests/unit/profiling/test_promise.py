@@ -1,4 +1,4 @@
-"""A plan is held to its promise: against plain blocks, by steps that carried it out. All times are made up."""
+"""A plan is held to its promise: by comparing steps that carried it out with plain blocks. All times are made up."""
 
 from __future__ import annotations
 
@@ -16,13 +16,26 @@ from ebbtide.base.runs import SETTLING
 from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
+from ebbtide.planner.charges import scaled
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import Search
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, LEAST_NOISE, UNUSED, Check, compared
+from ebbtide.profiling.promise import (
+    ADDED,
+    CHECKED,
+    CORRECTIONS,
+    FIRST_LOOK,
+    LEAST_NOISE,
+    LEAST_PRICE,
+    UNUSED,
+    Check,
+    Measured,
+    compared,
+    loosened,
+)
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskTier
@@ -35,7 +48,7 @@ RATES = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
 
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiles here are larger than some machines' free memory."""
+    """Fake enough free memory: the profiles here are larger than some machines'."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 10**12)
 
 
@@ -81,7 +94,7 @@ def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:
 
 
 def carry_out(plan: MeasuredPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
-    """Let passes of these lengths carry the plan out, after those that settle; return whether more are wanted."""
+    """Let passes of these lengths carry the plan out, after the settling ones; return whether more are wanted."""
     more = True
     for one in (*[99.0] * SETTLING, *seconds):
         assert more
@@ -103,14 +116,14 @@ def test_plain_blocks_are_the_first_of_each_kind_where_there_is_room() -> None:
 
 
 def stand_in() -> Any:
-    """Return what stands where the timer stands."""
+    """Return a stand-in for the timer."""
     return SimpleNamespace(
-        plain=frozenset(), unhooked=None, spans=untimed(), expected_bytes=0, planned=lambda nbytes: None
+        plain=frozenset(), unhooked=None, spans=untimed(), expected_bytes=0, planned=lambda nbytes: None, wanted=False
     )
 
 
 def untimed() -> Any:
-    """Return what stands where the timer of whole passes stands."""
+    """Return a stand-in for the timer of whole passes."""
     return SimpleNamespace(tail_peak_bytes=None, want=lambda *, wanted: None)
 
 
@@ -132,7 +145,7 @@ def test_of_many_blocks_a_quarter_runs_plain_up_to_four(count: int, plain: int) 
     [
         (10**12, 10**12, {0, 1, 2}),
         (10**12, ROOM * 200 * MB, {0}),
-        (1_000 * MB, 10**12, {0}),  # the budget has no room for any, the machine has: one, in this step only
+        (1_000 * MB, 10**12, {0}),  # the budget has no room for one, the machine has: one, in this step only
         (1_000 * MB, 100 * MB, set[int]()),
         (None, 100 * MB, set[int]()),
     ],
@@ -166,7 +179,7 @@ def test_blocks_of_another_size_are_not_compared() -> None:
 
 
 def test_times_are_quartiles() -> None:
-    """What hooks cost is taken to be the upper quartile of it, what plain training takes the lower."""
+    """What hooks cost is taken to be the upper quartile of it, what ordinary training takes the lower."""
     before = many(12)
     plain = {0: (0.8, 2.0), 1: (0.6, 2.0), 2: (0.7, 1.0)}
     blocks = [
@@ -245,7 +258,7 @@ def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
 
 @pytest.mark.parametrize("seconds", [13.5, 60.0])
 def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's own event comes before any step that judges it."""
+    """The event of the plan comes before any step that judges it."""
     found: list[tuple[str, str]] = []
     monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 700 * MB)
     bus = Bus()
@@ -262,7 +275,7 @@ def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPat
 
 
 def test_noise_is_not_a_missed_promise() -> None:
-    """The shortest but one is within what was promised: a busy machine, not the plan."""
+    """The second shortest keeps the promise: the machine is busy, the plan is right."""
     plan = planned(Auto(max_slowdown=0.1))
     before = plan.table
     assert not carry_out(plan, 13.5, 13.6, 30.0, 30.0, 30.0)
@@ -293,7 +306,7 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
 
 
 def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
-    """Not none at once: the price of a checkpoint is that of the measured ones."""
+    """Fewer, not none at once: the price of a checkpoint is that of the measured ones."""
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     units = (replace(unit("", Action.KEEP), block_input=True), unit("dear", Action.KEEP, 30.0))
     units = tuple(replace(one, movable=False, nbytes=number * MB) for number, one in zip((1, 100), units, strict=True))
@@ -315,7 +328,7 @@ def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
 
 
 def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
-    """Prices that explain one plan need not explain the next: else the last one, too, would be just too slow."""
+    """Prices that explain one plan need not explain the next: else the last one would be slightly too slow as well."""
     plan, shares = planned(Auto(max_slowdown=0.2)), list[float]()
     for _ in range(3):
         check = plan._check
@@ -385,7 +398,7 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
 
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
 def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None:
-    """Of the second step only the ratios count: the plan is of the first, in which all blocks had hooks."""
+    """Only the ratios of the second step count: the plan is for the first, in which all blocks had hooks."""
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     second = sized(many(12), factor)
     plain = [replace(b, units=(), plain=True, forward_seconds=0.5 * factor, backward_seconds=2.0 * factor)
@@ -399,7 +412,7 @@ def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None
 
 
 def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None:
-    """Several blocks save the same tensor, such as an embedding of the time: it is the first one's with hooks."""
+    """Several blocks save the same tensor, such as a time embedding: it belongs to the first one with hooks."""
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     first, *others = many(12).blocks
     shared = replace(unit("time", Action.OFFLOAD), nbytes=MB // 2)
@@ -412,7 +425,7 @@ def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None
     assert [len(block.units) for block in plan.profile.blocks] == [3] + [2] * 11
 
 
-def test_other_blocks_are_measured_anew() -> None:
+def test_other_blocks_are_measured_again() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     for count in (4, 4, 3, 4, 3):
         plan.saw_step(many(count))
@@ -501,7 +514,7 @@ def slow_backwards(span: Span, factor: float) -> Span:
 
 @pytest.mark.parametrize("slower", [1.05, 1.5])
 def test_a_pass_of_other_blocks_is_judged_by_those_that_the_plan_knows(slower: float) -> None:
-    """As with layers that are dropped at random: the step that the plan was made from had dropped some, too."""
+    """For example with layers that are dropped at random: the measured step had dropped some, too."""
     plan = judged_plan()
     check = plan._check
     assert check is not None
@@ -540,16 +553,16 @@ def test_backwards_without_copies_show_the_machines_speed() -> None:
         assert one is not None
         return one.seconds / solution.profile.step_seconds
 
-    # All backwards took 1.3 times as long, those of ordinary training, too: nothing is slower than that.
+    # All backwards took 1.3 times as long, ordinary ones too: the plan is not slower.
     assert found(last, Action.RECOMPUTE, plain=0) == pytest.approx(1.0)
     assert found(last, Action.OFFLOAD, plain=0) == pytest.approx(1.0)
     assert found(0, Action.RECOMPUTE, plain=last) == pytest.approx(1.0)
-    # Behind a block that offloads, a slower backward may be the doing of its copies.
+    # Behind a block that offloads, its copies may be the cause of a slower backward.
     assert found(0, Action.OFFLOAD, plain=last) > 1.1
 
 
-def test_forwards_beside_copies_do_not_show_the_machines_speed() -> None:
-    """All that ran beside the copies of the third block took 1.3 times as long: that is the plan's doing."""
+def test_forwards_during_copies_do_not_show_the_machines_speed() -> None:
+    """Everything that ran during the copies of the third block took 1.3 times as long: the plan is the cause."""
     plan = judged_plan()
     assert plan._check is not None
     solution = plan._check.solution
@@ -589,7 +602,7 @@ def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
 
 
 def judged_after(plan: MeasuredPlan, *slower: float) -> int:
-    """Return after how many passes no more are wanted, or the plan is another; 0: not yet."""
+    """Return after how many passes no more are wanted, or the plan changes; 0: not yet."""
     before = plan.table
     for number, one in enumerate((99.0, *slower)):  # the first settles
         if not plan.saw_span(span_of(plan, one, plain=(3, 5, 7, 9))) or plan.table is not before:
@@ -597,17 +610,16 @@ def judged_after(plan: MeasuredPlan, *slower: float) -> int:
     return 0
 
 
-def test_two_passes_that_agree_show_that_a_promise_is_kept() -> None:
-    """One may have been lucky, and the verdict is final."""
+def test_that_a_promise_is_kept_takes_all_passes_to_show() -> None:
+    """Two may have been lucky."""
     plan = judged_plan()
-    assert judged_after(plan, 1.05) == 0
-    assert plan._check is not None and plan._check.add(span_of(plan, 1.05, plain=(3, 5, 7, 9))) is not None
-    assert not plan._check.too_slow and "in 2 steps" in plan.explain()
+    assert judged_after(plan, *[1.05] * CHECKED) == CHECKED
+    assert plan._check is not None and not plan._check.too_slow and f"in {CHECKED} steps" in plan.explain()
 
 
-@pytest.mark.parametrize(("over", "passes"), [(-0.001, 2), (0.005, CHECKED), (0.03, 2)])
+@pytest.mark.parametrize(("over", "passes"), [(-0.001, CHECKED), (0.005, CHECKED), (0.03, 2)])
 def test_the_promise_is_no_percent_more_than_was_promised(over: float, passes: int) -> None:
-    """Where it takes up to a percent of the step more, no two passes show a miss: the median of five does."""
+    """If a step takes up to one percent more, two passes cannot show a miss; five can."""
     plan = judged_plan(slowdown=0.1)
     check = plan._check
     assert check is not None
@@ -624,21 +636,26 @@ def test_a_promise_that_no_machine_can_show_is_not_missed_by_noise() -> None:
     assert plan._check is not None
     solution = plan._check.solution
     check = Check(solution, allowed_seconds=solution.profile.step_seconds, noise=0.0)
-    for slower in (99.0, 1.001, 1.001):
+    for slower in (99.0, *[1.001] * CHECKED):
         check.add(span_of(plan, slower, plain=(3, 5, 7, 9)))
     assert check.measured is not None and not check.too_slow
 
 
-@pytest.mark.parametrize(("lucky", "more"), [(0.8, 3), (0.99, 2)])
-def test_a_plan_that_seems_faster_than_ordinary_training_is_measured_again(lucky: float, more: int) -> None:
-    plan = judged_plan()
-    assert judged_after(plan, lucky, lucky) == 0
-    check = plan._check
+@pytest.mark.parametrize(("faster", "factor"), [(0.0, LEAST_PRICE), (0.5, 0.5), (0.9, None)])
+def test_what_a_plan_seems_faster_by_is_an_error_of_either_sign(faster: float, factor: float | None) -> None:
+    """Nothing is faster than keeping everything, so prices fall no further than that error allows."""
+    check = judged_plan()._check
     assert check is not None
-    for _ in range(more):
-        assert check.measured is None
-        plan.saw_span(span_of(plan, 1.05, plain=(3, 5, 7, 9)))
-    assert check.measured is not None and check.measured.steps == 2 + more and not check.too_slow
+    plain, overhead = check.solution.profile.step_seconds, check.solution.predicted.overhead_seconds
+    seconds = plain - faster * overhead
+    check.compared, check.measured = True, Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds)
+    expected = None if factor is None else scaled(check.solution.profile, factor)
+    found = loosened(check)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        hooked, recomputed = found.rates, found.blocks[0].units[0].recompute_seconds
+        assert hooked.handling_seconds_per_byte == pytest.approx(expected.rates.handling_seconds_per_byte)
+        assert recomputed == pytest.approx(expected.blocks[0].units[0].recompute_seconds)
 
 
 def test_two_passes_that_agree_show_that_it_is_missed() -> None:
@@ -649,7 +666,7 @@ def test_two_passes_that_agree_show_that_it_is_missed() -> None:
 
 def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
     plan = judged_plan()
-    assert judged_after(plan, 1.5, 1.01, 1.01) == 3
+    assert judged_after(plan, 1.5, *[1.01] * (CHECKED - 1)) == CHECKED
     assert plan._loop._corrections == 0
 
 
@@ -662,13 +679,13 @@ def kept_bytes(plan: MeasuredPlan) -> int:
 
 
 def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
-    """Judge one plan after the other, each by a pass whose blocks with hooks take so much longer; return what it kept.
+    """Judge one plan after the other, each by a pass whose hooked blocks are this much slower; return the kept bytes.
 
-    A plan takes two passes to be judged.
+    A plan that misses its promise takes two passes to be judged.
     """
     kept = [kept_bytes(plan)]
     for one in slower:
-        assert judged_after(plan, one, one)
+        assert judged_after(plan, *[one] * CHECKED)
         kept.append(kept_bytes(plan))
     return kept
 
@@ -677,10 +694,12 @@ def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
 def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
     unknown: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where two graphs are alive in every backward, which no span is made of."""
+    """For example if two graphs are alive in every backward, which gives no span."""
     plan = judged_plan()
-    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=frozenset({"layers.0"}), spans=untimed())  # type: ignore[assignment]
-    complete = span_of(plan, 1.5, plain=(3,))  # one such pass is no verdict
+    assert plan._check is not None
+    kept = kept_blocks(plan._check.solution)
+    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=kept, spans=untimed())  # type: ignore[assignment]
+    complete = span_of(plan, 1.5, plain=(3,))  # one such pass gives no verdict
     recorded: list[tuple[str, Any]] = []
     plan._bus.subscribe(lambda kind, fields: recorded.append((kind, fields)))
     other = replace(complete, blocks=tuple(replace(block, name=f"other.{block.name}") for block in complete.blocks))
@@ -688,11 +707,11 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
         plan.saw_span(complete)  # settles
         for _ in range(UNUSED - 1):
             assert plan.saw_span(other if unknown else None)
-        assert plan.saw_span(complete) and timer.unhooked == {"layers.0"}, "only those in a row count"
+        assert plan.saw_span(complete), "only those in a row count"
         for _ in range(UNUSED - 1):
             assert plan.saw_span(other if unknown else None)
         assert not plan.saw_span(other if unknown else None)
-    assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
+    assert timer.unhooked == kept
     assert "the plan is not judged" in caplog.text and "not judged: graphs overlap" in plan.explain()
     assert [(kind, "not judged: graphs overlap" in fields["text"]) for kind, fields in recorded] == [("verdict", True)]
 
@@ -701,7 +720,7 @@ def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
     plan = judged_plan(slowdown=0.05)
     kept = rounds(plan, 1.001)
     assert kept[1] < kept[0]
-    assert "replaced by a plan that saves" in plan.explain() and "not measured yet" in plan.explain()
+    assert "an earlier plan, replaced by one that saves" in plan.explain() and "not measured yet" in plan.explain()
 
 
 def test_a_plan_that_takes_what_was_predicted_stays() -> None:
@@ -711,7 +730,7 @@ def test_a_plan_that_takes_what_was_predicted_stays() -> None:
     timed = [block for block in plan.profile.blocks if block.name not in kept & shown]
     share = sum(block.forward_seconds + block.backward_seconds for block in timed)
     before = plan.table
-    assert judged_after(plan, *[1 + plan._check.solution.predicted.overhead_seconds / share] * 2)
+    assert judged_after(plan, *[1 + plan._check.solution.predicted.overhead_seconds / share] * CHECKED)
     assert plan.table is before
 
 
@@ -723,16 +742,15 @@ def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pyte
     with caplog.at_level("INFO", logger="ebbtide"):
         rounds(plan, 1.5)
     assert plan.table == first
-    assert "keeping less missed the promise, so the previous plan is restored" in plan.explain()
-    assert "in 2 steps" in plan.explain().splitlines()[1]  # it was judged, and is not judged again
-    assert not plan.saw_span(span_of(plan, 9.0, plain=(3, 5, 7, 9))) and plan.table == first
+    assert "a plan that kept less missed the promise, so the one before it is restored" in plan.explain()
+    assert f"in {CHECKED} steps" in plan.explain().splitlines()[1]  # it was judged, and is not judged again at once
 
 
 def test_so_many_plans_do_more_and_no_more() -> None:
     plan = judged_plan(slowdown=0.01, count=100)
     kept = [kept_bytes(plan)]
     while plan._check is not None and plan._check.unjudged:
-        assert judged_after(plan, 1.00001, 1.00001)
+        assert judged_after(plan, *[1.00001] * CHECKED)
         kept.append(kept_bytes(plan))
     assert len(set(kept)) == LOOSENED + 1 and kept == sorted(kept, reverse=True)
 
@@ -748,14 +766,65 @@ def test_a_plan_that_was_corrected_does_not_do_more_again() -> None:
 
 
 def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
-    """Prices that noise made far too high: what they really are is tried, and everything is kept if it must be."""
+    """Noise made the prices far too high: the real ones are tried, and everything is kept if necessary."""
     for slower, expected in ((1.001, False), (1.5, True)):
         plan = judged_plan(slowdown=0.03)
-        assert plan._check is not None and "replaced by a plan" in plan.explain()
+        assert plan._check is not None and "an earlier plan, replaced by one" in plan.explain()
         assert not plan._check.keeps
         rounds(plan, slower)
         assert plan._check.keeps is expected
         assert ("everything stays, so blocks run without hooks" in plan.explain()) is expected
+
+
+def looked_again(plan: MeasuredPlan, slower: float) -> bool:
+    """Let one later verdict come from passes whose blocks with hooks take so much longer; return if more are wanted."""
+    more = True
+    for one in (99.0, *[slower] * ADDED):  # the first settles
+        assert more
+        more = plan.saw_span(span_of(plan, one, plain=(3, 5, 7, 9)))
+    return more
+
+
+def paused(plan: MeasuredPlan) -> int:
+    assert plan._timer is not None
+    return plan._timer.spans.paused
+
+
+def test_a_kept_promise_is_judged_again_at_growing_distances() -> None:
+    """And only towards less slowdown: a plan that then seems to have time to spare stays."""
+    plan = judged_plan()
+    plan._timer, plan._loop._loosened = stand_in(), LOOSENED
+    judged_after(plan, *[1.06] * CHECKED)
+    before = plan.table
+    recorded = list[str]()
+    plan._bus.subscribe(lambda kind, fields: recorded.append(kind))
+    for number, steps in enumerate((8, 11, 11)):
+        assert paused(plan) == FIRST_LOOK * 4**number and plan.judged
+        assert not looked_again(plan, 1.0)
+        assert plan.table is before and f"in {steps} steps" in plan.explain()
+    assert recorded == ["verdict"] * 3
+
+
+@pytest.mark.parametrize("looser", [False, True])
+def test_a_promise_that_is_broken_later_is_corrected(looser: bool) -> None:
+    """A plan that kept less than another makes way for it; any other is followed by one that keeps more."""
+    plan = judged_plan(slowdown=0.05)
+    plan._timer = stand_in()
+    kept = [kept_bytes(plan)]
+    if looser:
+        kept += rounds(plan, 1.001)[1:]
+        assert kept[1] < kept[0]
+    assert plan._check is not None
+    plan._loop._loosened = LOOSENED
+    judged_after(plan, *[1.02] * CHECKED)
+    judged = plan.table
+    for _ in range(2):
+        looked_again(plan, 1.5)
+        assert plan.table is judged, "three passes of eight, or six of eleven, may be noise"
+    looked_again(plan, 1.5)
+    assert kept_bytes(plan) == kept[0] if looser else kept_bytes(plan) > kept[0]
+    assert ("the one before it is restored" in plan.explain()) is looser
+    assert paused(plan) == (FIRST_LOOK if looser else 0)  # the one is judged already, the other is judged now
 
 
 def test_with_a_budget_no_plan_does_more() -> None:
@@ -787,7 +856,7 @@ def test_a_plan_offloads_no_more_than_host_memory_holds(monkeypatch: pytest.Monk
 
 
 def test_a_plan_spills_only_where_no_other_fits_the_budget() -> None:
-    """The disk behind host memory is slower, and how much is not known."""
+    """The disk behind host memory is slower by an unknown factor."""
     profile = replace(alike(4, (make_unit("a", 100 * MB),), RATES, window_bytes=MB), store_bytes=200 * MB)
     for budget, spills in ((350 * MB, False), (250 * MB, True)):
         found = fit_with_reserve(profile, budget).predicted
@@ -797,7 +866,7 @@ def test_a_plan_spills_only_where_no_other_fits_the_budget() -> None:
 def test_a_budget_above_what_the_device_has_is_that_of_the_device(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget within it is the user's own, and takes from the share for fragments."""
+    """A budget within it is the user's own, and uses the share for fragments."""
     most = planned(Auto(memory_budget="1TiB"), peak=1_300 * MB)
     assert most.table is not None and most._check is not None and most._check.keeps
     device = int((1 - FRAGMENTS) * (1 + FRAGMENTS) * most.table.predicted.peak_bytes)
@@ -831,18 +900,16 @@ def test_without_a_device_a_plan_keeps_no_more_than_is_free(
 
 
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room, expected in ((10**12, 2), (None, 0)):
+    for room, expected in ((10**12, 3), (None, 0)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
-        plan = MeasuredPlan(Auto(max_slowdown=10.0), tier(), None, Bus())
+        plan = MeasuredPlan(Auto(max_slowdown=1.0), tier(), None, Bus())
         plan._timer = timer = stand_in()
         for _ in range(3):
             plan.saw_step(many(12))
         assert plan._check is not None
         kept = kept_blocks(plan._check.solution)
-        assert len(timer.unhooked - kept) == (expected if len(kept) < expected else 0)
-        if expected:
-            assert judged_after(plan, 1.01, 1.01) == 2
-            assert timer.unhooked == kept
+        assert timer.unhooked == kept
+        assert len(timer.compared - kept) == (expected if len(kept) < expected else 0)
 
 
 def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> None:
@@ -857,7 +924,7 @@ def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> 
 
 
 def test_a_part_of_the_budget_is_left_free() -> None:
-    """Small storages that nothing hides, so that the peak comes close to what is allowed."""
+    """Small storages whose copies nothing hides, so that the peak comes close to the limit."""
     slow = Rates(out_bytes_per_second=MB, in_bytes_per_second=MB)
     profile = alike(40, tuple(make_unit(f"a{i}", MB) for i in range(25)), slow, window_bytes=MB)
     found = fit_with_reserve(profile, 618 * MB)
@@ -928,7 +995,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
         plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
         assert not trims()
         resident[0] = 1_480 * MB
-        assert trims(), "less than 2 % is left"
+        assert trims(), "less than 2 % remains"
         resident[0] = 1_300 * MB
         plan._timer = cast("Any", SimpleNamespace(wanted=True, measuring=False))
         assert trims(), "steps are measured from the next one on"
@@ -943,7 +1010,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
 
 @pytest.mark.parametrize("budget", [None, 1_500 * MB])
 def test_a_budget_of_resident_memory_takes_nothing_for_noise(budget: int | None) -> None:
-    """Its second measured step, in which the heap is kept, is faster on any machine."""
+    """Its second measured step, which keeps the heap, is faster on any machine."""
     plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
     faster = step(forward=0.8, backward=2.0, peak=1_300 * MB)
     for found in (step(), step(peak=1_300 * MB), faster):
@@ -979,7 +1046,7 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
 
 @pytest.mark.parametrize("budget", ["1MB", 1_500 * MB, 10_000 * MB])
 def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
-    """Else what hooks take is charged to copies and recomputes, and the next plan is made with wrong prices."""
+    """Otherwise hook time is charged to copies and recomputes, and the next plan is made with wrong prices."""
     plan = MeasuredPlan(Auto(memory_budget=budget), tier(), None, Bus())
     profile = profile_of(step(peak=1_300 * MB), RATES, None)
     profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
@@ -991,7 +1058,7 @@ def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None
     assert (hooked == 0) is (budget == 10_000 * MB)
 
 
-def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.profiling.measured.reserved_bytes", lambda tier: 3 * 1024**3)
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     carry_out(plan, *[13.0] * CHECKED, peak=1024**3)

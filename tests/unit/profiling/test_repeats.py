@@ -1,4 +1,4 @@
-"""Blocks that are alike are simulated once: the profile is that of all blocks, or the step is simulated whole."""
+"""Equal blocks are simulated once: the profile is that of all blocks, or the complete step is simulated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Odd(Layer):
-    """Behaves otherwise by its number alone, which no attribute but the number shows."""
+    """Behaves differently by its number, which no other attribute shows."""
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         made = super().forward(x, scale)
@@ -70,7 +70,7 @@ def task(net: nn.Module, job: Job) -> _Task:
 
 
 def assert_same(one: Profile, other: Profile) -> None:
-    """Compare bytes exactly, and times but for the order in which they were added."""
+    """Compare bytes exactly, and times up to the order of their sum."""
     shown = [
         [(b.name, b.kind, [replace(u, recompute_seconds=None) for u in b.units]) for b in found.blocks]
         for found in (one, other)
@@ -90,7 +90,7 @@ def assert_same(one: Profile, other: Profile) -> None:
 
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the operators that are simulated."""
+    """Count the simulated operators."""
     count, price = [0], FakeMachine._price
 
     def counted(self: FakeMachine, *given: Any) -> float:

@@ -1,4 +1,4 @@
-"""Plans without a step: the simulated profile equals that of measured steps, and the plan can be carried out."""
+"""Plans without a real step: the simulated profile equals that of measured steps, and the plan can be carried out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan_of(*args: Any, **given: Any) -> TablePlan:
 
 
 def saved(profile: Profile) -> list[tuple[Any, ...]]:
-    """What a profile says of the model and not of the machine."""
+    """Return the part of a profile that depends on the model and not on the machine."""
     return [
         (
             block.name,
@@ -88,7 +88,7 @@ library for the work space of recurrent layers."""
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SOME)))
-def test_every_family_saves_on_paper_what_it_saves_in_measured_steps(name: str) -> None:
+def test_every_family_saves_in_simulation_what_it_saves_in_measured_steps(name: str) -> None:
     tiny = build(name, **PRECISIONS["bf16"])
     if name in ASK_FOR_VALUES:
         with pytest.raises(ConfigError, match="reads a tensor's values"):
@@ -105,7 +105,7 @@ def test_every_family_saves_on_paper_what_it_saves_in_measured_steps(name: str) 
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_what_is_saved_on_paper_is_what_is_saved_in_measured_steps(name: str) -> None:
+def test_simulated_saved_tensors_are_those_of_measured_steps(name: str) -> None:
     tiny = build(name, **PRECISIONS["bf16"])
     assert saved(on_paper(tiny)) == saved(measured(tiny))
 
@@ -140,7 +140,7 @@ class Net(nn.Module):
 
 
 def plain_peak(net: nn.Module, *shape: int, checkpointed: bool = False) -> int:
-    """Count the peak of a step of a model without the engine: plain, or with its layers under torch's checkpoint."""
+    """Return the peak of a step without the engine: ordinary, or with the layers under torch's checkpoint."""
     with without_bytes():
         twin = copy.deepcopy(net, {id(p): nn.Parameter(torch.empty(p.shape)) for p in net.parameters()})
         x = torch.empty(shape)
@@ -161,7 +161,7 @@ def test_the_peak_of_keeping_everything_is_that_of_a_plain_step(rows: int) -> No
     plan = plan_of(net, torch.zeros(rows, 64, device="meta"), machine=H200, policy="keep", optimizer_state=0.0)
     activation = rows * 64 * 4
     assert plan.predicted.kept_bytes == 5 * activation
-    # While a block's backward runs its own saved tensors die one by one, which no profile tells.
+    # During a block's backward its saved tensors die one by one, which no profile shows.
     assert 0 <= plan.predicted.peak_bytes - plain_peak(net, rows, 64) <= activation
 
 
@@ -176,7 +176,7 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("depth", [4, 12])
 def test_the_peak_of_checkpointing_is_that_of_a_checkpointed_step(depth: int) -> None:
-    """A checkpointed block has all that it saves at once; the heuristic's step, from which it is predicted, has not."""
+    """A checkpointed block holds all its saved tensors at once; in the heuristic's step it does not."""
     net, rows = Net(), 4096
     net.layers = nn.ModuleList(Gated() for _ in range(depth))
     x = torch.zeros(rows, 64, device="meta")
@@ -203,7 +203,7 @@ def test_weights_gradients_and_state_are_divided_among_shards() -> None:
 
     assert peak(optimizer_state=2.0) - peak(optimizer_state=0.0) == 2 * weights
     assert peak(optimizer_state=2.0, shards=4) < peak(optimizer_state=2.0) - weights
-    # Two blocks are gathered at once, and every gradient is a quarter once it is there.
+    # Two blocks are gathered at once, and every finished gradient is a quarter.
     assert peak(optimizer_state=0.0, shards=4) == pytest.approx(weights / 4 + weights / 2 + weights / 2, rel=0.2)
 
 
@@ -247,7 +247,7 @@ def test_what_blocks_share_is_gathered_once() -> None:
     x = torch.zeros(8, 512, device="meta")
     peak = plan_of(net, x, machine=H200, policy="keep", shards=4, optimizer_state=0.0).predicted.peak_bytes
     weight = 512 * 512 * 4
-    # Its shard and the whole of it; its gradient from one block, from the next, and their sum.
+    # Its shard and its full value; its gradient from one block, from the next, and their sum.
     assert peak == pytest.approx((0.25 + 1 + 3) * weight, rel=0.05)
 
 
@@ -271,7 +271,7 @@ def test_weights_that_are_shared_stay_shared() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "keep", "offload", "inputs", "minimal"])
-def test_a_plan_made_on_paper_is_carried_out(policy: str, tmp_path: Path) -> None:
+def test_a_simulated_plan_is_carried_out(policy: str, tmp_path: Path) -> None:
     tiny = build("llama", **PRECISIONS["bf16"])
     plain = tiny.step()
     plan = plan_of(tiny.model, tiny.inputs, policy=policy, machine="h200")

@@ -1,4 +1,4 @@
-"""Which adapters are trained: by a kind's name, by a file, by a folder of those trained before."""
+"""Which adapters are trained: by the name of a kind, by a file, or by a folder of trained ones."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_folder_without_adapters_is_refused_with_the_nearest(tmp_path: Path) -
         adapters.check(config)
 
 
-def test_the_kind_is_told_of_every_training_type(tmp_path: Path) -> None:
+def test_every_training_type_has_its_kind_of_adapters(tmp_path: Path) -> None:
     BOFTConfig().save_pretrained(tmp_path)
     (tmp_path / "adapter_model.bin").touch()
     assert SftConfig().adapter_kind is None

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or is none."""
+"""A checkpoint is complete, or is not one."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ def find(output: Path, asked: object = "latest", **changes: object) -> Path | No
     return checkpoints.find(SftConfig(output_dir=str(output), resume_from_checkpoint=str(asked), **changes))
 
 
-def test_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
-        assert find(tmp_path) is None
-    assert "holds no complete checkpoint" in caplog.text
+def test_latest_is_the_newest_whole_one(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
     make(tmp_path, 2)
     nine = make(tmp_path, 9)
     make(tmp_path, 10, sealed=False)
@@ -98,7 +96,7 @@ def test_another_kind_of_adapters_is_refused(tmp_path: Path) -> None:
     assert find(tmp_path, train_type="adapter", adapter_config="boft") is not None
 
 
-def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_processes_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, 4)
     config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest")
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
@@ -109,16 +107,14 @@ def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert f"was written with {two} and is resumed with {one}" in caplog.text
 
 
-def test_other_rows_seeds_and_batches_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_rows_seeds_and_batches_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make(tmp_path, 4, sealed=False)
     checkpoints.seal(folder, SftConfig(), step=4, world_size=2, rows=40)
     config = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
     changed = SftConfig(**config, seed=7, per_device_train_batch_size=2)
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         checkpoints.find(SftConfig(**config), world_size=2, rows=40)
-        checkpoints.find(
-            SftConfig(**config, max_length=64), world_size=2, rows=40
-        )  # cuts rows, and leaves them in order
+        checkpoints.find(SftConfig(**config, max_length=64), world_size=2, rows=40)  # cuts rows, and keeps their order
         assert caplog.text == ""
         checkpoints.find(changed, world_size=2, rows=39)
         before, now = "seed 42, rows of a step 2, rows 40", "seed 7, rows of a step 4, rows 39"
@@ -126,7 +122,7 @@ def test_other_rows_seeds_and_batches_are_told_of(tmp_path: Path, caplog: pytest
         caplog.clear()
         seal = json.loads((folder / checkpoints.SEAL).read_text())
         (folder / checkpoints.SEAL).write_text(json.dumps({k: v for k, v in seal.items() if k != "order"}))
-        assert checkpoints.find(changed, world_size=2, rows=39) == folder  # an older seal says nothing of these
+        assert checkpoints.find(changed, world_size=2, rows=39) == folder  # an older seal lacks these
     assert caplog.text == ""
 
 
@@ -149,7 +145,7 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
         RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
     ],
 )
-def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Exception) -> None:
     new = tmp_path / "checkpoint-4"
     first = checkpoints.not_saved(error, new, tmp_path)
     assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint
@@ -246,7 +242,7 @@ def test_checkpoints_beyond_the_one_that_is_resumed_are_set_aside(
 
 @pytest.mark.parametrize("name", ["checkpoint-5", "best"])
 def test_later_ones_are_set_aside_whatever_folder_and_name_the_resumed_one_has(tmp_path: Path, name: str) -> None:
-    """Pruning would otherwise remove each checkpoint of the new run at once, as older than those of the last."""
+    """Pruning would otherwise remove each checkpoint of the new run at once, as older than those of the last run."""
     output = tmp_path / "here"
     for step in (1, 6, 7):
         make(output, step)
@@ -342,7 +338,7 @@ def test_a_run_that_may_not_record_leaves_the_record_of_the_other(tmp_path: Path
 
 
 def test_a_folder_that_another_process_writes_into_is_refused(tmp_path: Path) -> None:
-    """Whatever this run may overwrite or resume."""
+    """Even if this run may overwrite or resume."""
     made = make(tmp_path, 2)
     config = SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True)
     holding = (
@@ -373,7 +369,7 @@ def test_a_file_system_without_locks_locks_nothing(tmp_path: Path, monkeypatch: 
 
 
 def saving(output: Path, monkeypatch: pytest.MonkeyPatch, writes: Callable[[Path], object]) -> Callable[[], None]:
-    """Return a call that saves the checkpoint of step 4, whose files are written by a function."""
+    """Return a call that saves the checkpoint of step 4, with a function that writes its files."""
     trainer = object.__new__(trainer_module.RecordedTrainer)
     trainer.config = SftConfig(save_total_limit=1)
     trainer.args = SimpleNamespace(should_save=True, world_size=1)  # type: ignore[assignment]
@@ -388,7 +384,7 @@ def saving(output: Path, monkeypatch: pytest.MonkeyPatch, writes: Callable[[Path
 def test_files_are_on_the_disk_before_the_seal_and_before_older_ones_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that crashes later would otherwise lose the new checkpoint and the old."""
+    """Otherwise a later crash of the node could lose both the new checkpoint and the old."""
     old, order = make(tmp_path, 2), list[str]()
     fsync, replace, remove = os.fsync, Path.replace, checkpoints.remove
 
@@ -417,7 +413,7 @@ def test_a_failed_save_raises_its_own_error_and_a_full_disk_the_one_with_a_hint(
 
     with pytest.raises(KeyError) as caught:
         saving(tmp_path, monkeypatch, fails)()
-    assert caught.value is failure and failure.__cause__ is None  # tools that follow causes would not end
+    assert caught.value is failure and failure.__cause__ is None  # tools that follow causes would loop
 
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""Rows with files, where no model's own processor is needed to see what becomes of them."""
+"""Rows with files, in cases that need no model's own processor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 class Processor:
-    """Has a tokenizer whose tokens are letters, and that puts a space before any text, as Llama's does."""
+    """Has a tokenizer whose tokens are letters, and that puts a space before any text, like Llama's."""
 
     def __init__(self, merges: list[tuple[str, str]]) -> None:
         letters = [chr(code) for code in range(ord("!"), ord("~"))]
@@ -50,7 +50,7 @@ PAIR = {"prompt": [said("user", "Why?")], "completion": [said("assistant", "It i
 
 
 def learned(*rows: dict[str, Any], completion_only: bool = True, merges: Any = ()) -> list[str]:
-    """Return the text that is learned of each row."""
+    """Return the learned text of each row."""
     processor: Any = Processor(list(merges))
     batch = collator.MediaCollator(processor=processor, max_length=99, completion_only=completion_only)(rows)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["labels"].shape
@@ -96,7 +96,7 @@ def test_a_chat_that_the_template_refuses_is_named_by_its_row() -> None:
 def test_places_of_files_that_only_a_list_or_the_config_names_are_not_learned(
     named_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Processor, "image_token_id", 0, raising=False)  # as Gemma 3's: it begins an image
+    monkeypatch.setattr(Processor, "image_token_id", 0, raising=False)  # like Gemma 3's: it begins an image
     processor: Any = Processor([])
     place = processor.tokenizer.convert_tokens_to_ids("?")
     config: Any = SimpleNamespace(image_token_id=place) if named_by == "config" else None

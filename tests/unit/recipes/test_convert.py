@@ -1,4 +1,4 @@
-"""The built-in model's file: read and dequantised value by value as its format says, and saved as a model folder."""
+"""The built-in model's file: read and dequantised value by value as in its format, and saved as a model folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def value(content: object) -> bytes:
 
 
 def blocks(kind: int, count: int, random: np.random.Generator) -> tuple[bytes, list[np.float32]]:
-    """Random blocks of a type, and their values worked out one by one."""
+    """Return random blocks of a type, and their values computed one by one."""
     if kind == 0:
         values = random.standard_normal(count, dtype=np.float32)
         return values.tobytes(), list(values)

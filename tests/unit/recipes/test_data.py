@@ -433,7 +433,7 @@ def test_the_first_rows_of_a_file_are_read_before_anything_heavy_is_imported(
     (tmp_path / name).write_text(text)
     monkeypatch.setattr(run, "check_installed", lambda *args, **kwargs: None)
     for module in ("torch", "transformers", "trl", "datasets"):
-        monkeypatch.setitem(sys.modules, module, None)  # whoever imports it fails
+        monkeypatch.setitem(sys.modules, module, None)  # importing it fails
     recipe, kind = {"sft": (sft_recipe.RECIPE, SftConfig), "grpo": (grpo_recipe.RECIPE, GrpoConfig)}[verb]
     good = write(tmp_path / "good.jsonl", [{"prompt": "1 + 1 =", "completion": "2", "answer": "2"}])
     for names in ({"dataset": (str(tmp_path / name),)}, {"dataset": (good,), "eval_dataset": (str(tmp_path / name),)}):
@@ -506,7 +506,7 @@ def test_rows_that_are_trained_in_order_keep_it_when_others_are_held_out() -> No
     assert list(same["number"]) == list(held["number"])
 
 
-def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_rows_than_requested_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     name = write(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(3)])
     load(f"{name}#3")
     assert caplog.messages == []
@@ -668,7 +668,7 @@ def test_a_hub_name_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monkey
 def test_without_a_network_only_the_cache_is_asked(
     monkeypatch: pytest.MonkeyPatch, known: bool, proxy: str, offline: bool
 ) -> None:
-    """The packages would repeat their requests for half a minute; behind a proxy names are not looked up here."""
+    """The packages would repeat requests for half a minute; behind a proxy names are not resolved locally."""
     import datasets
     import huggingface_hub.constants as constants
 

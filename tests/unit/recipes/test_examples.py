@@ -1,4 +1,4 @@
-"""The commands of examples/: every flag is known, every value can be had, and they mean what the page says."""
+"""The commands of examples/: every flag is known, every value is valid, and they mean what the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of ``grpo``: verl's keys mean what they say or are refused by their names; numbers that make no run are."""
+"""The flags of ``grpo``: verl's keys have their meaning or are refused by name; impossible numbers are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reward function becomes one number a completion; everything else is an error that names the function."""
+"""Every reward function returns one number per completion; anything else is an error that names the function."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_what_is_no_number_is_compared_as_text() -> None:
 
 @pytest.mark.timeout(60)
 def test_many_blanks_end() -> None:
-    """A policy that begins to learn writes many; a pattern that tries from each of them would take minutes."""
+    """A policy that begins to learn writes many; a pattern that retries at each of them would take minutes."""
     assert answers.number_in("1" + " " * 400_000 + "x") == 1
     assert answers.same_answer("#### 1" + " " * 400_000 + "2", "12") is False
 
@@ -324,7 +324,7 @@ def test_what_is_no_reward_is_refused(function: Callable[..., Any], said: str) -
 
 def test_a_tensor_on_another_device_is_moved() -> None:
     class Elsewhere:
-        """Stands for a tensor that lies on an accelerator: it can be listed, not iterated over."""
+        """Stand-in for a tensor on an accelerator: it has ``tolist``, and cannot be iterated over."""
 
         def tolist(self) -> list[float]:
             return [1.0, 2.0]
@@ -376,6 +376,8 @@ def test_rows_without_what_a_function_needs_are_refused() -> None:
     accuracy.check_columns(["prompt", "solution"])
     with pytest.raises(DataError, match="'accuracy' needs the right answer.* columns prompt; expected one of answer"):
         accuracy.check_columns(["prompt"])
+    with pytest.raises(DataError, match="'accuracy' needs .*, and the rows have no column after the prompt; expected"):
+        accuracy.check_columns([])
     mine = rewards.Reward(name="mine", function=lambda completions, awnser, weight=1.0: [])
     with pytest.raises(DataError, match="takes 'awnser'.*\nhint: did you mean 'answer'"):
         mine.check_columns(["prompt", "answer"])

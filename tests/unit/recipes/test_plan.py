@@ -1,4 +1,4 @@
-"""What training would take: the model from its config, the options side by side, what is said of them."""
+"""What training would need: the model from its config, the options side by side, the messages about them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
     )
 
 
-def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result) -> None:
+def test_blocks_that_the_rules_cover_badly_are_checkpointed_by_minimal(result: Result) -> None:
     few = tuple(
         dataclasses.replace(
             b, units=tuple(dataclasses.replace(u, recompute_seconds=None, recompute_flops=None) for u in b.units)
@@ -244,7 +244,7 @@ def test_a_way_that_barely_fits_is_the_last_resort() -> None:
     assert best([fast]) is fast
 
 
-# What is said
+# Messages
 
 
 def test_the_page_says_that_nothing_was_measured(result: Result) -> None:
@@ -309,7 +309,7 @@ def test_the_builtin_models_shape_is_known_without_its_weights(monkeypatch: pyte
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's, where training puts them on
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's, where training adapts
 def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
     config = SftConfig(model=qwen, train_type="lora", lora_rank=4, target_modules=("q_proj", "v_proj"))
     read = model.read(config)
@@ -331,7 +331,7 @@ def test_adapters_take_less_than_full_training(qwen: str) -> None:
     assert "--train_type lora" in page.text(lora)
 
 
-def test_experts_can_be_run_on_paper(write: Write) -> None:
+def test_experts_can_be_simulated(write: Write) -> None:
     moe = write(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     text = page.text(found(moe))
     assert "4 x Qwen3MoeDecoderLayer, 4 experts" in text
@@ -358,6 +358,7 @@ def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
         ({"host_memory": "lots"}, "host_memory is 'lots'"),
         ({"memory_budget": "0"}, "memory_budget is '0'"),
         ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
+        ({"max_slowdown": 5.0}, "max_slowdown is 5.0"),
         ({"max_length": 1}, "max_length is 1; expected 2 or more"),
         ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more"),
         ({"train_type": "qlora", "gpus": 2}, "train_type is 'qlora' with gpus 2"),
@@ -406,7 +407,7 @@ def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(
     with pytest.raises(DataError, match="there is no model folder './nothing'; .*\nhint: .*check the path"):
         found("./nothing")
     with pytest.raises(DataError, match="\nhint: without a network use a local folder, or a model fetched before$"):
-        found("nofolder")  # no word of --use_hf, which plan has not
+        found("nofolder")  # does not name --use_hf, which plan lacks
     with pytest.raises(ConfigError, match="machine is 'h2000'"):
         found("./nothing", gpu="h2000")
 
@@ -417,7 +418,7 @@ def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_done(tmp_pa
             recipe.main(PlanConfig(model="/nowhere", gpu="h200", out=str(path)))
 
 
-def test_what_has_no_effect_is_said(qwen: str) -> None:
+def test_flags_without_effect_are_reported(qwen: str) -> None:
     said: list[str] = []
     recipe.main(PlanConfig(model=qwen, gpu="h200", max_length=512, lora_rank=4), said.append)
     assert said == ["--lora_rank has no effect here: recipe is sft, train_type full"]
@@ -436,7 +437,7 @@ def test_a_machine_without_devices_has_neither_ranks_nor_a_host(
     assert "(float32; all trained)" in text
 
 
-def test_a_step_that_cannot_be_run_on_paper_is_said_to_be_so(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_simulated_is_reported(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object, **named: object) -> None:
         raise RuntimeError("a shape that is wrong\nand more")
 
@@ -538,7 +539,7 @@ def test_under_fsdp_gradients_of_earlier_micro_batches_are_whole(qwen: str) -> N
 
 
 def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
-    """Trainers call models without one; what it holds would count as saved."""
+    """Trainers call models without one; its contents would count as saved."""
     assert not any("CatBackward" in u.site.node for b in result.profile.blocks for u in b.units)
 
 

@@ -1,4 +1,4 @@
-"""What training a video transformer would take, from its config alone."""
+"""What training a video transformer would need, from its config alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @functools.cache
 def found(model: Path, **changes: Any) -> Result:
-    """Return what training would take; simulating a model takes seconds, and the same values have the same result."""
+    """Return the prediction; simulating a model takes seconds, so results are cached by value."""
     given = {"recipe": "video", "model": str(model), "gpu": "h200", "text_length": 24, **SIZE, **changes}
     return recipe.main(PlanConfig(**given))
 
@@ -49,7 +49,7 @@ def test_every_family_has_a_plan(pipelines: dict[str, Path], family: str) -> Non
 
 
 def test_tokens_follow_from_the_size_of_the_clip(pipelines: dict[str, Path]) -> None:
-    # Wan: 4 frames and 8 x 8 pixels a latent, 2 x 2 latents a token.
+    # Wan: 4 frames and 8 x 8 pixels per latent, 2 x 2 latents per token.
     assert found(pipelines["wan"]).outline.tokens == 8 * 8 * 8
     assert found(pipelines["wan"], num_frames=17, per_device_train_batch_size=2).outline.tokens == 2 * 5 * 8 * 8
 

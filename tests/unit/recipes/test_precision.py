@@ -1,4 +1,4 @@
-"""Small steps on weights in bfloat16 are warned of, in every recipe."""
+"""Every recipe warns of small steps on weights in bfloat16."""
 
 from __future__ import annotations
 

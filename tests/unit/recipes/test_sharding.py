@@ -1,4 +1,4 @@
-"""FSDP's settings as flags, words and the seeds' files say them."""
+"""FSDP's settings from flags, words and other trainers' files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    assert config.memory_efficient_init is True  # accelerate's word for it
+    assert config.memory_efficient_init is True  # accelerate's name for it
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,9 @@ def test_words_that_ask_for_nothing_leave_everything_as_it_is(words: str) -> Non
     assert trainer_settings(config) == {}
 
 
-def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = written(tmp_path, {"use_orig_params": True, "sync_module_states": False})
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         settings = trainer_settings(resolved(SftConfig(fsdp_config=file)))["fsdp_config"]

@@ -1,4 +1,4 @@
-"""What a step's line says of stalls, and which order of clips an epoch has."""
+"""The stalls in a step's line, and the order of clips in an epoch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_prompt_is_sampled(prompts: int | None, samples: int, count: int) 
     assert len(_showing(config, SimpleNamespace(family=Family), Four()).prompts) == count  # type: ignore[arg-type]
 
 
-def test_a_warmup_that_the_schedule_has_not_is_said() -> None:
+def test_a_warmup_that_the_schedule_lacks_is_reported() -> None:
     assert "warmup_ratio" in VideoConfig(lr_scheduler_type="constant", warmup_ratio=0.1).without_effect()
     assert "warmup_ratio" not in VideoConfig(lr_scheduler_type="cosine", warmup_ratio=0.1).without_effect()
 

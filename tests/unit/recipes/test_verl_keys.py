@@ -1,4 +1,4 @@
-"""verl's keys that set several flags, or are read together: the numbers they become, and what does not fit."""
+"""verl's keys that set several flags, or are read together: the resulting numbers, and invalid combinations."""
 
 from __future__ import annotations
 
@@ -269,14 +269,14 @@ def test_numbers_that_do_not_fit_are_refused(words: list[str], said: str, hint: 
         (f"{ROLLOUT}.name=sglang", "hf: transformers generates"),
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16", ": 8, or leave it out"),
         ("custom_reward_function.name=f", "custom_reward_function.path"),
-        # False asks for something else than what is done.
+        # False requests a behaviour that the recipe lacks.
         (f"{ROLLOUT}.do_sample=False", "always sampled"),
         (f"{ROLLOUT}.val_kwargs.temperature=0", "as in training"),
         ("actor_rollout_ref.hybrid_engine=False", "one set of processes"),
         ("algorithm.kl_ctrl.kl_coef=0.001", "algorithm.use_kl_in_reward=True"),
         ("algorithm.kl_ctrl.type=adaptive", "fixed"),
         ("algorithm.kl_penalty=low_var_kl", "log p_reference"),
-        # Keys of a section of which none has a meaning here.
+        # Keys of a section without any meaning here.
         ("critic.cliprange_value=0.5", "no critic"),
         ("reward_model.rollout.n=4", "--reward_funcs"),
     ],
@@ -299,7 +299,7 @@ def test_a_value_without_a_meaning_here_is_refused_by_its_key(word: str, hint: s
         (sft, "data.train_batch_sizes=8", "did you mean 'data.train_batch_size', 'data.micro_batch_size'"),
     ],
 )
-def test_a_key_in_no_table_is_said_to_be_verls(read: Any, word: str, near: str) -> None:
+def test_an_unknown_key_is_reported_as_verls(read: Any, word: str, near: str) -> None:
     key, section = word.partition("=")[0], word.partition(".")[0]
     with pytest.raises(ConfigError) as caught:
         read(word)
@@ -432,7 +432,7 @@ def test_the_processes_of_all_nodes_share_a_batch(monkeypatch: pytest.MonkeyPatc
         grpo(*batch(16, 8, 4, 4, 2, "trainer.nnodes=1"))
 
 
-def test_trackers_are_given_the_project_and_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_the_project_and_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("WANDB_PROJECT", "mine")

@@ -1,4 +1,4 @@
-"""Memory while weights are loaded: found in the run file, drawn, and told in words."""
+"""Memory while weights are loaded: found in the run file, drawn, and described."""
 
 import xml.etree.ElementTree as ET
 

@@ -1,4 +1,4 @@
-"""What holds the peak, the verdict, the prediction beside the measurement, the curve of the losses."""
+"""The contents of the peak, the verdict, prediction and measurement, the curve of the losses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def device_run(folder: Path, *, peak_at: str = "loss", engine: bool = True, step
 
 
 def test_a_peak_that_the_allocator_reported_names_no_block_and_is_no_floor(tmp_path: Path) -> None:
-    """It is dated half-way between two edges: before a forward it holds the gradients that are freed next."""
+    """It is dated half-way between two edges: before a forward it includes the gradients that are freed next."""
     run = device_run(tmp_path, peak_at="block")
     first = run.peak(counted=True)
     assert first is not None and not first.dated and first.block == "layers.1"
@@ -175,7 +175,8 @@ def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None
 def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain"))
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=150 * MIB, slow=1.1, engine=True))
-    (line,) = verdicts([plain.summary, ours.summary], ["plain", "ebbtide"], {"ebbtide": split(ours)})
+    three = {**ours.summary, "timed_steps": 3}
+    (line,) = verdicts([plain.summary, three], ["plain", "ebbtide"], {"ebbtide": split(ours)})
     assert line.startswith("ebbtide: peak −646.7 MiB (34 %), step +6 %, losses bitwise equal (against plain); ")
     assert "what is left of the peak: work of backward" in line and " → " in line
     alone = verdicts([ours.summary], ["ebbtide"], {})
@@ -183,14 +184,21 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     assert alone[0].endswith(", step 3.500 s, peak 1.21 GiB.") and "kept everything" not in alone[0]
     nothing = {**ours.summary, "plan": {"name": "auto", "text": "everything stays: nothing is gained"}}
     (line,) = verdicts([nothing], ["ebbtide"], {"ebbtide": split(ours)})
-    assert "kept everything" in line and line.count(" → ") == 1 and "policy 'minimal', or a larger max_slowdown" in line
+    assert (
+        "kept everything" in line
+        and line.count(" → ") == 1
+        and "policy 'minimal', or a larger limit: ebbtide.Auto(" in line
+    )
+    one = {**ours.summary, "timed_steps": 1}
+    assert "step time not judged (1 step timed), " in verdicts([plain.summary, one], ["plain", "ebbtide"], {})[0]
+    assert ", step +" in verdicts([plain.summary, {**one, "rounds": 3}], ["plain", "ebbtide"], {})[0]
     small = {**ours.summary, "plan": {"name": "auto", "text": "all storages that blocks save are below min_bytes"}}
     assert "below min_bytes" in verdicts([small], ["ebbtide"], {})[0]
     uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
     assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
 
 
-def test_savings_within_the_noise_are_not_given_as_numbers(tmp_path: Path) -> None:
+def test_savings_within_the_noise_are_not_shown_as_numbers(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain", height=100 * MIB)).summary
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=103 * MIB)).summary
     assert "peak unchanged" in verdicts([plain, ours], ["plain", "ebbtide"], {})[0]
@@ -200,7 +208,7 @@ def test_savings_within_the_noise_are_not_given_as_numbers(tmp_path: Path) -> No
     assert saved_percent({"device": "cpu", "inside": {"activation_bytes": 50 * MIB}}, plain) == pytest.approx(50.0)
 
 
-def test_the_prediction_stands_beside_the_measurement_with_what_a_step_spends(tmp_path: Path) -> None:
+def test_prediction_and_measurement_are_shown_with_the_parts_of_a_step(tmp_path: Path) -> None:
     run = device_run(tmp_path)
     assert step_costs(run) == {
         "stalls": 0.5, "recomputing (host time)": 0.25, "copying out, during compute": 0.5,
@@ -248,7 +256,7 @@ def accumulating_run(folder: Path, micro_batches: int) -> Run:
 def test_the_prediction_of_a_micro_batch_is_compared_with_one(tmp_path: Path) -> None:
     table = prediction(accumulating_run(tmp_path / "four", 4))
     assert table.columns[2] == "measured, of one of 4 micro-batches"
-    assert table.rows[0] == ("step", "1.900 s", "2.125 s")  # 8.5 s in four
+    assert table.rows[0] == ("step", "1.900 s", "2.125 s")  # 8.5 s in four micro-batches
     assert table.rows[1] == ("of it, stalls", "–", "0.200 s")
     alone = prediction(accumulating_run(tmp_path / "one", 1))
     assert alone.columns[2] == "measured" and alone.rows[0] == ("step", "1.900 s", "2.500 s")
@@ -284,6 +292,7 @@ def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     assert [row[3] for row in table.rows] == [ABSENT, ABSENT, "equal", "equal"]
     assert loss_verdict(rest, whole) == "equal" and loss_verdict(wrong, whole) == "differ"
     assert loss_verdict({"loss": [5.0, 4.0]}, whole) == "differ"  # it lacks steps
+    assert loss_verdict({"loss": [5.0, 4.0], "model": "another"}, whole) == ABSENT
     assert loss_verdict({"loss": [3.0], "first_step": 9}, whole) == ABSENT, "no step in common"
     alone = losses_svg([rest], ["rest"]) or ""
     assert ">3<" in alone and ">4<" in alone and ">1<" not in alone

@@ -229,8 +229,14 @@ def test_losses_are_held_against_each_other_digit_by_digit():
 
 def test_the_text_tells_plan_and_what_happened(runs):
     said = text(runs[2])
-    for part in (f"plan      minimal: {PLAN}", "32.0 MiB kept, 28.0 MiB offloaded, 72.0 MiB recomputed", "7.14 %"):
+    for part in (
+        f"plan      minimal: {PLAN}",
+        "32.0 MiB kept, 28.0 MiB offloaded, 72.0 MiB recomputed",
+        "7.14 %",
+        "memory saved",
+    ):
         assert part in said
+    assert "\noutcome   " in said
     assert re.search(r"layers\.4 +backward +3 +0\.7500 s +0\.2500 s", said)
     assert "plan" not in text(runs[0])
 
@@ -242,7 +248,7 @@ def test_checkpointed_blocks_are_those_of_the_engines_of_the_last_step(runs):
     assert "8 blocks checkpointed." in happened(with_events(runs[2], *passes))
 
 
-def test_a_plan_that_is_told_again_with_more_is_shown_once(runs):
+def test_a_plan_that_is_recorded_twice_is_shown_once(runs):
     longer = with_events(runs[2], event(60.0, "plan", name="minimal", text=PLAN + " And more."))
     assert plans(longer) == [("minimal", PLAN + " And more.")]
     other = with_events(runs[2], event(60.0, "plan", name="minimal", text="Another."))

@@ -1,4 +1,4 @@
-"""The whole run's part of the report: what memory held, phases outside of steps, contact sheets."""
+"""The report's part on the run: contents of memory, phases outside of steps, contact sheets."""
 
 from __future__ import annotations
 

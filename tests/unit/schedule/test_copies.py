@@ -23,7 +23,7 @@ from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
 
 class Slot:
-    """A slot that says what was asked of it."""
+    """A slot that records its calls."""
 
     def __init__(self, *, parked: bool = False, begun: bool = True, room: bool = True) -> None:
         self.parked, self.begun, self.room = parked, begun, room
@@ -50,7 +50,7 @@ class Slot:
 
 
 class Entry:
-    """As much of an entry as the schedule looks at."""
+    """The part of an entry that the schedule reads."""
 
     def __init__(self, slot: Slot | None = None, nbytes: int = 10, *, source: bool = True) -> None:
         self.slot, self.nbytes, self.last = slot, nbytes, 4
@@ -71,7 +71,7 @@ class Entry:
 
 
 class Tier:
-    """A store that gives slots, done or not, or refuses."""
+    """A store that returns slots, done or not, or refuses."""
 
     def __init__(self, *, can_cancel: bool = False, error: Exception | None = None) -> None:
         self.can_cancel, self.error = can_cancel, error
@@ -136,7 +136,7 @@ def copy_in(run: Run, window: Window, tier: Tier) -> Any:
 
 
 def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
-    """Offer entries as a block does."""
+    """Offer entries like a block."""
     pass_ = pass_ or Pass()
     for entry in entries:
         out.add(entry, pass_)
@@ -146,7 +146,7 @@ def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
 
 
 def offer_apart(out: Any, *entries: Any) -> None:
-    """Offer entries whose copies do not begin together."""
+    """Offer entries whose copies begin separately."""
     for entry in entries:
         offer(out, entry)
 
@@ -204,7 +204,7 @@ def test_a_source_that_was_changed_is_marked() -> None:
     assert entry.source is None and entry.tainted
 
 
-def test_turn_around_withdraws_what_has_not_begun() -> None:
+def test_the_start_of_backward_cancels_copies_that_have_not_begun() -> None:
     waiting, flying = Entry(), Entry()
     out = copy_out(100, Tier(can_cancel=True))
     pass_ = offer(out, waiting, flying)
@@ -216,7 +216,7 @@ def test_turn_around_withdraws_what_has_not_begun() -> None:
     assert flying.source is not None
 
 
-def test_turn_around_of_one_pass_leaves_the_copies_of_another() -> None:
+def test_the_start_of_backward_of_one_pass_leaves_the_copies_of_another() -> None:
     first, second = Entry(), Entry()
     out = copy_out(100, Tier(can_cancel=True))
     one, _ = offer(out, first), offer(out, second)
@@ -286,7 +286,7 @@ def test_what_is_held_back_counts_as_in_the_window() -> None:
 
 
 def test_what_is_held_back_by_a_pass_begins_in_the_next_one() -> None:
-    """Two forwards before a backward: what both hold back is no more than one window."""
+    """Two forwards before a backward together hold back no more than one window."""
     out = copy_out(20)
     one_pass(out, 4)
     first, second = [Entry() for _ in range(4)], [Entry() for _ in range(4)]
@@ -319,7 +319,7 @@ def test_what_lost_its_memory_while_it_was_held_is_not_copied() -> None:
     assert emptied.slot is None and out.held_bytes == 10
 
 
-def test_a_store_that_withdraws_holds_nothing_back() -> None:
+def test_a_store_that_cancels_holds_nothing_back() -> None:
     out = copy_out(20, Tier(can_cancel=True))
     one_pass(out, 4)
     entries = [Entry() for _ in range(4)]
@@ -327,7 +327,7 @@ def test_a_store_that_withdraws_holds_nothing_back() -> None:
     assert begun(entries) == [True] * 4
 
 
-def test_what_the_store_cannot_take_stays_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_that_the_store_refuses_stay_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     out = copy_out(20, Tier(error=CapError("no room", hint="make some")))
     entries = [Entry() for _ in range(3)]
     offer(out, *entries)
@@ -339,7 +339,7 @@ def test_what_the_store_cannot_take_stays_and_it_is_said_once(caplog: pytest.Log
 
 
 def gather(out: Any, *entries: Any, stream: str | None = None) -> Pass:
-    """Offer entries as a block does whose forward is not over."""
+    """Offer entries like a block in the middle of its forward."""
     pass_ = Pass()
     for entry in entries:
         out.add(entry, pass_, stream)
@@ -364,7 +364,7 @@ def test_what_is_gathered_begins_when_the_window_is_full() -> None:
 
 
 class Streams(Tier):
-    """A store that notes which streams its groups were made on."""
+    """A store that records the streams of its groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ def test_what_was_held_back_is_copied_after_the_stream_that_made_it() -> None:
     assert [compute for _, compute in tier.asked] == ["a", "a", "b", "b", "a", "a"]
 
 
-def test_turn_around_forgets_what_is_gathered() -> None:
+def test_the_start_of_backward_drops_gathered_copies() -> None:
     tier = Tier()
     out, entry, other = copy_out(1000, tier), Entry(), Entry()
     pass_ = gather(out, entry)
@@ -424,7 +424,7 @@ def test_what_is_refused_of_a_group_is_counted_as_kept_but_not_what_nobody_has_c
     tier = Tier(error=CapError("full", expected="room", hint="none"))
     out, entries = copy_out(100, tier), [Entry() for _ in range(3)]
     pass_ = Pass()
-    pass_.tally.offloaded = 20  # of the first two; the third is counted when it has an action
+    pass_.tally.offloaded = 20  # the first two; the third is counted when it has an action
     for entry in entries:
         out.add(entry, pass_)
     assert tier.groups == [3] and all(entry.action is Action.KEEP for entry in entries)
@@ -461,7 +461,7 @@ def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_
         assert tier.brought == brought and flow.ahead_bytes == 100
 
 
-def test_what_two_blocks_saved_is_brought_in_once() -> None:
+def test_a_tensor_that_two_blocks_saved_is_copied_in_once() -> None:
     for can_cancel, brought in ((False, [2]), (True, [1, 1])):
         tier, both, first = Tier(can_cancel=can_cancel), away(10), away(10)
         flow = copy_in(Run([both], Run([first, both])), Window(100), tier)
@@ -519,10 +519,10 @@ def test_what_is_larger_than_the_window_comes_alone() -> None:
     assert small.slot.asked == ["prefetch"]
 
 
-def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
+def test_copy_in_skips_resident_and_dead_entries() -> None:
     here, recomputed, gone, wanted, lives = Entry(Slot()), away(), away(), away(), away()
     recomputed.restored = torch.zeros(1)
-    lives.live_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
+    lives.live_storage = torch.zeros(1).untyped_storage()  # another owner keeps it: it is read from there
     run = Run([wanted, gone, recomputed, here, lives])
     del gone
     flow = copy_in(run, Window(10), Tier())
@@ -558,7 +558,7 @@ def test_an_entry_that_dies_in_another_thread_while_all_are_discarded_is_left_ou
     assert flow.ahead_bytes == 0
 
 
-def test_what_blocks_before_did_not_come_for_is_put_back() -> None:
+def test_prefetched_entries_that_earlier_blocks_never_read_are_discarded() -> None:
     entries = [away() for _ in range(4)]
     runs: list[Any] = []
     for entry in entries:
@@ -594,7 +594,7 @@ def test_a_device_without_room_brings_in_less_and_says_so_once(caplog: pytest.Lo
 
 
 def test_the_order_of_one_backward_serves_the_next() -> None:
-    """The first backward shows in which order tensors are read; later ones are brought in so."""
+    """The first backward shows the order in which tensors are read; later copies in follow it."""
     x = leaf(4, 4)
     with open_engine("offload", rate=1e12, window_bytes=1) as engine:
         expected: list[int] = []
@@ -643,14 +643,14 @@ def calls(work: Callable[[], object]) -> int:
 def test_a_tensor_costs_as_much_whether_few_are_held_back_or_many() -> None:
     entries = [Entry() for _ in range(200)]
     out = copy_out(10**6)
-    out.end_forward(offer(out, Entry()))  # from now on a pass is expected to offer little: all of it is held back
+    out.end_forward(offer(out, Entry()))  # from here on a pass is expected to offer little: all of it is held back
     pass_ = Pass()
     costs = [calls(lambda entry=entry: out.add(entry, pass_)) for entry in entries]
     assert out.held_bytes == 2000 and not any(begun(entries))
     assert costs[-1] == costs[1], (costs[1], costs[-1])
 
 
-def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_withdrawn() -> None:
+def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_cancelled() -> None:
     entries = [Entry() for _ in range(4)]
     out = copy_out(40)
     out.end_forward(offer(out, Entry()))

@@ -1,4 +1,4 @@
-"""The mode ``checkpointing`` of a script: which parts of a model it checkpoints, and how."""
+"""The mode ``checkpointing`` of a script: the parts of a model that it checkpoints, and how."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tower(nn.Module):
 
 
 class Switched(Tower):
-    """Has its own checkpointing, as models of diffusers have."""
+    """Has its own checkpointing, like models of diffusers."""
 
     on = False
 
@@ -39,7 +39,7 @@ class Switched(Tower):
 
 
 class Refusing(Tower):
-    """Has the method and refuses, as some models of transformers do."""
+    """Has the method and refuses, like some models of transformers."""
 
     def gradient_checkpointing_enable(self, **options: object) -> None:
         raise ValueError("this model does not support it")

@@ -31,7 +31,7 @@ def tier(disk: Path) -> Iterator[DiskTier]:
 
 
 class Gate:
-    """Stands before a system call: lets calls through one by one, or all, and says when one has come."""
+    """Guards a system call: lets calls through one by one, or all, and signals their arrival."""
 
     def __init__(self, call: Callable[..., int]) -> None:
         self._call = call

@@ -1,4 +1,4 @@
-"""The arena: chunks, places in pieces, memory that goes back, pinning that is refused."""
+"""The arena: chunks, places in pieces, released memory, refused pinning."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TRACE = [3 * MIB + 7, 100_001, 65_536, 9 * MIB, 65_537, 70_000, 5 * MIB + 1]
 
 
 class PowersOfTwo(FakeDevice):
-    """Gives the largest power of two in what is asked for, as torch's allocator of pinned memory would hold it."""
+    """Returns the largest power of two within the request, like torch's allocator of pinned memory."""
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         return super().allocate_host(1 << (nbytes.bit_length() - 1), pinned=pinned)
 
 
 def park_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
-    """One step: everything is parked, then taken in reverse order and compared."""
+    """Run one step: copy everything out, take it in reverse order, and compare."""
     parked = [(park(tier, source := produce(device, n, 0.001)), source) for n in sizes]
     for slot, _ in parked:
         tier.wait_parked([slot])
@@ -87,7 +87,7 @@ def test_what_the_last_backwards_did_not_need_goes_back() -> None:
 
 
 def test_what_is_needed_again_and_again_is_pinned_once_more_and_stays() -> None:
-    """As with batches of which one in forty is long."""
+    """For example if one batch in forty is long."""
     device, calls = FakeDevice(1e9, 1e9), list[int]()
     tier = HostTier(device)
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_memory_that_a_copy_uses_stays_until_it_is_done() -> None:
     park(tier, source).free()
     for _ in range(40):
         tier.trim()
-    assert device.host_bytes > 0  # nobody needs it, but the copy-out still runs
+    assert device.host_bytes > 0  # it is not needed, but the copy-out still runs
     device.compute(5.0)
     tier.trim()
     assert device.host_bytes == 0 and device.violations == []
@@ -175,7 +175,7 @@ def test_a_place_that_is_lost_is_found_again_with_its_copy() -> None:
     arena = Arena(device, 64)
     out = device.side_stream(torch.device("cpu"), "out")
     place = arena.take(64)
-    place.guard.claim(out)  # and an interrupt strikes: the copy was asked for, its event never recorded
+    place.guard.claim(out)  # and an interrupt comes: the copy was requested, its event never recorded
     source = produce(device, 64)
     device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
     device.copy(place.parts[0], source, out)
@@ -186,7 +186,7 @@ def test_a_place_that_is_lost_is_found_again_with_its_copy() -> None:
     assert not device.query(event) and event.seconds == pytest.approx(65.0)
     arena.give(again)
     arena.give(again)
-    del again  # never used: what was before it still holds
+    del again  # never used: the earlier record still holds
     (event,) = arena.take(64).guard.events(device)
     assert event.seconds == pytest.approx(65.0)
 
@@ -213,7 +213,7 @@ def test_who_had_bytes_first_is_remembered_for_each_of_them() -> None:
 
 
 class Counting(FakeDevice):
-    """Counts the questions whether an event has happened."""
+    """Counts queries of events."""
 
     questions = 0
 
@@ -227,7 +227,7 @@ def test_the_end_of_a_backward_asks_as_much_after_many_tensors_as_after_few(tens
     device = Counting(1e9, 1e9)
     tier = HostTier(device)
     tier.stalls.timed = False
-    other = park(tier, produce(device, 64, 0.001))  # of a graph that is alive: its record is not looked at
+    other = park(tier, produce(device, 64, 0.001))  # of a live graph: its record is not read
     record = next(iter(tier._arena._records.values()))
     looked = list[int]()
     tier._arena._records = Watched(tier._arena._records, looked)
@@ -246,7 +246,7 @@ def test_the_end_of_a_backward_asks_as_much_after_many_tensors_as_after_few(tens
 
 
 class Watched(dict[int, Any]):
-    """Notes who looks at all of its values."""
+    """Counts iterations over all of its values."""
 
     def __init__(self, held: dict[int, Any], looked: list[int]) -> None:
         super().__init__(held)
@@ -257,7 +257,7 @@ class Watched(dict[int, Any]):
         return super().values()
 
 
-def test_bytes_given_back_are_guarded_until_the_copies_before_the_mark_are_done() -> None:
+def test_freed_bytes_are_guarded_until_the_copies_before_the_mark_are_done() -> None:
     device = FakeDevice(1e3, 1e3)
     arena = Arena(device, 4096)
     out = device.side_stream(torch.device("cpu"), "out")
@@ -272,5 +272,5 @@ def test_bytes_given_back_are_guarded_until_the_copies_before_the_mark_are_done(
     assert len(first.guard.events(device)) == 1
     device.compute(3.0)
     second = arena.take(1024)
-    assert second.guard.events(device) == []  # and now no more
+    assert second.guard.events(device) == []  # and not again
     assert arena._cooling._spans == [] and first.region.spans != second.region.spans

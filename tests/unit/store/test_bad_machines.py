@@ -1,4 +1,4 @@
-"""Machines that give less than is wanted, in the middle of training: it goes on where it can, and says so once."""
+"""Machines that run out of resources during training: it continues if possible, and warns once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_device_without_room_for_the_window_brings_in_less(caplog: pytest.LogC
     device = FakeDevice(1e9, 1e9, device_limit_bytes=4 * SAVED)
     expected = observe(chain, LEAVES)
     with open_engine("offload", window_bytes=10 * SAVED, device=device) as engine:
-        engine._copy_out._expected_bytes = 1 << 60  # nothing is held back: all comes in again
+        engine._copy_out._expected_bytes = 1 << 60  # nothing is held back: everything is copied in
         for _ in range(3):
             engine._copy_out._expected_bytes = 1 << 60
             assert compare(expected, observe(chain, LEAVES, engine)) == []
@@ -79,7 +79,7 @@ def test_memory_that_cannot_be_pinned_is_pageable(policy: str, caplog: pytest.Lo
 
 
 class OfOneType(FakeDevice):
-    """Stands for one of two kinds of devices: float64 lies on the other."""
+    """Stand-in for one of two kinds of devices: float64 tensors are on the other."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return super().owns(tensor) and tensor.dtype != torch.float64
@@ -105,7 +105,7 @@ def test_tensors_of_another_device_stay_where_they_are() -> None:
 
 
 class Breaks(FakeDevice):
-    """The ``when``-th copy cannot be asked for; 0 only counts."""
+    """Raises at the ``when``-th copy; 0 only counts."""
 
     when = count = 0
 

@@ -1,4 +1,4 @@
-"""Read memory is used again, within its bound."""
+"""Memory of reads is reused, within a bound."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_map_that_is_dropped_while_it_is_looked_for_is_not_found() -> None:
     class Taken(type(pool._spare)):  # type: ignore[misc]
         def copy(self) -> Taken:
             found = Taken(self)
-            self.clear()  # as another thread's ``give`` does with the oldest
+            self.clear()  # like another thread's ``give``, which drops the oldest
             return found
 
     pool._spare = Taken(pool._spare)
@@ -80,7 +80,7 @@ def test_memory_of_another_is_not_touched() -> None:
     assert give_pages(mmap.PAGESIZE, 100)  # nothing is mapped there: the system refuses
 
 
-def test_another_system_than_linux_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_than_linux_are_not_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("ebbtide.store.pages._libc", lambda: None)
     assert give_pages(mmap.PAGESIZE, 100) == errno.ENOSYS

@@ -1,4 +1,4 @@
-"""The device's memory is read from the module of the device where ``torch.accelerator`` does not have it yet."""
+"""The device's memory is read from the device's module if ``torch.accelerator`` lacks it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_free_memory_that_no_module_has_is_unknown(module: SimpleNamespace) -> N
 def test_the_share_of_the_process_limits_what_is_allowed(
     module: SimpleNamespace, share: float, reserved: int, allowed: int
 ) -> None:
-    assert allowed_bytes() == 3  # a device that knows no shares
+    assert allowed_bytes() == 3  # a device without shares
     module.get_per_process_memory_fraction = lambda where: share
     module.memory_stats = lambda where: {"reserved_bytes.all.current": reserved}
     assert allowed_bytes() == allowed
@@ -91,7 +91,7 @@ def test_tensors_of_no_accelerator_have_no_peak_there(monkeypatch: pytest.Monkey
 def test_figures_are_read_where_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("allocated_bytes", "active_bytes", "reserved_bytes")
     nested = {name: {"all": {"current": n, "peak": 10 * n}} for n, name in enumerate(names, 1)}
-    monkeypatch.setattr(torch.accelerator, "memory_stats", None, raising=False)  # which takes long
+    monkeypatch.setattr(torch.accelerator, "memory_stats", None, raising=False)  # which is slow
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True, raising=False)
     read = {1: {**nested, "num_alloc_retries": 7}}.__getitem__
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", read, raising=False)

@@ -1,4 +1,4 @@
-"""The disk tier does what [Note: a slot's life] promises, whatever the disk, the caller or the system does."""
+"""The disk tier keeps the promises of [Note: a slot's life], whatever the disk, the caller or the system does."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_source_is_held_until_written_and_then_dropped(tier: DiskTier, write_gat
     assert storage() is None
 
 
-def test_cancel_withdraws_only_what_has_not_begun(tier: DiskTier, write_gate: Gate) -> None:
+def test_cancel_stops_only_copies_that_have_not_begun(tier: DiskTier, write_gate: Gate) -> None:
     begun, waiting = tier.park(noise(MIB)), tier.park(noise(MIB))
     assert write_gate.came.wait(60)
     assert not begun.cancel()
@@ -93,7 +93,7 @@ def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskT
     assert write_gate.came.wait(60)
     slot.free()
     slot.free()
-    assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]  # nobody's, and the write still uses it
+    assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]  # it has no owner, and the write still uses it
     write_gate.open()
     tier.park(noise(MIB)).wait_parked()  # one writer: the first write has ended
     gc.collect()
@@ -134,7 +134,7 @@ def test_a_dropped_slot_gives_its_place_back(tier: DiskTier) -> None:
 
 
 def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
-    # As when a ticket dies through the garbage collector in a thread that is inside the tier.
+    # For example if the garbage collector frees a ticket in a thread that is inside the tier.
     slot = tier.park(noise(MIB))
     slot.wait_parked()
     freeing = threading.Thread(target=slot.free)
@@ -189,7 +189,7 @@ def test_budget_says_what_is_needed_and_free(disk: Path) -> None:
     tier.close()
 
 
-def test_full_disk_is_raised_from_park(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_raised_from_the_copy_out(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -203,7 +203,7 @@ def test_full_disk_is_raised_from_park(tier: DiskTier, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, DiskError)])
-def test_failed_write_is_raised_wherever_it_is_asked_for(
+def test_a_failed_write_is_raised_at_every_use(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[DiskError]
 ) -> None:
     def fail(*args: object) -> int:
@@ -290,7 +290,7 @@ def test_a_thread_that_dies_hangs_nobody(
 
 
 @pytest.mark.parametrize("thread", [0, 1])
-def test_a_thread_that_is_gone_without_a_word_hangs_nobody(
+def test_a_thread_that_vanished_hangs_nobody(
     tier: DiskTier, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, thread: int
 ) -> None:
     monkeypatch.setattr(diskwork, "_WAKE_SECONDS", 0.01)
@@ -318,7 +318,7 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
     assert torch.equal(slot.take(), source)
     slot.free()
     assert tier.used_bytes == 0
-    assert tier.counters.in_bytes == MIB  # the interrupted read was taken up again, not done twice
+    assert tier.counters.in_bytes == MIB  # the interrupted read was continued, not done twice
 
 
 def test_after_close(disk: Path) -> None:
@@ -455,7 +455,7 @@ def test_kill_leaves_nothing(disk: Path) -> None:
     assert list(disk.iterdir()) == []
 
 
-def test_refused_direct_io_is_said_once_and_served_buffered(
+def test_refused_direct_io_is_logged_once_and_replaced_by_buffered_io(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pwritev, refusals = os.pwritev, []
@@ -472,7 +472,7 @@ def test_refused_direct_io_is_said_once_and_served_buffered(
         source = noise(MIB + 3)
         assert torch.equal(tier.park(source).take(), source)
         assert not tier.direct
-        monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, which the page cache hides until then
+        monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, hidden by the page cache until then
         slot = tier.park(source)
         with pytest.raises(DiskError, match="Input/output error"):
             slot.wait_parked()
@@ -498,7 +498,7 @@ def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch:
         torch.zeros(8, dtype=torch.uint8)[::2],
     ],
 )
-def test_only_plain_bytes_are_parked(tier: DiskTier, source: torch.Tensor) -> None:
+def test_only_plain_bytes_are_copied_out(tier: DiskTier, source: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="expected a contiguous"):
         tier.park(source)
 

@@ -1,4 +1,4 @@
-"""Who has a place on disk: the live slot; then, for a moment, the thread that still reads or writes it; then nobody."""
+"""Owners of a place on disk: the live slot, then briefly a thread that still reads or writes it, then none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNIT = 1 << 16
 
 @pytest.fixture
 def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing that is left behind is found by the collector; reports of interrupted destructors keep no frames."""
+    """Switch the collector off, so that leftovers stay; reports of interrupted destructors keep no frames."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     gc.collect()
     gc.disable()
@@ -36,13 +36,13 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a loaded machine a write is still under way when the backward that was served from its source is over."""
+    """On a loaded machine a write still runs when the backward that used its source is over."""
     with training("offload", "disk", window="1GiB") as trainee:
         gate, park = Gate(os.pwritev), DiskTier.park
 
         def park_and_begin(tier: DiskTier, source: torch.Tensor) -> DiskSlot:
             slot = park(tier, source)
-            assert gate.came.wait(60)  # what has not begun would be withdrawn
+            assert gate.came.wait(60)  # a write that has not begun would be cancelled
             return slot
 
         with monkeypatch.context() as patch:
@@ -52,7 +52,7 @@ def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.Mo
             stats = trainee.handle.stats()
             gate.open()
         assert stats.live_tickets == stats.store_bytes == stats.store["disk_parked_bytes"] == 0
-        assert stats.store["disk_draining_bytes"] > 0  # the gate has held a write of a ticket that is dead
+        assert stats.store["disk_draining_bytes"] > 0  # the gate has held the write of a dead ticket
         trainee.assert_recovers()
 
 
@@ -64,7 +64,7 @@ def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, wr
     assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.split.interior_bytes)
     slot = tier.park(source)
     assert 0 < slot._parcel.split.interior_bytes <= tier.used_bytes
-    assert slot._parcel.place >= dying._parcel.split.interior_bytes  # behind the one that is still written
+    assert slot._parcel.place >= dying._parcel.split.interior_bytes  # after the one that is still being written
     write_gate.open()
     assert torch.equal(slot.take(), source)  # one writer: the first write has ended
     assert tier.gauges()["disk_draining_bytes"] == 0
@@ -93,9 +93,9 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
         dying, source = tier.park(noise(MIB)), noise(MIB)
         assert gate.came.wait(60)
         with pytest.raises(DiskFullError):
-            tier.park(source)  # somebody has it
+            tier.park(source)  # it has an owner
         dying.free()
-        assert tier.free_bytes == MIB  # what is draining is waited for
+        assert tier.free_bytes == MIB  # places in use by a thread are waited for
         waits, wait_until = threading.Event(), tier._work._wait_until
 
         def waiting(*args: object) -> None:
@@ -140,7 +140,7 @@ def test_a_slot_whose_destructor_is_interrupted_holds_nothing(
 
 
 def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[BaseException], str]]:
-    """Interrupt ``work`` at each of its points in turn; gives what was raised, to be dropped, and where."""
+    """Interrupt ``work`` at each of its points in turn; yield the exception, to be dropped, and its point."""
     for when in range(1, 2000):
         fuse, held = Fuse(KeyboardInterrupt, when, also=also), list[BaseException]()
         try:
@@ -155,8 +155,8 @@ def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[B
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_park_that_was_interrupted_never_frees_a_place_of_another(tier: DiskTier) -> None:
-    """What was raised may be kept for long, as a shell does, and with it the slot that was not handed out."""
+def test_an_interrupted_copy_out_never_frees_a_place_of_another(tier: DiskTier) -> None:
+    """A shell may keep the exception for long, and with it the slot that was never returned."""
     source, count = noise(UNIT), 0
     for held, where in interrupted(lambda: tier.park(source)):
         count += 1
@@ -174,7 +174,7 @@ def test_a_park_that_was_interrupted_never_frees_a_place_of_another(tier: DiskTi
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_place_is_free_wherever_its_burial_was_interrupted(tier: DiskTier, prefetched: bool) -> None:
+def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, prefetched: bool) -> None:
     kept: list[DiskSlot] = []  # a place must not wait for its slot to die
 
     def work() -> None:
@@ -197,7 +197,7 @@ def test_a_place_is_free_wherever_its_burial_was_interrupted(tier: DiskTier, pre
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_place_is_free_wherever_its_withdrawal_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
+def test_a_place_is_free_wherever_its_cancellation_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
     begun, kept = tier.park(noise(UNIT)), list[DiskSlot]()
     assert write_gate.came.wait(60)
     used = tier.used_bytes
@@ -216,7 +216,7 @@ def test_a_place_is_free_wherever_its_withdrawal_was_interrupted(tier: DiskTier,
 
 @pytest.mark.usefixtures("no_collector")
 def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: DiskTier) -> None:
-    """A lock that is released twice may be released under the thread that has it by then."""
+    """A lock released twice may be taken away from the thread that holds it by then."""
     source = noise(UNIT)
     slot, struck = tier.park(source), set[str]()
     slot.wait_parked()

@@ -1,4 +1,4 @@
-"""Children of a training process: none touches the parent's store, and the parent goes on as if there were none."""
+"""Children of a training process: none touches the parent's store, and the parent continues undisturbed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_child_forked_between_forward_and_backward(tier: str, policy: str) -> 
         graph = [model(x).square().sum()]
 
         def drop_everything() -> None:
-            graph.clear()  # tickets die here: their slots are the parent's
+            graph.clear()  # tickets die here: their slots belong to the parent
             trainee.handle.stats()
             trainee.handle.close()
 
@@ -66,7 +66,7 @@ def test_a_child_forked_between_forward_and_backward(tier: str, policy: str) -> 
         trainee.assert_recovers()
 
 
-def test_a_child_that_goes_on_training_is_told_what_to_do() -> None:
+def test_a_child_that_continues_training_gets_a_hint() -> None:
     with training("offload", "disk") as trainee:
 
         def train() -> None:
@@ -156,7 +156,7 @@ SCRIPT = """
         ("interrupt", -2, "KeyboardInterrupt"),
     ],
 )
-def test_the_interpreter_ends_with_a_living_handle(how: str, code: int, last_line: str, tmp_path: Path) -> None:
+def test_the_interpreter_ends_with_an_open_handle(how: str, code: int, last_line: str, tmp_path: Path) -> None:
     policy = "minimal" if how == "backward" else "offload"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), policy, str(tmp_path), how],

@@ -1,4 +1,4 @@
-"""Who last touched host memory: an interrupt between asking for a copy and recording its event loses no copy."""
+"""The last users of host memory: an interrupt between requesting a copy and recording its event loses no copy."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_a_copy_that_was_claimed_stands_before_the_one_that_ended() -> None:
     guard.claim(out)
     guard.finish(ended := device.record(out))
     assert guard.events(device) == [ended]
-    guard.claim(into)  # and its event was never handed over
+    guard.claim(into)  # and its event was never recorded
     assert guard.events(device) != [ended]

@@ -1,4 +1,4 @@
-"""What may be brought in ahead: never more than is free, asked seldom, less after the allocator gave back its cache."""
+"""Limits of prefetching: never more than is free, queried rarely, less after the allocator released its cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Asked(FakeDevice):
-    """Counts how often it is asked for its room."""
+    """Counts the queries of its room."""
 
     asked = 0
 
@@ -57,14 +57,14 @@ def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room(
         tier.prefetch([slot])
     with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be prefetched, 2.0 KiB of device memory"):
         tier.prefetch([slots[2]])
-    assert calls == [4000, 4000]  # the allocator was not asked
+    assert calls == [4000, 4000]  # the allocator was not queried
     taken = slots[0].take()
     del taken
     tier.prefetch([slots[2]])
     assert len(calls) == 3 and device.violations == []
 
 
-def test_each_backward_asks_anew() -> None:
+def test_each_backward_queries_again() -> None:
     device = Asked(1e9, 1e9, device_limit_bytes=MIB)
     tier = HostTier(device)
     for asked in (1, 2):
@@ -77,9 +77,9 @@ def test_each_backward_asks_anew() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["prefetch", "end"])
-def test_a_cache_that_was_given_back_refuses_one_prefetch(ends: bool) -> None:
+def test_a_released_cache_refuses_one_prefetch(ends: bool) -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
-    device.flushes = 3  # before anything was brought in
+    device.flushes = 3  # before anything was copied in
     headroom = Headroom(device)
     headroom.take([MIB], CPU)
     device.flushes = 4
@@ -90,7 +90,7 @@ def test_a_cache_that_was_given_back_refuses_one_prefetch(ends: bool) -> None:
     headroom.take([4 * MIB], CPU)
 
 
-def test_a_cache_that_each_forward_gives_back_refuses_one_prefetch_at_most() -> None:
+def test_a_cache_that_each_forward_releases_refuses_one_prefetch_at_most() -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
     headroom, refused = Headroom(device), 0
     for _ in range(6):
@@ -103,6 +103,6 @@ def test_a_cache_that_each_forward_gives_back_refuses_one_prefetch_at_most() -> 
     assert refused == 1
 
 
-def test_a_device_that_does_not_tell_refuses_nothing() -> None:
+def test_a_device_with_unknown_memory_refuses_nothing() -> None:
     headroom = Headroom(FakeDevice(1e9, 1e9))
     headroom.take([1 << 50], CPU)

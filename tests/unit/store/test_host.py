@@ -58,7 +58,7 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     assert device.live_bytes == 0
 
 
-def test_a_slot_that_is_asked_for_twice_together_is_copied_once() -> None:
+def test_a_slot_that_is_requested_twice_together_is_copied_once() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     slots = [park(tier, produce(device, 300)) for _ in range(2)]
@@ -69,7 +69,7 @@ def test_a_slot_that_is_asked_for_twice_together_is_copied_once() -> None:
     assert device.violations == [] and tier.counters.in_bytes == 600
 
 
-def test_places_are_used_again_and_nothing_new_is_asked_for() -> None:
+def test_places_are_reused_and_nothing_new_is_allocated() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=1024)
     for _ in range(5):
@@ -91,7 +91,7 @@ def test_cap_waits_for_copies_before_it_fails() -> None:
     source = produce(device, 400)
     park(tier, source).free()  # its copy-out still runs
     kept = produce(device, 300)
-    slot = park(tier, kept)  # behind it, in the same memory
+    slot = park(tier, kept)  # after it, in the same memory
     assert device.host_bytes == 512
     with pytest.raises(CapError, match="host budget of 512 B") as caught:
         park(tier, produce(device, 201))
@@ -127,7 +127,7 @@ def test_freed_at_any_moment() -> None:
     tier = HostTier(device)
     source, other = produce(device, 100), produce(device, 100)
     park(tier, source).free()
-    slot = park(tier, other)  # into the same buffer, behind the first copy
+    slot = park(tier, other)  # into the same buffer, after the first copy
     tier.prefetch([slot])
     slot.free()  # its copy-in still runs: the target's memory must not be dropped before
     slot.free()
@@ -198,7 +198,7 @@ def test_only_plain_bytes_and_sizes() -> None:
 
 
 class Forgetful(FakeDevice):
-    """Leaves out the waits of one kind of stream for the events of another."""
+    """Omits the waits of one kind of stream for the events of another."""
 
     def __init__(self, waiting: str, awaited: str) -> None:
         super().__init__(100, 100)
@@ -209,7 +209,7 @@ class Forgetful(FakeDevice):
             super().wait(stream, event)
 
 
-@pytest.mark.parametrize("busy", [0.0, 100.0])  # whether timing happens to hide the mistake
+@pytest.mark.parametrize("busy", [0.0, 100.0])  # whether timing may hide the mistake
 @pytest.mark.parametrize(
     ("waiting", "awaited"),
     [("out", "compute"), ("in", "out"), ("in", "compute"), ("compute", "in")],
@@ -226,7 +226,7 @@ def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> Non
 
 
 def reuse_while_it_is_read(device: FakeDevice, tier: HostTier, busy: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give a place back while a copy-in still reads it, as another compute stream's ``free`` may."""
+    """Free a place while a copy-in still reads it, as another compute stream's ``free`` may."""
     first, second = produce(device, 100), produce(device, 100)
     slot = park(tier, first)
     tier.prefetch([slot])
@@ -277,7 +277,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done() -> None:
     assert tier.used_bytes == 0 and alive() is None and device.violations == []
 
 
-def test_what_nobody_took_is_put_back_and_comes_again() -> None:
+def test_an_unread_prefetch_is_discarded_and_repeated() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
@@ -338,7 +338,7 @@ def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPa
     def refuse(*args: object) -> None:
         raise RuntimeError("cannot re-initialize the device in a forked subprocess")
 
-    tier._lock.acquire()  # as another thread may
+    tier._lock.acquire()  # as in another thread
     child = os.fork()
     if child == 0:
         code = 1

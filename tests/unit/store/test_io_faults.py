@@ -1,7 +1,7 @@
 """A disk that fails, fills, or stops short, and a cap that is reached, in the middle of training.
 
-Whatever happens, a step either gives the gradients of plain training or raises an error that says what failed and
-where; and the step after it is right.
+Whatever happens, a step either gives the gradients of ordinary training or raises an error that names the fault and its
+place; and the next step is right.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BLOCK = re.compile(r"\n(while|at) .* of block 'layers\.\d'")
 
 
 def says_where(error: BaseException | None) -> bool:
-    """Whether an error names the site, its action and the block."""
+    """Return whether an error names the site, its action and the block."""
     return bool(ACTION.search(str(error)) and BLOCK.search(str(error)))
 
 
 class Faulty:
-    """Stands for a system call: the ``when``-th call does something else; 0 only counts."""
+    """Stand-in for a system call: the ``when``-th call does something else; 0 only counts."""
 
     def __init__(self, call: Callable[..., int], instead: Callable[..., int], when: int = 0) -> None:
         self.call, self.instead, self.when, self.calls = call, instead, when, 0
@@ -81,9 +81,9 @@ def test_every_write_and_every_read_may_fail(call: str, number: int, kind: type[
                 error = outcome(trainee)
             trainee.assert_recovers()
             if error is None:
-                continue  # nobody needed those bytes: their source was still there
+                continue  # those bytes were not needed: their source was still alive
             noticed += 1
-            assert type(error) is kind and error.__context__ is None  # it is said once
+            assert type(error) is kind and error.__context__ is None  # it is logged once
             doing = "writing" if call == "pwritev" else "reading"
             assert re.match(rf"{doing} [\d.]+ (KiB|B) (to|from) .* failed: .*{os.strerror(number)}", str(error))
             assert says_where(error), str(error)
@@ -187,7 +187,7 @@ def test_a_disk_budget_that_is_reached(policy: str) -> None:
             assert type(error) is DiskFullError and "hint: " in str(error)
             assert trainee.handle.stats().store_bytes <= units * unit
     assert error is None and seen >= 2
-    # How many pages a storage takes depends on where it lies: one more at the most, whenever it lies elsewhere.
+    # The number of pages of a storage depends on its address: it varies by at most one.
     room_bytes = units * unit + trainee.handle.stats().packs * 4096
     with training(policy, "disk", window=WINDOW, room_bytes=room_bytes) as roomy:
         for _ in range(4):
@@ -210,7 +210,7 @@ def test_what_a_host_cap_does_not_hold_stays_on_the_device(policy: str, caplog: 
                 assert stats.live_tickets == stats.store_bytes == 0
                 assert stats.store["host_held_bytes"] <= units << 10
             refused.append(stats.total_refused_bytes)
-            assert len(warnings_of(caplog)) == (stats.total_refused_bytes > 0), "said once"
+            assert len(warnings_of(caplog)) == (stats.total_refused_bytes > 0), "logged once"
             if not refused[-1]:
                 break
             assert "no more than the host budget of" in warnings_of(caplog)[0]

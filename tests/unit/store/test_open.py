@@ -1,4 +1,4 @@
-"""Opening a tier by target; the C allocator; what a machine without an accelerator is told."""
+"""Opening a tier by target; the C allocator; the error on a machine without an accelerator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_unknown_target_names_the_nearest() -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
 def test_freed_blocks_leave_the_process_at_each_trim() -> None:
-    # 64 blocks of 4 MiB; the last is kept, so that the heap's top cannot shrink past it.
+    # 64 blocks of 4 MiB; the last is kept, so that the top of the heap cannot shrink past it.
     script = """
 import os, torch
 from ebbtide.store import DiskTier

@@ -1,4 +1,4 @@
-"""Huge pages: who has them, and what lies beside."""
+"""Huge pages: which memory has them, and its neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pinning mapped memory: let go of once, when the last tensor dies, at exit, and never in a forked child."""
+"""Pinning mapped memory: released once, when the last tensor dies, at exit, and never in a forked child."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 
 class Book:
-    """Notes what is pinned, and refuses when told to."""
+    """Records pinned memory, and refuses on request."""
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.pinned, self.calls = code, dict[int, int](), 0
@@ -66,7 +66,7 @@ def test_memory_that_cannot_be_mapped_is_refused() -> None:
 
 
 class Resident(Book):
-    """Notes how many pages memory has when it is to be pinned."""
+    """Records the resident pages of memory when it is pinned."""
 
     def register(self, address: int, nbytes: int) -> int:
         found = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
@@ -97,7 +97,7 @@ def test_pieces_are_shared_by_threads_on_the_callers_node(monkeypatch: pytest.Mo
 
     def back(address: int, nbytes: int, memory: object) -> int:
         if len(processors) > 1 and not found:
-            met.wait()  # a thread that did all by itself would wait here for ever
+            met.wait()  # a single thread would wait here for ever
         found.append((address, nbytes))
         assert os.sched_getaffinity(0) == processors
         return 0
@@ -121,7 +121,7 @@ def test_pages_that_the_system_does_not_give_are_an_error(monkeypatch: pytest.Mo
 
 def test_near_processors_are_those_of_one_memory_node(tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
-    assert near_processors(tmp_path) == allowed  # the system tells nothing
+    assert near_processors(tmp_path) == allowed  # the system reports nothing
     one = min(allowed)
     for cpu in allowed:
         (tmp_path / f"cpu{cpu}" / "node0" / f"cpu{one}").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A fair share of host memory, from what the system's files say."""
+"""A fair share of host memory, from the system's files."""
 
 from __future__ import annotations
 

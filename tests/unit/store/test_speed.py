@@ -1,4 +1,4 @@
-"""Measuring a tier: the rates that a device of arithmetic has, a real disk, and what is missing."""
+"""Measuring a tier: the exact rates of a simulated device, a real disk, and missing resources."""
 
 from __future__ import annotations
 

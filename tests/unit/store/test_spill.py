@@ -21,8 +21,7 @@ from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
-from ebbtide.store.spill import SpillTier
-from ebbtide.store.spillslot import SpillSlot
+from ebbtide.store.spill import SpillSlot, SpillTier
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
@@ -32,7 +31,7 @@ from tests.helpers.slots import park
 from tests.unit.store.test_host import produce
 
 KIB = 1 << 10
-BUDGET = 64 * KIB  # 8 KiB of it are the stage
+BUDGET = 64 * KIB  # 8 KiB of it are the staging buffer
 
 
 @contextlib.contextmanager
@@ -185,7 +184,7 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
                 ask()
 
 
-def test_slots_die_in_any_thread_while_others_are_parked(disk: Path) -> None:
+def test_slots_die_in_any_thread_while_others_are_copied_out(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         dying: list[Any] = []
         done = threading.Event()
@@ -248,7 +247,7 @@ def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) 
 
 
 def test_an_interrupt_anywhere_loses_nothing(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # a destructor was struck
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # a destructor was interrupted
     with spilling(disk) as (device, tier):
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""Hand-made run files: every number is chosen, so every summary can be worked out by hand."""
+"""Hand-made run files: every number is chosen, so every summary can be computed by hand."""
 
 import json
 

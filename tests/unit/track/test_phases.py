@@ -1,4 +1,4 @@
-"""Phases keep their names: each is timed and its memory told, whatever it is called."""
+"""Phases keep their names: the time and memory of each are reported, whatever its name."""
 
 import pytest
 

@@ -101,7 +101,7 @@ def test_how_a_run_ended_is_written(tmp_path, error, status, text):
     assert not bus.active
 
 
-def test_a_second_run_in_the_same_folder_is_refused_unless_asked_for(tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused_by_default(tmp_path):
     with RunFile(tmp_path, bus=Bus(), mode="first"):
         pass
     with (
@@ -203,7 +203,7 @@ def test_a_short_write_goes_on_with_the_rest_of_its_line(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("then", [failing(errno.EDQUOT), lambda *_: 0])
 def test_the_reason_of_a_short_write_is_that_of_the_next(tmp_path, monkeypatch, caplog, then):
-    """No line may follow its part of one."""
+    """No line may follow a partial one."""
     write = os.write
     with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
         run._sampler.stop()
@@ -305,7 +305,7 @@ def test_track_memory_passes_its_fields_on(tmp_path):
 def test_the_reader_sees_this_process_grow():
     reader = MemoryReader(device=True)
     before = reader.rss_bytes()
-    with mmap.mmap(-1, 64 * 2**20) as block:  # pages of its own: the heap may have that much left from tests before
+    with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages: the heap may have that much left from earlier tests
         block.write(b"\1" * len(block))
         assert reader.rss_bytes() - before > 0.9 * len(block)
     assert reader.peaks()["peak_rss_bytes"] >= before
@@ -327,7 +327,7 @@ def test_the_reader_adds_descendants_and_ends_with_its_process():
     assert of_child.rss_bytes() is None
 
 
-def test_the_sampler_ends_when_its_process_is_gone():
+def test_the_sampler_ends_with_its_process():
     seen = threading.Event()
 
     class Gone(MemoryReader):

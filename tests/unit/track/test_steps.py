@@ -1,4 +1,4 @@
-"""Steps and phases that mark themselves, around loops that mark nothing, something or everything."""
+"""Automatic marks of steps and phases, around loops that mark nothing, something or everything."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_record_that_ends_before_one_begun_later_has_its_last_step(tmp_path: P
 
 
 def test_figures_of_a_step_that_another_has_marked_are_logged_and_counted(tmp_path: Path) -> None:
-    """As under `ebbtide run`, which marks the steps of a script that has a record of its own."""
+    """For example under `ebbtide run`, which marks the steps of a script that has its own record."""
     model = model_of()
     with ebbtide.track_memory(tmp_path, model=model) as run:
         for number, _ in enumerate(loop(model, adam(model)), start=1):
@@ -171,7 +171,7 @@ def test_without_offloading_forward_and_backward_are_one_phase(tmp_path: Path) -
     with ebbtide.track_memory(tmp_path):
         list(loop(model, adam(model)))
     assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3, 4]
-    assert marks(tmp_path, "step")[0]["seconds"] is None  # nothing tells when the first step began
+    assert marks(tmp_path, "step")[0]["seconds"] is None  # nothing shows when the first step began
     assert spans(tmp_path, 1) == ["optimizer"]
     assert spans(tmp_path, 3) == ["forward and backward", "optimizer"]
     assert marks(tmp_path, "parts")[0]["weights"] == {"trained": sum(p.nbytes for p in model.parameters())}
@@ -402,7 +402,7 @@ def test_a_handle_that_is_closed_or_dropped_leaves_no_source_behind(closed: bool
     assert not BUS.ask("stats")
 
 
-def test_a_tiny_model_that_offloads_nothing_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tiny_model_that_offloads_nothing_gets_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     with ebbtide.enable_activation_offloading(model, policy="offload"):
         list(loop(model, adam(model), steps=1))

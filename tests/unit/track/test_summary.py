@@ -107,7 +107,7 @@ def test_a_comparison_says_how_many_steps_warm_up(tmp_path):
     assert summarise(tmp_path, warm_up=6)["warm_up_steps"] == 1
 
 
-def test_a_plan_told_after_the_last_step_has_no_warm_up(tmp_path):
+def test_a_plan_recorded_after_the_last_step_has_no_warm_up(tmp_path):
     events = [begin(), *phases(1, 1.0), *phases(2, 10.0), event(20.0, "plan", name="auto", text="what it became")]
     assert run(tmp_path, events)["warm_up_steps"] == 1
 
@@ -121,7 +121,7 @@ def test_a_verdict_is_the_plans_last_text_and_no_plan_of_its_own(tmp_path):
 
 
 def test_no_step_is_searched_for_among_those_of_a_long_warm_up():
-    """Of a run that plans late, the summary would take hours."""
+    """Otherwise the summary of a run that plans late would take hours."""
     compared = 0
 
     class Step(int):
@@ -337,7 +337,7 @@ def test_write_summary_writes_what_it_returns_and_leaves_no_draft(tmp_path):
 
 
 def test_a_log_belongs_to_the_step_before_it_whatever_its_number(tmp_path):
-    """A trainer that resumes numbers its steps from where it was; one that trains twice from 1 twice."""
+    """A resumed trainer continues its step numbers; one that trains twice starts from 1 twice."""
     steps = [
         {**e, "loss": None, "tokens": None} for n in (1, 2, 3) for e in phases(n, 10.0 * n) if e["event"] == "step"
     ]

@@ -1,4 +1,4 @@
-"""A decision of all ranks is ended by all of them, or it is an error."""
+"""A decision of all ranks is revoked by all of them, or it is an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ebbtide.wrap.collectives import Collectives
 
 
 class Parted(nn.Module):
-    """Has a part that may be a unit of its own."""
+    """Has a part that may be a separate unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypa
     for _ in range(2):
         votes.stop("Layer", block, ranks, "draw")
         assert not votes.decide("Layer", block, AGAIN, ranks)
-    assert [wish for _, _, wish in asked] == [AGAIN, NEVER], "the others are met once, and the answer stands"
+    assert [wish for _, _, wish in asked] == [AGAIN, NEVER], "the others are met once, and the answer is final"
     votes.stop("Layer", block, (), "draw")
     assert votes.decide("Layer", block, AGAIN), "alone a rank may begin again"
 
@@ -94,7 +94,7 @@ def test_a_rank_that_stops_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
     at_the_vote: bool, wishes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for ranks that have no doubt, and never come."""
+    """It would wait for ranks that have no doubt, and that never vote."""
     asked: list[str] = []
 
     def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:

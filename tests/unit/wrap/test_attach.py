@@ -1,4 +1,4 @@
-"""Hooks are handles: what they leave alone, when they run, and that nothing stays behind."""
+"""Hooks are handles: what they leave unchanged, when they run, and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @contextmanager
 def counting_blocks() -> Iterator[list[str]]:
-    """Names of the blocks whose hooks were entered; none runs without them, as one of a measured step would."""
+    """Names of the blocks whose hooks were entered; all have hooks, unlike in a measured step."""
     entered: list[str] = []
     begin = BlockRun.__init__
 
@@ -69,12 +69,12 @@ def counting_blocks() -> Iterator[list[str]]:
 
 
 def leftovers(model: nn.Module) -> list[str]:
-    """Name what a handle could have left on a model."""
+    """Name the leftovers of a handle on a model."""
     found = [n for n, m in model.named_modules() if any(isinstance(v, StandIn) for v in vars(m).values())]
     return found + [n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
 
 
-# What is left alone
+# What stays unchanged
 
 
 def test_the_signature_of_forward_stays() -> None:
@@ -247,7 +247,7 @@ def by_replica(module: nn.Module) -> nn.Module:
 
 
 def by_regions(module: nn.Module) -> nn.Module:
-    """As ``compile_regions`` of accelerate."""
+    """Like accelerate's ``compile_regions``."""
     twin = type(module).__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name, value in list(vars(twin).items()):
@@ -303,7 +303,7 @@ def test_accelerate_unwraps_the_forward_of_mixed_precision(first: str, monkeypat
 
 
 def test_forwards_inside_a_backward_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """As of GradCache and the Cached losses of sentence-transformers."""
+    """Like GradCache and the Cached losses of sentence-transformers."""
     model, x = Stack(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))), torch.randn(2, 4)
     with caplog.at_level("INFO", "ebbtide"), enable(model) as handle:
         with torch.no_grad():
@@ -472,7 +472,7 @@ def test_an_exception_in_a_block_leaves_the_next_step_right(error: BaseException
 
 @MODES
 def test_an_exception_inside_a_checkpoint_of_a_block_leaves_no_hooks_open(policy: str) -> None:
-    """Some versions of torch leave a checkpoint's hooks open until the traceback is gone, and ours below them."""
+    """Some versions of torch leave a checkpoint's hooks open while the traceback lives, and ours below them."""
     tiny = build("block")
     fails = Fails()
 

@@ -1,4 +1,4 @@
-"""Blocks are found by structure, or by the paths that are given."""
+"""Blocks are found by structure, or by explicit paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.models import TRANSFORMERS, WIDTH, Attention, Block, Conv, Ml
 
 
 class Named(nn.Module):
-    """Whatever modules, under whatever names."""
+    """Any modules under any names."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_transformers_layers_are_found(name: str) -> None:
 
 
 class Silent(nn.Module):
-    """Attention without weights: a part that draws, and none that learns."""
+    """Attention without weights: it draws random numbers, and learns nothing."""
 
     def __init__(self) -> None:
         super().__init__()

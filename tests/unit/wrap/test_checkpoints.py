@@ -1,4 +1,4 @@
-"""Checkpointing that is on already, wherever it stands: it stays, and what it keeps is offloaded."""
+"""Existing checkpointing of any kind stays, and the tensors that it keeps are offloaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HIDDEN_BYTES = BATCH * SEQUENCE * WIDTH * 4
 
 
 class Layer(nn.Module):
-    """A block with dropout that counts its runs and takes a second tensor, which all blocks share."""
+    """A block with dropout that counts its runs and takes a second tensor shared by all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class SelfMade(nn.Module):
-    """A block that checkpoints itself, as transformers' layers do."""
+    """A block that checkpoints itself, like transformers' layers."""
 
     def __init__(self, inner: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def calls(layers: list[nn.Module], x: Tensor, scale: Tensor) -> Tensor:
 
 
 def around(layers: list[nn.Module], x: Tensor, scale: Tensor, **options: Any) -> Tensor:
-    """As hand-written loops and older transformers do: the call of the layer is checkpointed."""
+    """Checkpoint the call of the layer, like hand-written loops and older transformers."""
     for layer in layers:
         x = checkpoint(layer.__call__, x, scale, **options)
     return x
@@ -144,7 +144,7 @@ class Model(nn.Module):
         return self.loop(list(self.layers), self.first(x), scale)
 
     def own_layers(self) -> list[Layer]:
-        """The layers themselves, behind whatever checkpoints them."""
+        """The layers themselves, without their checkpoint wrappers."""
         return [m for m in self.modules() if isinstance(m, Layer)]
 
 
@@ -296,7 +296,7 @@ def test_another_offloader_around_a_checkpoint_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("wrapper", [offload_wrapper, lambda layer: offload_wrapper(checkpoint_wrapper(layer))])
 def test_blocks_in_an_offload_wrapper_are_refused(wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """As accelerate makes them for ``activation_checkpointing_offload``: its hooks are inside ours and see all."""
+    """Like accelerate for ``activation_checkpointing_offload``: its hooks are inside ours and see everything."""
     with pytest.raises(ConflictError) as raised:
         enable(Model(calls, wrapper))
     assert str(raised.value) == (
@@ -319,7 +319,7 @@ def test_a_model_checkpointed_as_a_whole_is_offloaded_by_its_input() -> None:
 
 
 def older_layout(tiny: Tiny, **options: Any) -> None:
-    """Checkpoint as transformers 4 did: around the call of each layer, module hooks inside."""
+    """Checkpoint like transformers 4: around the call of each layer, module hooks inside."""
     layers = tiny.block_list()
 
     class Older(type(layers[0])):
@@ -384,7 +384,7 @@ def test_frozen_transformers_with_reentrant_checkpoints_and_adapters(layout: Cal
 
 
 def test_enable_ckpt_keeps_what_checkpointing_keeps() -> None:
-    """Its bytes that stay or are moved are those of block inputs, whether or not the model checkpoints itself."""
+    """The bytes that stay or move are those of block inputs, whether or not the model checkpoints itself."""
     kept: list[int] = []
     for checkpointed in (False, True):
         tiny = build("llama")
@@ -396,3 +396,31 @@ def test_enable_ckpt_keeps_what_checkpointing_keeps() -> None:
             stats = handle.stats()
             kept.append(stats.offloaded_bytes + stats.kept_bytes)
     assert kept[0] < 4 * kept[1]
+
+
+class Gated(nn.Module):
+    """A block whose first module computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.mlp = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.frozen(x)
+        return x + self.mlp(x * gate)
+
+
+class InReentrant(Gated):
+    """A block that runs all of itself in a reentrant checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("block", [Gated, InReentrant])
+def test_what_runs_without_gradients_is_no_checkpoint(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*[block() for _ in range(3)])
+    with ebbtide.enable_activation_offloading(model, min_bytes=0):
+        model(torch.randn(8, 16, requires_grad=True)).sum().backward()
+    assert ("checkpoints its own blocks" in caplog.text) is (block is InReentrant)

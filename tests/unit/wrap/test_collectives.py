@@ -1,4 +1,4 @@
-"""Which blocks are taken to be alike, with other ranks and without."""
+"""Which blocks count as equal, with and without other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled blocks: the hooks stand around the compiled call, whenever the block was compiled."""
+"""Compiled blocks: the hooks are around the compiled call, whenever the block was compiled."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_compiled_wrapper_in_the_stack_is_a_block(when: str) -> None:
         assert {site.block_kind for site, _ in handle._engine.last_pass.sites} == {"Block"}
 
 
-def test_enabling_does_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enabling_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
@@ -193,7 +193,7 @@ def test_a_compiled_function_inside_a_block(policy: str, dynamic: bool) -> None:
 
 
 class Scoped(nn.Module):
-    """A module of one's own, which Dynamo compiles beside torch's that it leaves in eager code."""
+    """A user's module, which Dynamo compiles, unlike torch's own, which stay eager."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Scoped(nn.Module):
 
 
 class Breaking(nn.Module):
-    """Compiled parts around what Dynamo cannot compile."""
+    """Compiled parts around code that Dynamo cannot compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Breaking(nn.Module):
 
 
 class Partly(nn.Module):
-    """A block of eager code with a part that is compiled, as ``how`` says."""
+    """A block of eager code with a part that is compiled in the way ``how``."""
 
     def __init__(self, how: str, **given: Any) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ SHAPES = (4, 4, 7, 5)
 
 
 def _check_compiled(make: Callable[[], Model], policy: str, *, autocast: bool = False) -> None:
-    """Steps of a compiled model of several shapes, without and with a handle, from an empty cache each."""
+    """Compare steps of several shapes of a compiled model, without and with a handle, each from an empty cache."""
 
     def steps(model: Model) -> list[dict[str, torch.Tensor | None]]:
         torch._dynamo.reset()
@@ -263,7 +263,7 @@ def _check_compiled(make: Callable[[], Model], policy: str, *, autocast: bool = 
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of our frames that Dynamo was handed to compile, but for stand-ins and the module hooks behind them."""
+    """Names of our frames that Dynamo compiled, except stand-ins and the module hooks behind them."""
     import torch._dynamo.convert_frame as convert
 
     seen: list[str] = []
@@ -328,7 +328,7 @@ def test_a_part_that_is_compiled_under_a_handle() -> None:
 
 
 def test_a_gradient_inside_a_compiled_block(frames: list[str]) -> None:
-    """The unpack hook, too, runs while Dynamo compiles what begins."""
+    """The unpack hook also runs while Dynamo compiles."""
 
     @torch._dynamo.disable
     def slope(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How much of what autograd saves the blocks hold, and what is done where that is little."""
+"""The share of autograd's saved bytes inside blocks, and the reaction if it is small."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 24
 
 
 class Head(nn.Module):
-    """A stack, and a norm and a projection after it: what these save is outside of the blocks."""
+    """A stack, and a norm and a projection after it, whose saved tensors are outside of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Head(nn.Module):
 
 
 class Stem(nn.Module):
-    """Most bytes are saved in front of the stack."""
+    """Most bytes are saved before the stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def enable(model: nn.Module, policy: str = "auto", **options: Any) -> ebbtide.Ha
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Count what autograd saves, by hooks around the whole forward."""
+    """Count the bytes that autograd saves, with hooks around the entire forward."""
     weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -226,7 +226,7 @@ def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCap
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """As those of Unsloth: not torch's, under no name that is known."""
+    """Like Unsloth's: not torch's, and under an unknown name."""
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def test_the_model_as_one_block(policy: str, compiled: str) -> None:
             assert all(map(same_bits, grads(call, x), expected))
         assert handle._attachment.block_names == ["(model)"]
         assert handle.stats().unique_bytes > 0
-        assert handle.stats().checkpointed_blocks == 0  # re-running all of a model saves nothing
+        assert handle.stats().checkpointed_blocks == 0  # checkpointing an entire model saves nothing
         assert_nothing_left(handle._engine)
     assert not any(isinstance(v, StandIn) for m in call.modules() for v in vars(m).values())
 

@@ -1,4 +1,4 @@
-"""Wrappers that hand on what is set on them to the module inside, as Lightning Fabric's does."""
+"""Wrappers that forward attributes to the inner module, like Lightning Fabric's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.oracle import same_bits
 
 
 class Forwarding(nn.Module):
-    """As ``lightning.fabric.wrappers._FabricModule``: attributes that the module inside has are set on that too."""
+    """Like ``lightning.fabric.wrappers._FabricModule``: sets attributes on the inner module too, if it has them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is replaced on modules: a ``forward`` that changes later, code that looks at modules and their hooks."""
+"""Replacements on modules: a ``forward`` that changes later, code that inspects modules and their hooks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def graphs() -> nn.Module:
     blocks = [torch.fx.symbolic_trace(Gelu()) for _ in range(3)]
     for block in blocks:
         for node in block.graph.nodes:
-            node.type = None  # the text "Tensor" of an annotation cannot be pickled
+            node.type = None  # the string annotation "Tensor" cannot be pickled
         block.recompile()
     return sgd(Stack(*blocks))
 
@@ -224,7 +224,7 @@ def test_a_later_forward_of_the_class_may_call_the_one_before(wrap: Callable[...
     assert all(map(torch.equal, plain, offloaded))
 
 
-# Code that looks at modules
+# Code that inspects modules
 
 
 class Encoded(nn.Module):
@@ -420,7 +420,7 @@ class Copied(Gelu):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["copy", "file"])
 def test_a_module_that_is_copied_while_its_block_runs_can_be_saved(copied: Callable[[nn.Module], nn.Module]) -> None:
-    """As by a thread that saves a checkpoint, or averages weights, meanwhile."""
+    """For example by a thread that saves a checkpoint, or averages weights, at the same time."""
     model, copies = Stack(Copied(), Copied()), list[nn.Module]()
     with ebbtide.enable_activation_offloading(model, policy="offload", target="disk", min_bytes=0):
         model.blocks[0].inside = lambda part: copies.append(copied(part))  # type: ignore[assignment]

@@ -73,7 +73,7 @@ def test_a_transform_gives_plain_results(name: str, policy: str) -> None:
         assert_nothing_left(handle._engine)
 
 
-def test_what_a_transform_passes_through_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transform_that_is_not_offloaded_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model, x = gated_model(), torch.randn(4, WIDTH)
     caplog.set_level(logging.WARNING, logger="ebbtide")
     with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
@@ -199,7 +199,7 @@ def test_a_model_under_a_handle_is_exported_as_it_is_alone(tracer: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tensors_without_memory(policy: str) -> None:
-    """Fake and meta tensors go through a model under a handle, as memory estimates send them."""
+    """Fake and meta tensors go through a model under a handle, as in memory estimates."""
     model, x = gated_model(), torch.randn(4, WIDTH)
     with torch.device("meta"):
         empty = gated_model()
@@ -216,7 +216,7 @@ def test_tensors_without_memory(policy: str) -> None:
 
 
 class TakesGradient(nn.Module):
-    """A block that calls a transform inside its own forward, where hooks are open."""
+    """A block that calls a transform inside its forward, where hooks are open."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: after its first steps, a step leaves no object that the one before did not."""
+"""Leftovers of a run: after its first steps, a step leaves no objects that the previous one did not."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _growth(counts: list[int]) -> int:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What is let go must be gone at once: large trainers switch the collector off."""
+    """Released objects must die at once: large trainers switch the collector off."""
     gc.collect()
     gc.disable()
     yield
@@ -99,7 +99,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("policy", ["offload", "inputs", "minimal", "keep", "auto"])
-def test_an_engine_that_is_dropped_is_gone_with_its_disk(no_collector: None, policy: str) -> None:
+def test_a_dropped_engine_frees_its_disk(no_collector: None, policy: str) -> None:
     threads = set(threading.enumerate())
     x = torch.randn(64, 64, requires_grad=True)
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_a_closed_handle_closes_its_store_after_the_last_backward() -> None:
     assert place._closed
 
 
-def test_a_closed_handle_closes_its_store_when_it_is_told_again_that_no_graph_is_left() -> None:
+def test_a_closed_handle_closes_its_store_once_no_graph_is_left() -> None:
     model, place = stack(), HostTier(NoDevice())
     handle = enable_over(place, model, policy="offload", min_bytes=0)
     dropped = model(batch(5, 0))

@@ -1,4 +1,4 @@
-"""What a measured step of a real model tells, on a clock that moves only where the test says."""
+"""A measured step of a real model, on a clock that only the test advances."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 def measured(clock: Clock) -> tuple[TimedStep, Span]:
-    """Return a measured step, and a span of the next."""
+    """Return a measured step, and the span of the next one."""
     steps, spans = list[TimedStep](), list[Span]()
     net = Net(clock)
     with ebbtide.enable_activation_offloading(net, min_bytes=0) as handle:

@@ -1,6 +1,6 @@
-"""The second forward of a checkpointed block as backward asks for it: once, up to its last tensor, in its own context.
+"""The second forward of a checkpointed block: run once, up to its last saved tensor, in its own context.
 
-What is computed must be what plain training computes.
+The results must be those of ordinary training.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Model(Stack):
 
 @contextmanager
 def checkpointed(kind: type[Block]) -> Iterator[Model]:
-    """A model under ``minimal``, both of whose blocks are checkpointed by now."""
+    """Return a model under ``minimal`` after both of its blocks were checkpointed."""
     model = Model(kind)
     with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0) as handle:
         for _ in range(3):
@@ -80,7 +80,7 @@ def checkpointed(kind: type[Block]) -> Iterator[Model]:
 
 
 def alike(kind: type[Block], act: Act) -> tuple[Any, int]:
-    """Act on a plain model and on a checkpointed one, compare gradients; return what the latter gave, and its runs."""
+    """Act on a plain and on a checkpointed model, compare gradients; return the latter's result, and its runs."""
     plain = Model(kind)
     act(plain)
     with checkpointed(kind) as model, counting() as runs:
@@ -120,7 +120,7 @@ def test_a_backward_runs_each_block_once_and_another_backward_once_more() -> Non
 
 
 class Parts(Block):
-    """Its two halves have no saved tensor in common."""
+    """Its two halves share no saved tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([hard(self.up(part)) for part in x.chunk(2)])
@@ -147,7 +147,7 @@ def test_a_group_of_backwards_runs_a_block_once(halves: list[Tensor]) -> None:
     with checkpointed(Parts) as model, counting() as runs:
         model.blocks[0](model.x)
         one, other = halves
-        with group():  # as a pipeline that splits its backward
+        with group():  # like a pipeline that splits its backward
             one.sum().backward()
             other.sum().backward()
         assert len(runs) == 1
@@ -181,7 +181,7 @@ def test_autocast_of_the_backward_is_not_that_of_the_second_forward() -> None:
 
 
 class NestsAutocast(Block):
-    """Has regions of autocast in each other, on and off, that share the cast of a weight."""
+    """Has nested regions of autocast, on and off, that share the cast of a weight."""
 
     def inner(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -239,7 +239,7 @@ def test_what_is_drawn_after_the_backward_is_what_plain_training_draws() -> None
 
 
 class DrawsNormals(Block):
-    """Each of these generators computes two normal numbers at a time, and gives the second one without advancing."""
+    """Each of these generators computes two normal numbers at a time, and returns the second without advancing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * random.gauss(1, 0.1) * float(np.random.normal(1, 0.1)))
@@ -260,7 +260,7 @@ def test_normal_numbers_that_python_and_numpy_held_back() -> None:
 
 
 class Wide(Block):
-    """Its weight is too large to be compared itself."""
+    """Its weight is too large to be compared directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def test_a_weight_that_is_written_through_data_since(kind: type[Block], error: t
 
 
 class Catches(Block):
-    """Catches every exception of its own code, and goes on."""
+    """Catches every exception of its own code, and continues."""
 
     def inner(self, x: Tensor) -> Tensor:
         try:
@@ -330,7 +330,7 @@ def test_an_error_of_restoring_after_the_last_saved_tensor_is_raised(monkeypatch
     with checkpointed(Block) as model:
         value = loss(model)
         for block in model.blocks:
-            block.mark = object()  # so the second forward restores, and then what is current
+            block.mark = object()  # so the second forward restores, and then the current state is restored
         calls, real = itertools.count(), State.put_back
         monkeypatch.setattr(
             State, "put_back", lambda self, *a, **k: (put_back if next(calls) == 1 else real)(self, *a, **k)
@@ -340,7 +340,7 @@ def test_an_error_of_restoring_after_the_last_saved_tensor_is_raised(monkeypatch
 
 
 class Twice(torch.autograd.Function):
-    """Reads what it saved twice, and gives it out as a gradient."""
+    """Reads its saved tensor twice, and returns it as a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ def test_a_block_that_takes_a_gradient_inside_its_forward() -> None:
 
 
 class Ruins(torch.autograd.Function):
-    """Its backward writes into what it saved."""
+    """Its backward writes into its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ class Ruins(torch.autograd.Function):
 
 
 class Shares(Block):
-    """Of two functions that save a tensor, the later one's backward writes into it."""
+    """Two functions save a tensor, and the later one's backward writes into it."""
 
     def inner(self, x: Tensor) -> Tensor:
         y = torch.special.i0e(x)
@@ -483,7 +483,7 @@ def test_hooks_that_are_always_called_run_where_a_second_forward_ends_early() ->
 
 
 class Reads(Block):
-    """Branches on what its argument is."""
+    """Branches on the type of its argument."""
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.special.i0e(x)
@@ -604,7 +604,7 @@ def test_a_block_that_restores_the_generators_itself(kind: type[Block]) -> None:
 
 
 class Attends(Block):
-    """Takes another way if it attends to itself."""
+    """Takes another path if it attends to itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -626,7 +626,7 @@ def test_a_tensor_that_is_given_twice_is_one_object() -> None:
 
 
 class Aligns(Block):
-    """Saves a table whose rows are written up to their length."""
+    """Saves a table whose rows are only partly written."""
 
     def inner(self, x: Tensor) -> Tensor:
         scores = x.reshape(4, 2, 16).log_softmax(-1)
@@ -635,7 +635,7 @@ class Aligns(Block):
 
 
 def test_a_table_that_is_written_in_part() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is never written
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised memory
     try:
         alike(Aligns, lambda model: loss(model).backward())
     finally:
@@ -663,7 +663,7 @@ def test_weights_that_are_updated_in_the_autocast_region_of_a_backward() -> None
 
 
 def test_two_steps_in_one_autocast_region() -> None:
-    """Plain training reads the casts of the first step's weights in the second one, too."""
+    """Ordinary training reads the casts of the first step's weights in the second one, too."""
 
     def act(model: Model) -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -677,7 +677,7 @@ def test_two_steps_in_one_autocast_region() -> None:
 
 
 class DropsNegatives(Block):
-    """Its last operator writes what it saved after saving it."""
+    """Its last operator writes its saved tensor after saving it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rrelu(hard(self.up(x)), training=True)
@@ -717,7 +717,7 @@ def test_the_default_device_of_before_comes_back() -> None:
 
 
 class Logs(Block):
-    """Holds what it computed, with its graph, until the next forward: a metric that no loss takes in."""
+    """Holds a result, with its graph, until the next forward: a metric that is not in the loss."""
 
     metric: Any = None
     form: Callable[[Tensor], Any] = staticmethod(lambda x: x.mean())
@@ -772,7 +772,7 @@ def test_a_metric_in_other_containers_is_what_it_was(form: Callable[[Tensor], An
 
 
 class LogsBelow(Block):
-    """A module inside of the block keeps what was computed, with an attribute."""
+    """A module inside the block keeps a result in an attribute."""
 
     def inner(self, x: Tensor) -> Tensor:
         before = getattr(self.up, "metric", None)
@@ -796,7 +796,7 @@ def test_a_metric_in_an_object_is_not_checkpointed(caplog: pytest.LogCaptureFixt
 
 
 class Carries(Block):
-    """Reads what it computed in the forward before, through its graph."""
+    """Reads its result of the previous forward, through its graph."""
 
     carries = False
     memory: Any = None
@@ -835,7 +835,7 @@ class SumsAndTraces(Sums):
 
 @contextmanager
 def varying(size: float, *, also: float = 0.0) -> Iterator[None]:
-    """Let a kernel compute something else each time, as those that add up in the order in which threads come do."""
+    """Let a kernel compute different bits each time, like kernels that sum in the order of their threads."""
     calls, real = itertools.count(), torch.special.i0e
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.special, "i0e", lambda x: real(x + also + size * (next(calls) % 3)))
@@ -847,7 +847,7 @@ def varying(size: float, *, also: float = 0.0) -> Iterator[None]:
 def test_kernels_that_round_otherwise_each_time(
     compared: Compared, kind: type[Block], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in plain training, none of the values is the right one. From then on the kind is not checkpointed."""
+    """As in ordinary training, no value is the right one. From then on the kind is not checkpointed."""
     monkeypatch.setattr(Trust, "begin_block", lambda *_, **__: compared)
     plain = Model(kind)
     loss(plain).backward()
@@ -877,7 +877,7 @@ def test_values_that_differ_by_more_than_rounding_are_an_error(
 
 @pytest.mark.parametrize(("difference", "varies"), [(1e-6, 0.0), (0.1, 1e-6)])
 def test_values_that_differ_once_are_an_error(difference: float, varies: float) -> None:
-    """A third forward computes what the second did, but for rounding: it is not the kernel that varies."""
+    """A third forward equals the second up to rounding: the kernel is not the cause."""
     with checkpointed(Sums) as model:
         out = loss(model)
         with varying(varies, also=difference), pytest.raises(RestoreError, match="second forward computed another"):
@@ -888,14 +888,14 @@ GO, WENT = threading.Event(), threading.Event()
 
 
 class Waits(Block):
-    """In a backward its forward stops half-way until another thread has run a forward."""
+    """Its forward during a backward stops half-way until another thread has run a forward."""
 
     def inner(self, x: Tensor) -> Tensor:
         result = torch.special.i0e(x)
         if torch._C._current_graph_task_id() != -1:
             GO.set()
             assert WENT.wait(60)
-        torch.special.i0e(x)  # the second forward goes on; backward reads the first one's tensors
+        torch.special.i0e(x)  # the second forward continues; backward reads the first one's tensors
         return result
 
 

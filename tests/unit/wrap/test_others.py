@@ -1,4 +1,4 @@
-"""Other offloaders on a model: those that take all that a block saves are refused, those that take a part are said."""
+"""Other offloaders on a model: refused if they take all saved tensors of a block, reported if they take a part."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def taken(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 def taken_and_checkpointed(function: Callable[..., Tensor], *args: Tensor, reentrant: bool = False) -> Tensor:
-    """As transformers' layers do with ``offload=True``, by ``save_on_cpu``."""
+    """Like transformers' layers with ``offload=True``, which use ``save_on_cpu``."""
     with Oracle():
         return checkpoint(function, *args, use_reentrant=reentrant)
 
 
 class Layer(nn.Module):
-    """A block that lets others run what it is made of."""
+    """A block that lets others run its parts."""
 
     def __init__(self, all_of_it: Around | None = None, a_part: Around | None = None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_hooks_inside_a_block_that_take_all_it_saves_are_refused(around: Around,
 
 @needs_slots
 @pytest.mark.parametrize("part", [taken, lambda f, x: saved_tensors_hooks_of_their_own(f, x), taken_and_checkpointed])
-def test_hooks_inside_a_block_that_take_a_part_are_said_once(part: Around, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_inside_a_block_that_take_a_part_are_logged_once(part: Around, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Stack(Layer(a_part=part), Layer())
     expected = train(model)
@@ -151,7 +151,7 @@ class Calls(nn.Module):
 
 
 class Checkpoints(ByTable):
-    """Checkpoints every block that may be."""
+    """Checkpoints every block that allows it."""
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         return Action.CHECKPOINT
@@ -190,18 +190,18 @@ def test_what_transformers_offloads_itself_is_refused_and_its_flag_named(
 
 
 def pin_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an accelerator nothing can be pinned: transformers' ``save_on_cpu`` is told so."""
+    """Switch off pinning in transformers' ``save_on_cpu``: it needs an accelerator."""
     modeling = pytest.importorskip("transformers.modeling_utils")
     monkeypatch.setattr(modeling, "save_on_cpu", lambda **options: save_on_cpu(), raising=False)
 
 
 def test_what_trl_offloads_is_refused_and_its_flag_named(monkeypatch: pytest.MonkeyPatch) -> None:
     trl = pytest.importorskip("trl.models.activation_offloading")
-    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)  # for it TRL empties a cache that a CPU has not
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)  # TRL empties the device's cache, which a CPU lacks
     tiny = build("llama")
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-        patch.setattr(torch.cuda, "default_stream", lambda: None)  # no driver: a CUDA build of torch asks for one
+        patch.setattr(torch.cuda, "default_stream", lambda: None)  # a CUDA build of torch needs a driver
         theirs = trl.get_act_offloading_ctx_manager(tiny.model, use_pin_memory=False, use_streams=False)
     with enable(tiny.model):
         with (
@@ -233,7 +233,7 @@ def test_what_accelerate_offloads_is_refused_and_its_flag_named() -> None:
 
 @pytest.mark.parametrize("other", OFFLOADERS, ids=lambda other: other.name)
 def test_whose_hooks_they_are_and_the_flag_to_unset_are_named(other: Offloader) -> None:
-    """Most are not installed here: a hook with the name of theirs stands for it."""
+    """Most are not installed here: a hook with the same name is a stand-in."""
 
     def pack(tensor: Tensor) -> Tensor:
         return tensor

@@ -1,4 +1,4 @@
-"""What a checkpointed block changes outside of its modules, and functions that read what they saved twice."""
+"""Changes that a checkpointed block makes outside of its modules, and functions that read saved tensors twice."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Owner:
 
 
 def run(kind: type[Block], steps: int = 6, blocks: int = 3, **given: Any) -> tuple[list[Tensor], str]:
-    """Train; the gradients of the last step, and what the plan did with the blocks."""
+    """Train; return the gradients of the last step, and the plan's actions on blocks."""
     STATS.clear()
     LOSSES.clear()
     CACHE.clear()
@@ -101,7 +101,7 @@ def test_a_kind_that_changes_what_is_outside_is_not_checkpointed(kind: type[Bloc
 
 
 class Inherits(Counts):
-    """Names nothing itself."""
+    """Has no code of its own."""
 
 
 @pytest.mark.parametrize(("blocks", "kind"), [(1, Counts), (2, Inherits), (1, Inherits)])
@@ -223,7 +223,7 @@ def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: Callable[[An
 
 
 class Lazy(dict[str, Any]):
-    """Imports what it holds when it is listed, as the registries of transformers do."""
+    """Imports its values when it is listed, like the registries of transformers."""
 
     def keys(self) -> Any:
         raise ImportError("a package")
@@ -261,7 +261,7 @@ def test_a_forward_that_was_replaced_on_a_block_is_looked_at() -> None:
 
 
 class Unbound:
-    """A proxy of what is bound later, as those of web frameworks."""
+    """A proxy that is bound later, like those of web frameworks."""
 
     @property
     def __dict__(self) -> Any:
@@ -303,7 +303,7 @@ def test_an_iterator_that_only_numbers_blocks_does_not_forbid_a_second_forward()
 
 
 class Late(Block):
-    """The first blocks of the kind do nothing of what the others do."""
+    """The first blocks of the kind lack the peculiarity of the others."""
 
     made = itertools.count()
 

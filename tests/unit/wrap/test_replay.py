@@ -1,4 +1,4 @@
-"""How often saved tensors are replayed in training as it is: lengths that change, several live passes, routing."""
+"""How often saved tensors are replayed in real training: changing lengths, several live passes, routing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 16
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, or experts that are chosen for each token."""
+    """Attention and a gated MLP, or experts chosen for each token."""
 
     def __init__(self, experts: int = 0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def stack(experts: int = 0) -> nn.Sequential:
 
 @contextmanager
 def pair(policy: str, experts: int = 0) -> Generator[tuple[nn.Module, nn.Module, Handle]]:
-    """A model under a policy, its twin without, and the handle."""
+    """Return a model under a policy, its twin without, and the handle."""
     model, chosen = stack(experts), REMAKE if policy == "recompute" else policy
     twin = copy.deepcopy(model)
     with ebbtide.enable_activation_offloading(model, policy=chosen, min_bytes=0, target="disk") as handle:
@@ -76,7 +76,7 @@ def one_step(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
 
 
 def share(handle: Handle) -> float:
-    """Which part of the saved tensors of the latest pass was replayed."""
+    """Return the replayed share of the saved tensors of the latest pass."""
     stats = handle.stats()
     return stats.replayed / stats.packs
 
@@ -130,7 +130,7 @@ def retain(model: nn.Module) -> None:
 
 
 def interleaved(model: nn.Module) -> None:
-    """One forward, one backward, as the stages of a pipeline take turns."""
+    """Alternate forwards and backwards, like the stages of a pipeline."""
     first = model(batch(8, 0)).square().mean()
     for seed in (1, 2):
         second = model(batch(8, seed)).square().mean()
@@ -185,7 +185,7 @@ def test_weights_that_are_frozen_and_thawed(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_routing(policy: str) -> None:
-    """What experts save depends on the data; the rest of their block is replayed."""
+    """The saved tensors of experts depend on the data; the rest of their block is replayed."""
     with pair(policy, experts=4) as (model, twin, handle):
         found: list[float] = []
         for seed in range(4):
@@ -232,7 +232,7 @@ def test_a_weight_where_an_activation_was_saved_is_not_moved() -> None:
 
 
 class _Norm(nn.Module):
-    """A norm that computes in float32, as those of Llama, Qwen and Gemma."""
+    """A norm that computes in float32, like those of Llama, Qwen and Gemma."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,9 +245,9 @@ class _Norm(nn.Module):
 
 
 class _Cast(nn.Module):
-    """Casts its input, what it computed, or a weight: tensors of one description.
+    """Casts its input, a computed tensor, or a weight: tensors of one description.
 
-    What is cast is chosen for each step; what the second norm casts is mostly read again in its own type.
+    The operand of the cast is chosen for each step; the second norm's operand is also read in its own type.
     """
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ def _counts(handle: Handle) -> tuple[dict[str, int], object]:
 
 
 class _Heard(ByTable):
-    """Recomputes what it can, and remembers what it heard of each site."""
+    """Recomputes if possible, and remembers the candidates of each site."""
 
     def heard(self) -> set[Candidate]:
         heard, self.asked = {replace(c, kept_bytes=0) for c in self.asked}, []

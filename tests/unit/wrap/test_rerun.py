@@ -1,4 +1,4 @@
-"""Which blocks are checkpointed: what a refusal, or a plan that changes, lets go of, and what ends checkpoints."""
+"""Which blocks are checkpointed: what a refusal or a changed plan releases, and what ends checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Changes:
 
 
 def _step_with_a_hook(model: Any, act: Callable[[list[Tensor], Tensor], object]) -> list[weakref.ref[Tensor]]:
-    """Train a step in which a function holds the outputs of layers; return references to these."""
+    """Train a step in which a function holds the outputs of layers; return weak references to them."""
     outputs: list[Tensor] = []
     hooks = [block.up.register_forward_hook(lambda module, x, y: act(outputs, y)) for block in model.blocks]
     loss = model(torch.randn(8, 16)).square().mean()
@@ -105,7 +105,7 @@ def test_buffers_that_begin_to_change_without_a_version_fail_one_step_and_end_th
 
 def test_only_a_second_forward_that_differs_looks_for_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(model: Any, number: int) -> Tensor:
-        looked.clear()  # blocks that are measured look for them too, in the first step
+        looked.clear()  # measured blocks also look for them, in the first step
         return squares(model, number)
 
     looked: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Blocks that run a second time in backward: under all that their first run ran under, or not at all, or an error."""
+"""Blocks that run a second time in backward: in the context of their first run, or not at all, or an error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ squares = step_of(lambda model: model(rows()).square().mean())
 
 
 def check_checkpointed(make: Any, step: Any, count: int = 3, **more: Any) -> None:
-    """Check bits under Minimal and Auto, and that Minimal does run ``count`` blocks again in the last step."""
+    """Check bits under Minimal and Auto, and that Minimal does repeat ``count`` blocks in the last step."""
     check(make, step, policies=("minimal", "auto"), **more)
     assert train(make, step, 3, policy="minimal")[1].checkpointed_blocks == count
 
@@ -92,7 +92,7 @@ def test_parameters_that_are_swapped_for_others_before_the_backward() -> None:
 
 
 class Adapters(Block):
-    """Adapters by name, as PEFT keeps them: the names in use are a list."""
+    """Adapters by name, like PEFT's: the active names are in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_a_generator_that_blocks_get_later_ends_their_checkpoints() -> None:
 
 
 def test_a_single_block_that_draws_is_never_checkpointed() -> None:
-    """Others of its structure have run before: it would be checkpointed in its own first forward."""
+    """Others of its structure have run before, so it would be checkpointed in its own first forward."""
 
     def make() -> nn.Module:
         model: Any = blocks()
@@ -362,7 +362,7 @@ class Decays(Block):
 
 
 class Looks(Decays):
-    """Only reads it."""
+    """Only reads the array."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Block.forward(self, x * float(self.scale[0]))
@@ -520,7 +520,7 @@ class Applies(Block):
 
 
 class AppliesAll(Stack):
-    """Applies a function of a number that is another one by the time of the backward."""
+    """Applies a function of a number that changes before the backward."""
 
     late = False
 
@@ -688,7 +688,7 @@ def test_a_parameter_that_its_own_forward_changes_is_treated_tensor_by_tensor() 
 
 
 class LearnsLocally(Block):
-    """Adds the gradient of a loss of its own in its forward."""
+    """Adds the gradient of its own loss in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.down(self.up(x.detach())).square().mean().backward()
@@ -696,7 +696,7 @@ class LearnsLocally(Block):
 
 
 class HalvesGradients(Block):
-    """Registers a hook on a weight in each forward, and removes the one of the forward before."""
+    """Registers a hook on a weight in each forward, and removes the previous one."""
 
     hook: Any = None
 
@@ -713,7 +713,7 @@ def test_what_a_forward_leaves_on_its_weights_is_left_once(kind: type[Block]) ->
 
 
 class Given(Block):
-    """Is given a second tensor, which it changes."""
+    """Takes a second tensor, and changes it."""
 
     detaches = False
 
@@ -724,7 +724,7 @@ class Given(Block):
 
 
 class Gives(Stack):
-    """Gives its blocks running statistics, or a tensor that is computed for each."""
+    """Passes its blocks running statistics, or a tensor that is computed for each."""
 
     def __init__(self, *blocks: nn.Module, detaches: bool) -> None:
         super().__init__(*blocks)
@@ -744,7 +744,7 @@ def test_what_a_forward_does_to_its_arguments_without_a_new_version_is_done_once
 
 
 class Seeded(torch.autograd.Function):
-    """Saves memory with other contents in each run, as attention saves seeds that nothing wrote."""
+    """Saves memory with different contents in each run, like the unwritten seeds of attention."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int) -> Tensor:
@@ -804,7 +804,7 @@ def test_the_noise_of_rrelu_is_saved_before_it_is_drawn(training: bool, verify: 
 
 @pytest.mark.parametrize("count", [4, 16])
 def test_a_checkpointed_block_counts_what_inputs_of_another_size_save(count: int) -> None:
-    """So Auto, too, hears of longer inputs where it has every block checkpointed."""
+    """So Auto also notices longer inputs if every block is checkpointed."""
 
     def saved(*counts: int) -> tuple[int | None, int]:
         torch.manual_seed(0)
@@ -820,7 +820,7 @@ def test_a_checkpointed_block_counts_what_inputs_of_another_size_save(count: int
 
 
 class Differs(Block):
-    """Blocks of one class, of which only some do what may not be repeated."""
+    """Blocks of one class, only some of which do something that may not be repeated."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -865,7 +865,7 @@ def test_a_block_that_differs_from_the_first_of_its_class_is_watched_first(kind:
 
 
 class Experts(nn.Module):
-    """So many modules that their containers are more than are recorded of what a block reaches besides."""
+    """Has more modules than the limit for other objects that a block reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -900,7 +900,7 @@ data = itertools.count()
 
 
 class ReadsData(Block):
-    """Reads an attribute of the name of a generator of its file."""
+    """Reads an attribute with the name of a global generator of its file."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x.data.mean() * 0

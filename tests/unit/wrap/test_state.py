@@ -1,4 +1,4 @@
-"""The state of a block's objects: when it is used again, and that it then has what the objects hold."""
+"""The state of a block's objects: when it is reused, and that it then matches the objects."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_state_is_not_used_again_after_a_change(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if change != "an object's dictionary"])
-def test_what_changed_since_is_put_back_and_taken_again(change: str) -> None:
+def test_changes_since_are_restored_and_recorded_again(change: str) -> None:
     block = _block()
     before = State(block.modules())
     assert before.now() is before
@@ -161,7 +161,7 @@ def test_a_long_list_is_too_much_and_not_copied(kind: Callable[[range], Any]) ->
 
 
 class Lazy(dict):
-    """Counts what it holds when it is read."""
+    """Computes its length when it is read."""
 
     def __len__(self) -> int:
         raise TypeError("not read yet")

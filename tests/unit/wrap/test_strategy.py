@@ -1,4 +1,4 @@
-"""The strategy is read from the model; one that is asked for is checked."""
+"""The strategy is read from the model; a requested one is checked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_weights_that_zero_3_divides_are_known_by_their_attributes(monkeypatch: 
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)
     assert not weights_move(model) and not has_collectives(model) and check_strategy(model, "auto") == "single"
     for p in model.parameters():
-        p.ds_id, p.ds_persist = 0, True  # small: it stays whole
+        p.ds_id, p.ds_persist = 0, True  # small: it stays unsharded
     assert not weights_move(model) and not has_collectives(model)
     assert len(list(weights_of(model))) == 2 and list(gathered_for(model[0])) == []
     model[0].weight.ds_persist = False

@@ -26,18 +26,18 @@ Meet = Callable[[], None]
 
 
 def nowhere() -> None:
-    """Nobody is met."""
+    """Meet no thread."""
 
 
 class Threads:
-    """Runs functions at the same time, one thread each, and brings back what they return or raise."""
+    """Runs functions at the same time, one thread each, and collects their results or errors."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
 
     @property
     def name(self) -> str:
-        """Of the thread that asks."""
+        """Name of the calling thread."""
         return self.names.get(threading.get_ident(), "")
 
     def run(self, **work: Callable[[], Any]) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class Threads:
 def step(model: nn.Module, x: Tensor, *, autocast: bool = False) -> dict[str, Tensor]:
     """One forward and backward that leaves no trace in ``.grad``: other threads train the same weights.
 
-    Autocast keeps its copies of leaves for all threads, and drops them when any thread leaves it: without ebbtide too,
-    bits would depend on the moment.
+    Autocast keeps its copies of leaves for all threads, and drops them when any thread leaves it: even without ebbtide
+    bits would depend on timing.
     """
     given = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -105,7 +105,7 @@ def attending_model(meet: list[Meet], *, frozen: bool = False) -> Model:
 
 
 def meeting(barrier: threading.Barrier) -> Meet:
-    """Return what lets two threads go on together; a block that runs again in backward waits for nobody."""
+    """Return a function that synchronises two threads; a block that is recomputed in backward does not wait."""
 
     def meet() -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -151,7 +151,7 @@ def test_modules_of_one_thread_are_not_taken_for_the_others(policy: str) -> None
     x = torch.randn(4, WIDTH)
     expected = step(model, x, autocast=True)
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*") as handle:
-        step(model, x, autocast=True)  # recipes are trusted from now on
+        step(model, x, autocast=True)  # recipes are trusted from here on
         began_q, began_k, saved = threading.Event(), threading.Event(), threading.Event()
 
         def before_q(*given: Any) -> None:
@@ -182,7 +182,7 @@ def test_modules_of_one_thread_are_not_taken_for_the_others(policy: str) -> None
         assert_nothing_left(handle._engine)
 
 
-def test_the_second_thread_runs_plainly_to_its_end_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_second_thread_runs_without_hooks_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The first thread's pass ends while the second is inside its first block."""
     meet: list[Meet] = [nowhere]
     model, threads = attending_model(meet), Threads()
@@ -261,7 +261,7 @@ def test_a_thread_that_fails_gives_its_turn_back(error: BaseException, caplog: p
     assert "in thread" not in caplog.text
 
 
-def test_an_evaluation_beside_training_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_during_training_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     meet: list[Meet] = [nowhere]
     model, threads = attending_model(meet), Threads()
     x, y = torch.randn(4, WIDTH), torch.randn(7, WIDTH)
@@ -349,7 +349,7 @@ def test_a_backward_in_one_thread_while_another_begins_a_pass(policy: str) -> No
 
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
 def test_one_graph_of_forwards_in_two_threads(policy: str) -> None:
-    """What ``nn.parallel.parallel_apply`` does: a forward in each thread, one backward over all."""
+    """Like ``nn.parallel.parallel_apply``: a forward in each thread, one backward over all."""
     meet: list[Meet] = [nowhere]
     model, threads = attending_model(meet), Threads()
     xs = [torch.randn(4, WIDTH), torch.randn(6, WIDTH)]

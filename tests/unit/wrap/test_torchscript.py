@@ -1,4 +1,4 @@
-"""TorchScript inside blocks and around the model: parts that take no module hooks, code that nobody sees into."""
+"""TorchScript inside blocks and around the model: parts without module hooks, opaque code."""
 
 from __future__ import annotations
 

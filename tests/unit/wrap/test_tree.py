@@ -1,4 +1,4 @@
-"""The tree of a model: walked when something was exchanged, however that was done, and not otherwise."""
+"""The tree of a model: walked only when something was exchanged, in whatever way."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 def changed(name: str) -> tuple[Any, Callable[[Any], object]]:
-    """Return a model and what is to be done to it between two steps."""
+    """Return a model and a change to make between two steps."""
     model: Any = make()
     if name == "an adapter is merged":
         model[2].linear = Adapted(model[2].linear)
@@ -118,7 +118,7 @@ def test_a_weight_that_takes_the_place_of_another_in_memory_is_returned() -> Non
 
 
 def test_contents_of_weights_can_be_swapped() -> None:
-    """As ``Module.to`` does with DTensors: torch refuses to swap a tensor that has weak references."""
+    """``Module.to`` swaps DTensors: torch refuses to swap a tensor that has weak references."""
     model: Any = make()
     handle = ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0)
     step(model)

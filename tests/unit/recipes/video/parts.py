@@ -1,4 +1,4 @@
-"""What the tests of the video recipe share."""
+"""Shared parts of the tests of the video recipe."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Pass over what other packages warn of while they load pipelines."""
+    """Ignore warnings of other packages while they load pipelines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def text_of(source: Source, batch: int = 1, words: int = 24) -> dict[str, Any]:
-    """Return captions' tensors as the family's text encoders shape them."""
+    """Return captions' tensors in the shapes of the family's text encoders."""
     torch.manual_seed(5)
-    width = 64 if source.family.name == "cosmos" else 32  # its encoder's layers, side by side
+    width = 64 if source.family.name == "cosmos" else 32  # its encoder's layers, concatenated
     made: dict[str, Any] = {"prompt_embeds": torch.randn(batch, words, width)}
     if "pooled_prompt_embeds" in source.family.text:
         made["pooled_prompt_embeds"] = torch.randn(batch, 16)

@@ -1,4 +1,4 @@
-"""Reading and writing clips: real .mp4 and .webm, image folders, and files that cannot be used."""
+"""Reading and writing clips: real .mp4 and .webm, image folders, and unusable files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rate_skips_or_repeats_frames(tmp_path: Path, rate: float, taken: int)
 
 
 def test_a_rate_counts_from_the_first_frame(tmp_path: Path) -> None:
-    """What was cut out of a longer video begins later than at 0."""
+    """A clip cut out of a longer video begins later than at 0."""
     path, began = tmp_path / "cut.mkv", 32
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=16)
@@ -84,7 +84,7 @@ def test_a_folder_of_images_is_a_clip(tmp_path: Path) -> None:
 
 
 def test_clips_are_turned_as_they_are_shown(tmp_path: Path) -> None:
-    """As a telephone writes them that was held upright: with an angle in place of turned pixels."""
+    """A telephone held upright writes an angle instead of rotated pixels."""
     shown = film(2).rot90(-1, (1, 2))  # clockwise
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6

@@ -1,4 +1,4 @@
-"""The flags of ``ebbtide video``: FastVideo's names, what they become, and what is refused."""
+"""The flags of ``ebbtide video``: FastVideo's names, their meaning, and refused values."""
 
 from __future__ import annotations
 

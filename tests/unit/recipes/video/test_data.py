@@ -33,7 +33,7 @@ def loaded(name: str | Path) -> list[tuple[str, str]]:
     return [(Path(clip.name).name, clip.caption) for clip in data.load([str(name)], seed=1)]
 
 
-def test_captions_stand_in_text_files_beside_the_clips(folder: Path) -> None:
+def test_captions_are_in_text_files_next_to_the_clips(folder: Path) -> None:
     (folder / "a.txt").write_text(" a cat \n")
     (folder / "b.txt").write_text("a dog")
     (folder / "frames").mkdir()

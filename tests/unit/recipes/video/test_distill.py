@@ -1,4 +1,4 @@
-"""Three transformers in one step: what has gradients when, one backward or two, and what is offloaded."""
+"""Three transformers in one step: which have gradients when, one backward or two, and what is offloaded."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_logit_mean_above_0_is_less_noise_as_in_diffusers(mean: float) -> None
 
 
 def test_a_student_is_sampled_at_its_own_steps() -> None:
-    """A student that knows the clip is called once a step, with as much noise as it was trained with there."""
+    """A student that knows the clip is called once per step, with the noise level of its training."""
     clip, seen = torch.full((1, 4, 3, 16, 16), 5.0), []
 
     def predict(latents: torch.Tensor, timestep: torch.Tensor, text: Any) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_a_student_is_sampled_at_its_own_steps() -> None:
 
 
 def test_a_group_without_gradients_has_no_norm() -> None:
-    """torch returns a zero on the CPU for it, which cannot be stacked with a norm on a device."""
+    """For it torch returns a zero on the CPU, which cannot be stacked with a norm on a device."""
     module, asked = module_of(), []
     module.student_learns = False
     losses_of(module)["loss"].backward()

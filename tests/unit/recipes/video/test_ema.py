@@ -1,4 +1,4 @@
-"""The moving average: its precision, and when it moves."""
+"""The moving average: its precision, and the steps in which it moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbtide_recipes.video.ema import Average
 
 
 def after(steps: int, average: Average, weight: torch.nn.Parameter, drift: float = 0.0) -> float:
-    """Return the average of a weight after so many steps, in each of which the weight moves on."""
+    """Return the average of a weight after this many steps, each of which moves the weight."""
     nothing: Any = None
     average.on_train_begin(nothing, nothing, nothing)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Each family is called as diffusers' own pipeline calls it, and its latents have the shape that its ratios say."""
+"""Each family is called like in diffusers' own pipeline, and its latents have the shape of its ratios."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_size_that_makes_no_whole_tokens_is_refused_with_the_nearest(
 def test_a_familys_default_frames_make_whole_tokens(tmp_path: Path) -> None:
     folder = video_pipelines.write(tmp_path, "cogvideox")
     config = folder / "transformer" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "patch_size_t": 2}))  # as CogVideoX 1.5's
+    config.write_text(json.dumps({**json.loads(config.read_text()), "patch_size_t": 2}))  # like CogVideoX 1.5's
     source = Source(folder)
     check_size(*source.default_size, ratios=source.ratios, patch=source.patch)
 

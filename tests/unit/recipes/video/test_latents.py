@@ -1,4 +1,4 @@
-"""Latents on disk: a full disk, broken files, and what tells one VAE from another."""
+"""Latents on disk: a full disk, broken files, and the identity of a VAE."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAKING = Making(data=("builtin:moving-shapes#2",), frames=3, height=16, width=16
 
 @contextmanager
 def files_at_most(size: int) -> Iterator[None]:
-    """Let no file grow beyond a size, as a full disk would not."""
+    """Limit the size of files, as a full disk does."""
     import signal
 
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -70,7 +70,7 @@ def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monk
     assert lengths == [8]
 
 
-def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path) -> None:
+def test_a_disk_full_of_latents_is_an_error_and_finished_ones_are_kept(tmp_path: Path) -> None:
     with files_at_most(6000), pytest.raises(DiskFullError, match=r"clip-\w{16}\.safetensors could not be") as caught:
         make(tmp_path)
     assert "--latents_dir" in str(caught.value) and "MiB are free" in str(caught.value)
@@ -98,7 +98,7 @@ def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) 
     assert len(kept) == 3 and kept.items() <= before.items()
 
 
-def test_latents_of_other_clips_or_captions_are_made_again(tmp_path: Path) -> None:
+def test_latents_of_other_clips_or_captions_are_replaced(tmp_path: Path) -> None:
     make(tmp_path)
     source, clips = builtin_source("builtin:tiny-wan", seed=1), data.load(MAKING.data, seed=1)
     assert latents.matches(tmp_path, source, MAKING, clips) and latents.matches(tmp_path, source, MAKING, None)
