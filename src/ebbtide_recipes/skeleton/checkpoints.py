@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.base.checks import FALSE, NOTHING
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, first_line, nearest
+from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
-from ebbtide.cli.translation import FALSE, NOTHING
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -43,7 +44,6 @@ _ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
 _NO_REASON = ("Writer failed writing", "iostream error", "unexpected pos")
 """Errors of torch.save after a failed write (torch 2.13)."""
@@ -106,7 +106,7 @@ def _flush(path: Path) -> None:
         finally:
             os.close(opened)
     except OSError as error:  # a draft that now has its name, or a file system that does not flush what is only read
-        if error.errno in (errno.EIO, *_FULL):
+        if error.errno in (errno.EIO, *FULL_ERRNOS):
             raise
 
 
@@ -290,7 +290,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> DiskError | None:
 
 def says_full(error: BaseException) -> bool:
     """Whether an error means a full disk; libraries report it in words."""
-    return (isinstance(error, OSError) and error.errno in _FULL) or any(word in str(error) for word in _FULL_WORDS)
+    return getattr(error, "errno", None) in FULL_ERRNOS or any(word in str(error) for word in _FULL_WORDS)
 
 
 def _write_error(folder: Path) -> OSError | None:
