@@ -158,8 +158,7 @@ def enable_activation_offloading(
         model: Any module, before or after FSDP, DDP or compilation of its blocks.
         strategy: ``"auto"``, or the wrapper that the model must have.
         enable_ckpt: The memory of activation checkpointing: policy ``Minimal()``.
-        policy: A policy (default: ``Auto()``), its name, a plan, a plan file, or an object of your own with the
-            methods of ``Plan``.
+        policy: A policy (default: ``Auto()``), its name, a plan, a plan file, or an object with ``Plan``'s methods.
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         blocks: Paths of blocks, with ``*``; default: found by structure, and by the first forward's saved bytes.
         tensor_filter: False for a saved tensor that is never offloaded; it may be recomputed.
@@ -315,7 +314,7 @@ class offload_saved_tensors(ContextDecorator):
         self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
         # Per thread, since several may run one decorated function; reentrant.
-        self._entered: defaultdict[int, list[list[tuple[Engine, offloading]]]] = defaultdict(list)
+        self._entered: defaultdict[int, list[list[tuple[Engine, offloading, list[Engine]]]]] = defaultdict(list)
         self._latest: Engine | None = None
         self._kept: dict[Hashable, list[Engine]] = {}  # idle engines of a plan, which lives no longer than this
 
@@ -329,26 +328,27 @@ class offload_saved_tensors(ContextDecorator):
             logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
             self._entered[get_ident()].append([])
             return self
+        idle = self._idle()
         try:
-            engine = self._idle().pop()  # at once: another thread may take the last one
+            engine = idle.pop()  # at once: another thread may take the last one
         except IndexError:
             engine = _open_engine(self._policy, self._options)
             refuse_budget(self._policy, engine.tier)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
-        self._entered[get_ident()].append([(engine, hooks)])
+        self._entered[get_ident()].append([(engine, hooks, idle)])
         hooks.__enter__()
         self._latest = engine
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for engine, hooks in self._entered[get_ident()].pop():
+        for engine, hooks, idle in self._entered[get_ident()].pop():
             try:
                 hooks.close()
             finally:
                 engine.end_pass()
             if engine.tier.name == "host":  # a disk tier would hold its file and its threads
-                self._idle().append(engine)
+                idle.append(engine)  # of the settings and device at the time it was entered
 
     def _idle(self) -> list[Engine]:
         shared = isinstance(self._policy, Policy)  # a plan file makes another plan at each read

@@ -164,6 +164,22 @@ def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> 
     return compare(partial(_job, wrapper, lengths), ("minimal",))
 
 
+def without_gradients(enough: bool) -> list[int]:
+    """The first block's input needs no gradient, and in the first steps no other block runs."""
+    model, mesh = Model(), init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer.one, mesh=mesh)
+    checkpointed: list[int] = []
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        follow(handle, OfTheLength(handle.plan, 1))
+        for step in range(13):
+            later = step >= 9
+            x = torch.randn(2, 4 + 4 * dist.get_rank(), WIDTH, requires_grad=enough and later)
+            model(x, layers=LAYERS if later or not enough else 1).square().mean().backward()
+            checkpointed.append(handle.stats().checkpointed_blocks)
+    return checkpointed
+
+
 def measured(wrapper: str) -> dict[str, Findings]:
     """Train until plans are made from measurements and judged, on ranks whose batches differ."""
     with measured_minimal():
@@ -172,15 +188,20 @@ def measured(wrapper: str) -> dict[str, Findings]:
     return {str(policy): one for policy, one in found.items()}
 
 
-def varying() -> list[str]:
-    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing further."""
+def varying(evaluated: bool) -> list[str]:
+    """The first block of rank 0 varies: its backward is the last one, so the other rank needs nothing further.
+
+    Args:
+        evaluated: The model is in evaluation mode during the backward.
+    """
     model = Model(Varying)
     model.layers[0].varies = dist.get_rank() == 0
     said: list[str] = []
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
         follow(handle, OfTheLength(handle.plan, 1))
         for _ in range(3):
-            loss = model(torch.randn(2, 16, WIDTH, requires_grad=True)).square().mean()
+            loss = model.train()(torch.randn(2, 16, WIDTH, requires_grad=True)).square().mean()
+            model.train(not evaluated)
             try:
                 loss.backward()
                 said.append("trains")
@@ -229,7 +250,10 @@ def results() -> dict[str, CaseResult]:
         "minimal": (uneven, ("fsdp2", LENGTHS)),
         "measured fsdp2": (measured, ("fsdp2",)),
         "measured ddp": (measured, ("ddp",)),
-        "varying": (varying, ()),
+        "a first block without gradients": (without_gradients, (False,)),
+        "gradients later": (without_gradients, (True,)),
+        "varying": (varying, (False,)),
+        "varying, evaluated": (varying, (True,)),
         "skipping": (skipping, ()),
     }
     return run_cases(cases, 2, timeout_seconds=90.0)
@@ -275,8 +299,19 @@ def test_minimal_decides_alike_on_lengths_that_differ(results: dict[str, CaseRes
     assert one == other
 
 
-def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, CaseResult]) -> None:
-    one, other = results["varying"].values()
+def test_a_first_block_whose_input_needs_no_gradient_decides_nothing(results: dict[str, CaseResult]) -> None:
+    one, other = results["a first block without gradients"].values()
+    assert one == other and one[-1] == LAYERS
+
+
+def test_blocks_whose_inputs_need_gradients_later_are_decided_then(results: dict[str, CaseResult]) -> None:
+    one, other = results["gradients later"].values()
+    assert one == other and set(one[:9]) == {0} and one[-1] == LAYERS
+
+
+@pytest.mark.parametrize("case", ["varying", "varying, evaluated"])
+def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, CaseResult], case: str) -> None:
+    one, other = results[case].values()
     assert one[0] == "trains" and "its second forward computed another" in one[1]
     assert "or does a sum's order vary?" in one[1]
     assert other == ["trains", "trains"]

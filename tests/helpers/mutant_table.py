@@ -906,7 +906,7 @@ MUTANTS = (
     Mutant(
         "second run: Python's second normal number is not noticed",
         "ebbtide/wrap/generators.py",
-        '(_bytes_of(held), vars(held)["gauss_next"])',
+        '(_bytes_of(held), vars(held).get("gauss_next"))',
         "(_bytes_of(held), 0)",
         GENERATORS,
     ),
@@ -1163,8 +1163,8 @@ MUTANTS = (
     Mutant(
         "price: noise shows that a promise is missed",
         "ebbtide/profiling/promise.py",
-        "self.too_slow, self.measured = low > promised,",
-        "self.too_slow, self.measured = high > promised,",
+        "self.too_slow, self.measured = missed or low > promised,",
+        "self.too_slow, self.measured = missed or high > promised,",
         PRICES,
     ),
     Mutant(
@@ -1196,8 +1196,22 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
-        "price: the only block that executes a plan runs without hooks to be compared",
+        "price: one lucky pass hides a miss",
+        "ebbtide/profiling/promise.py",
+        "len(self._steps) - lucky)",
+        "len(self._steps))",
+        PRICES,
+    ),
+    Mutant(
+        "price: a plan is judged again with the memory that was free when it was made",
         "ebbtide/profiling/measured.py",
+        "        timer.yardsticks = self._loop.yardsticks(check)\n        if",
+        "        if",
+        PRICES,
+    ),
+    Mutant(
+        "price: the only block that executes a plan runs without hooks to be compared",
+        "ebbtide/profiling/closed_loop.py",
         "treated[block.kind] > 1",
         "treated[block.kind] > 0",
         PRICES,

@@ -63,11 +63,13 @@ def _end_a_step_of_a_script(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def _enter_contexts_on_both(kind: str) -> None:
-    for index in (1, 0, 1):
+    for index, later in ((1, 1), (0, 0), (1, 1), (0, 1), (1, 0), (0, 0), (1, 1)):
         torch.accelerator.set_device_index(index)
         x = torch.randn(1 << 20, device=kind, requires_grad=True)
         with ebbtide.offload_saved_tensors() as offloaded:
             loss = x.exp().sum()
+            torch.accelerator.set_device_index(later)
+        torch.accelerator.set_device_index(index)
         loss.backward()
         engine = offloaded._latest
         assert engine is not None and engine.tier.counters.out_bytes > 0

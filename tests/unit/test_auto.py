@@ -54,7 +54,7 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
 
 def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
-    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)  # every block carries the plan out at once
     tiny = build("llama")
     with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(3):
@@ -337,7 +337,7 @@ def test_the_processs_heap_is_trimmed_for_a_budget_only(
 
 
 def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)  # every block carries the plan out at once
     tiny = build("llama")
     plain = tiny.step()
     with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
@@ -449,7 +449,7 @@ def test_under_a_loaded_plan_a_longer_batch_and_graphs_that_overlap_run_with_hoo
 
 def test_of_what_a_plan_keeps_or_offloads_no_recipe_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes are the largest host cost of a saved tensor."""
-    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
     built: list[int] = []
     recipe = Builder.recipe
     monkeypatch.setattr(Builder, "recipe", lambda self, *args: built.append(1) or recipe(self, *args))

@@ -29,7 +29,7 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
-from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
+from ebbtide.profiling.promise import ADDED, APART, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from ebbtide.wrap.plain import all_kept
@@ -91,6 +91,31 @@ class Timed:
     def steps(self, count: int) -> None:
         for _ in range(count):
             assert all(map(torch.equal, self.gradients(), self.expected))
+
+
+def test_without_memory_for_blocks_without_hooks_a_plan_is_judged_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10**12]
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: free[0])
+    timed = Timed(12, max_slowdown=0.5)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + 1)
+        while not timed.plan.judged:
+            timed.steps(1)
+        timer, first = timed.plan._timer, timed.plan._check
+        assert timer is not None and first is not None
+        free[0] = 0  # somebody else took it meanwhile
+
+        def without_hooks() -> int:
+            return sum(timer.runs_plain(str(block)) for block in range(12))
+
+        kept = without_hooks()
+        for looks in (2, 3):
+            timed.steps(timer.spans.paused)
+            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * APART ** (looks - 1))
+            assert not timer.spans.wanted and without_hooks() == kept
+        free[0] = 10**12
+        timed.steps(timer.spans.paused)
+        assert timer.spans.wanted and without_hooks() > kept
 
 
 def calls_of_ours(work: Callable[[], object]) -> Counter[str]:
@@ -304,7 +329,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
     monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str]
 ) -> None:
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
-    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
     timed = Timed(max_slowdown=10.0)
     with timed.handle:
         timed.steps(UNTIL_PLAN)
@@ -320,7 +345,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
 def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies in begin with the backward, whichever block is its first."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
-    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
     timed = Timed(max_slowdown=10.0)
     began: list[float] = []
     advance = CopyIn.advance
@@ -452,7 +477,7 @@ def test_a_plan_that_stays_is_timed_again_later() -> None:
         check, timer = timed.plan._check, timed.plan._timer
         assert check is not None and check.measured is not None and timer is not None and not check.keeps
         before, steps = timed.plan.table, check.measured.steps
-        compared = sorted(timer.compared - timer.unhooked)
+        compared = sorted(timer.yardsticks - timer.unhooked)
         assert compared and not timer.runs_plain(compared[0])
         timed.steps(FIRST_LOOK)
         assert timer.spans.wanted and timed.plan.judged and timer.runs_plain(compared[0])
@@ -475,7 +500,8 @@ def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: str, inputs: Action) -> None:
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(inputs))
-    monkeypatch.setattr("ebbtide.profiling.measured.sample", lambda *args, **kwargs: frozenset[str]())
+    for module in ("measured", "closed_loop"):
+        monkeypatch.setattr(f"ebbtide.profiling.{module}.sample", lambda *args, **kwargs: frozenset[str]())
     tiny = build(family)
     plain = tiny.step()
     with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0, verify=True) as handle:

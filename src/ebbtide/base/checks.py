@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, nearest
 
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+"""Words of files and of other programs' keys."""
+NOTHING = ("none", "null", "")
+"""Words that leave such a key unset."""
+
 _KINDS = {
     bool: ("true or false", "pass True or False"),
     int: ("an integer", "pass a whole number, such as 3"),

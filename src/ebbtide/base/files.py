@@ -1,4 +1,4 @@
-"""Files that a user names: read JSON, write text, and check early that a file can be written."""
+"""Files that a user names: read JSON, write text, and check early that a file can be written; a full disk's errors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ebbtide.base.errors import DataError, nearest
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a full disk, quota or file-size limit."""
 
 
 def near(path: Path, pattern: str) -> str:

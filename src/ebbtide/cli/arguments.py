@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ebbtide.base.checks import FALSE, NOTHING, TRUE
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.files import near
 from ebbtide.cli.build import FlagValue, Values, build, print_help, takes_several, takes_text
-from ebbtide.cli.translation import FALSE, NOTHING, TRUE, Translation
+from ebbtide.cli.translation import Translation
 from ebbtide.cli.unknown import near_flags, near_keys
 from ebbtide.cli.yamlfile import as_yaml, load_settings
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ebbtide.base.checks import FALSE, NOTHING, TRUE
 from ebbtide.base.errors import ConfigError
 from ebbtide.cli.build import FlagValue, Values
-
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-NOTHING = ("none", "null", "")
-"""Values that leave a key of another program unset."""
 
 
 class Translation:

@@ -2,7 +2,7 @@
 
 [Note: declared rules]
 In each step a rule meets the same operators with the same numbers. A declared rule makes its function once for each set
-of numbers, and then looks it up; only the operands are found anew. So its function may follow from nothing but what it
+of numbers, and then looks it up; only the operands are found each time. So it may follow from nothing but what the rule
 declares. A rule that must look at its operands, at a module's record or at a setting of torch is a function of a
 ``NodeView`` instead, which runs each time.
 """

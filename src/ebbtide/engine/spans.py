@@ -103,14 +103,22 @@ class SpanTimer:
         meter: Measures time and memory.
         done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
+        resumes: Called with this timer when a pause ends; returns whether passes are timed again.
 
     Attributes:
         tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
         paused: Passes until they are timed again; 0: they are timed now, or never again.
     """
 
-    def __init__(self, meter: Meter, done: Callable[[Span | None], bool], *, memory: bool) -> None:
-        self._meter, self._done, self._memory = meter, done, memory
+    def __init__(
+        self,
+        meter: Meter,
+        done: Callable[[Span | None], bool],
+        *,
+        memory: bool,
+        resumes: Callable[[SpanTimer], bool] = lambda timer: True,
+    ) -> None:
+        self._meter, self._done, self._memory, self._resumes = meter, done, memory, resumes
         self.wanted, self.paused = False, 0  # ``wanted``: passes are timed now
         self._open: _Open | None = None
         self._closed: deque[_Open] = deque()
@@ -180,7 +188,7 @@ class SpanTimer:
             now.saved_bytes, now.counted = saved_bytes, True
         if self.paused and not self.wanted:
             self.paused -= 1
-            self.wanted = not self.paused
+            self.wanted = not self.paused and self._resumes(self)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """Begin a block's backward."""

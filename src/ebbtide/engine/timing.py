@@ -14,7 +14,7 @@ A block that runs *plain* runs without hooks, as in ordinary training: nothing i
 and checks it itself. In one of the measured steps one block of each kind does, so that its cost without hooks is
 measured and not inferred. Its backward begins when the gradient of what it returned is there; so that both are cut
 alike, the same is noted for blocks with hooks (``marks``). Blocks of which a plan keeps everything run plain, and while
-a plan is judged a few others do (``unhooked``, ``compared``).
+a plan is judged a few others do (``unhooked``, ``yardsticks``).
 
 [Note: still resident memory]
 What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
@@ -147,7 +147,7 @@ class StepTimer:
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
-        self.compared: frozenset[str] = frozenset()  # blocks that do, too, in passes that are timed as a whole
+        self.yardsticks: frozenset[str] = frozenset()  # blocks that do, too, in passes that are timed as a whole
         self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
         self.outdated: Callable[[], bool] = lambda: False  # whether the measurement is out of date
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
@@ -155,8 +155,10 @@ class StepTimer:
         self.expected_bytes = 0  # of the pass that triggered the measurement, until a plan is made
 
     def want(self) -> None:
-        """Measure from the next pass on."""
+        """Measure from the next pass on, and time no whole passes until a plan is made of it."""
         self.wanted = True
+        self.spans.want(wanted=False)
+        self.spans.paused = 0
 
     @property
     def times_blocks(self) -> bool:
@@ -173,7 +175,7 @@ class StepTimer:
         self.spans.finish()
         if self.wanted:
             return name in self.plain
-        return name in self.unhooked or (self.spans.wanted and name in self.compared)
+        return name in self.unhooked or (self.spans.wanted and name in self.yardsticks)
 
     def tries(self, name: str) -> bool:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""

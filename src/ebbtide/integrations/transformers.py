@@ -28,6 +28,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import ParallelMode
 
 from ebbtide import Handle, Stats, enable_activation_offloading
+from ebbtide.base.checks import FALSE, NOTHING, TRUE
 from ebbtide.base.errors import ConfigError, ConflictError, DataError, StrategyError
 from ebbtide.base.events import BUS
 from ebbtide.base.files import json_object
@@ -39,8 +40,6 @@ logger = logging.getLogger("ebbtide.integrations")
 
 SWITCH = "activation_cpu_offload"
 """The key of ``fsdp_config`` that ms-swift's users know."""
-
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
 
 
 class OffloadCallback(CallbackOptions, TrainerCallback):
@@ -232,11 +231,11 @@ def wanted(fsdp_config: Mapping[str, Any] | str | None) -> bool:
     """
     value = settings_of(fsdp_config).get(SWITCH, False)
     word = str(value).strip().lower()
-    if word not in _TRUE + _FALSE:
+    if word not in TRUE + FALSE + NOTHING:
         raise ConfigError(
             f"{SWITCH} of fsdp_config is {value!r:.60}", expected="true or false", hint=f'"{SWITCH}": true'
         )
-    return word in _TRUE
+    return word in TRUE
 
 
 def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:

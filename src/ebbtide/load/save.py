@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError, few
+from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
 from ebbtide.load.attributes import plain_name
 from ebbtide.load.checkpoint import INDEX_SUFFIX
@@ -33,7 +34,6 @@ from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by, reshard
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.buffers import view_memory
-from ebbtide.store.faults import FULL_ERRNOS
 
 logger = logging.getLogger("ebbtide.load")
 

@@ -10,7 +10,7 @@ its cost, or by how much it seems to be faster than ordinary training, which is 
 prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of their value at once, and the resulting
 plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that keeps everything shows no
 price; then prices fall as far as allowed. If such a plan misses the promise, at once or in a later verdict, the one
-before it is restored for good.
+before it is restored.
 
 [Note: the device's memory]
 On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
@@ -23,6 +23,7 @@ rank's host memory, unless no other plan fits a budget: the rates of the disk be
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 
 from ebbtide.base.actions import Action
@@ -34,6 +35,7 @@ from ebbtide.planner import plan_for
 from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution, follow
+from ebbtide.profiling.baseline import sample
 from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
 from ebbtide.store.meter import device_bytes, room_bytes, store_bytes
 from ebbtide.store.protocol import Tier
@@ -55,6 +57,9 @@ FRAGMENTS = 0.2
 
 LOOSENED = 3
 """Most plans tried that keep less than one that kept its promise."""
+
+YARDSTICKS = 3
+"""Blocks of a kind that run without hooks in passes that judge a plan."""
 
 WORTH = 0.05
 """Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
@@ -130,7 +135,8 @@ class ClosedLoop:
     def after(self, check: Check) -> Check | None:
         """Return the plan that follows a judged one; None: the judged one stays."""
         if not (check.too_slow or check.over_budget_bytes):
-            logger.info("the plan keeps its promise: %s", check.text())
+            shown = "keeps" if check.allowed_share >= 1 else "does not clearly miss"
+            logger.info("the plan %s its promise: %s", shown, check.text())
             return None if check.looks else self._looser(check)
         if self._before is not None:
             before, self._before, self._loosened = self._before, None, LOOSENED
@@ -149,10 +155,22 @@ class ClosedLoop:
             self._record(f"correction {self._corrections}: the plan before missed its promise: {check.text()}")
         return found
 
-    def spare_bytes(self, check: Check) -> int | None:
-        """Return the memory that a plan leaves free; None if not known."""
-        room = self._room_bytes()
-        return None if room is None else room - check.solution.predicted.peak_bytes
+    def yardsticks(self, check: Check) -> frozenset[str]:
+        """Return blocks that run without hooks while a plan is judged, besides those that keep everything."""
+        if check.budget_bytes is not None:
+            return frozenset()
+        solution, room = check.solution, self._room_bytes()
+        kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
+        enough = Counter(kind for name, kind in kinds.items() if name in kept)
+        treated = Counter(kind for name, kind in kinds.items() if name not in kept)
+        # A kept block is as in ordinary training only where no copies run: the first. One of a kind must run the plan.
+        copies = solution.predicted.offloaded_bytes > 0
+        few = [
+            block
+            for block in solution.profile.blocks
+            if block.name not in kept and treated[block.kind] > 1 and (copies or enough[block.kind] < YARDSTICKS)
+        ]
+        return sample(few, None if room is None else room - solution.predicted.peak_bytes, most=YARDSTICKS)
 
     def _give_up(self, check: Check) -> None:
         if check.budget_bytes is not None and not check.over_budget_bytes:

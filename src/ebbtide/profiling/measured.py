@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -53,9 +52,6 @@ logger = logging.getLogger("ebbtide")
 
 MEASURED_STEPS = 2
 """Measured steps; of each part the shortest time counts, because disturbances only make a machine slower."""
-
-COMPARED = 3
-"""Blocks of a kind that run without hooks while a plan is judged."""
 
 SPARE = 0.02
 """Share of a budget that remains free. See [Note: a budget of resident memory]."""
@@ -137,7 +133,8 @@ class MeasuredPlan(Explained):
             return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
 
         timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
-        timer.spans, timer.marks = SpanTimer(meter, weakly(self.saw_span), memory=memory), True
+        timer.spans = SpanTimer(meter, weakly(self.saw_span), memory=memory, resumes=weakly(self._looks_again))
+        timer.marks = True
         timer.outdated = lambda: (found := plan()) is not None and found._lacks_state()
         self._timer = engine.timer = timer
         timer.want()
@@ -324,7 +321,7 @@ class MeasuredPlan(Explained):
         if (engine := self._engine()) is not None:
             engine.plan_changed()
         if self._timer is not None:
-            self._timer.unhooked, self._timer.compared = kept_blocks(solution), self._compared(check)
+            self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(check)
             self._timer.spans.want(wanted=check.unjudged)
             self._timer.spans.paused = check.look_again()
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
@@ -339,22 +336,15 @@ class MeasuredPlan(Explained):
                 *(self._policy.max_slowdown, min(2 * self._policy.max_slowdown or 0.05, 1)),
             )
 
-    def _compared(self, check: Check) -> frozenset[str]:
-        """Return blocks that run without hooks until a plan is judged, besides those that keep everything."""
-        if check.budget_bytes is not None:
-            return frozenset()
-        solution = check.solution
-        kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
-        enough = Counter(kind for name, kind in kinds.items() if name in kept)
-        treated = Counter(kind for name, kind in kinds.items() if name not in kept)
-        # A kept block is as in ordinary training only where no copies run: the first. One of a kind must run the plan.
-        copies = solution.predicted.offloaded_bytes > 0
-        few = [
-            block
-            for block in solution.profile.blocks
-            if block.name not in kept and treated[block.kind] > 1 and (copies or enough[block.kind] < COMPARED)
-        ]
-        return sample(few, self._loop.spare_bytes(check), most=COMPARED)
+    def _looks_again(self, spans: SpanTimer) -> bool:
+        """Whether there is memory now for the blocks without hooks that another verdict needs; else it comes later."""
+        check, timer = self._check, self._timer
+        if check is None or timer is None:
+            return False
+        timer.yardsticks = self._loop.yardsticks(check)
+        if not timer.yardsticks:
+            spans.paused = check.look_again()
+        return bool(timer.yardsticks)
 
     def _run_plain(self, names: frozenset[str]) -> None:
         if self._timer is not None:

@@ -90,7 +90,7 @@ class Measured:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-    """Return two of the values between which their true median lies at about 95 %, if there are five or more."""
+    """Return two of the values between which their true median lies at some 93 %, if there are five or more."""
     ordered = sorted(values)
     skipped = max(int(len(ordered) / 2 - 0.9 * len(ordered) ** 0.5), 0)  # order statistics, as of a sign test
     return ordered[skipped], ordered[-1 - skipped]
@@ -203,7 +203,7 @@ class Check:
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
         self._unused = 0
         self.too_slow = False  # steps took longer than promised, beyond noise
-        self.compared = False  # judged by blocks without hooks in the same passes
+        self.by_blocks = False  # judged by blocks without hooks in the same passes
         self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
 
     def add(self, span: Span | None) -> Measured | None:
@@ -218,7 +218,7 @@ class Check:
         if found is not None:
             self._unused = 0
             return self._judge(found)
-        if self.compared or (self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution)):
+        if self.by_blocks or (self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution)):
             return None  # other blocks take another time than was promised
         over_budget = self.budget_bytes is not None and (span.peak_bytes or 0) > self.budget_bytes
         if span.saved_bytes > GROWTH * self.solution.profile.saved_bytes and not over_budget:
@@ -246,22 +246,23 @@ class Check:
 
     def _judge(self, found: Measured) -> Measured | None:
         """Judge the plan by the passes compared so far, if they suffice."""
-        if not self.compared:
+        if not self.by_blocks:
             self._steps.clear()  # whole steps
         self._steps.append(found)
-        self.compared, self._needed = True, self._needed - 1
+        self.by_blocks, self._needed = True, self._needed - 1
         plain, limit = self.solution.profile.step_seconds, self.allowed_seconds * (1 + LEAST_NOISE)
         promised = max(self.allowed_seconds, plain * (1 + LEAST_NOISE))  # steps that near are equal to plain ones
         low, high = interval(step.seconds for step in self._steps)
-        missed = self.measured is None and len(self._steps) >= AGREE
-        if self._needed and not (missed and min(step.low_seconds for step in self._steps) > limit):
+        clear, lucky = sum(step.low_seconds > limit for step in self._steps), not self._needed  # of five, one may be
+        missed = self.measured is None and clear >= max(AGREE, len(self._steps) - lucky)
+        if self._needed and not missed:
             return None
-        self.too_slow, self.measured = low > promised, self._summary(low, high)
+        self.too_slow, self.measured = missed or low > promised, self._summary(low, high)
         return self.measured
 
     def look_again(self) -> int:
         """Prepare for the next verdict; return after how many passes those that count begin. 0: this one is final."""
-        if self.measured is None or not self.compared or self.too_slow:
+        if self.measured is None or not self.by_blocks or self.too_slow:
             return 0
         self._settling, self._needed, self._unused = SETTLING, ADDED, 0
         self.looks += 1
@@ -363,7 +364,7 @@ def loosened(check: Check) -> Profile | None:
     profile, predicted, measured = check.solution.profile, check.solution.predicted, check.measured
     if check.keeps:
         return scaled(profile, LEAST_PRICE)
-    if measured is None or not check.compared or predicted.overhead_seconds <= 0:
+    if measured is None or not check.by_blocks or predicted.overhead_seconds <= 0:
         return None
     # No plan is faster than ordinary training: what one seems to gain is an error, which may have the other sign, too.
     extra = max(measured.high_seconds - profile.step_seconds, profile.step_seconds - measured.seconds)

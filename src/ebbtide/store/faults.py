@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 from ebbtide.base.errors import DiskError, DiskFullError, TargetError
-
-FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a full disk, quota or file-size limit."""
+from ebbtide.base.files import FULL_ERRNOS
 
 
 class Fault:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import DiskFullError
+from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile, Split
 from ebbtide.store.buffers import Buffer, BufferPool
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
-from ebbtide.store.faults import FULL_ERRNOS, Fault
+from ebbtide.store.faults import Fault
 
 _EXTENT_BYTES = 256 << 20
 

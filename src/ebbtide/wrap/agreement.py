@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,11 @@ from ebbtide.engine import Block, Engine
 from ebbtide.wrap.meeting import Meeting
 from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
 
-ONCE, AGAIN, LATER, NEVER = "once", "again", "later", "never"
+UNSEEN, ONCE, AGAIN, LATER, NEVER = "unseen", "once", "again", "later", "never"
 """A rank's vote for a kind of blocks; the later one in this list prevails."""
-_VOTES = ONCE, AGAIN, LATER, NEVER
+_VOTES = UNSEEN, ONCE, AGAIN, LATER, NEVER
+RARELY = 256
+"""Of so many blocks at least one is voted on while none had an input that needs a gradient: a vote takes long."""
 SHOWN = 3
 """Most differences in one message."""
 
@@ -129,6 +132,7 @@ class Votes:
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = groups
         self._decided: dict[tuple[str, tuple[tuple[int, ...], ...]], str | None] = {}  # None: each rank for itself
+        self._unseen: Counter[tuple[str, tuple[tuple[int, ...], ...]]] = Counter()  # blocks since no rank saw an input
 
     def decide(self, kind: str, block: nn.Module, wish: str, seen: Sequence[tuple[int, ...]] = ()) -> bool:
         """Return whether blocks of a kind are checkpointed.
@@ -136,7 +140,8 @@ class Votes:
         Args:
             kind: The kind; this rank has seen one of its blocks.
             block: One of them.
-            wish: ``AGAIN``, ``ONCE``, ``NEVER`` if they must not be, or ``LATER`` to vote once more at the next block.
+            wish: ``AGAIN``, ``ONCE``, ``NEVER`` if they must not be, ``LATER`` to vote once more at the next block, or
+                ``UNSEEN`` if none had an input that needs a gradient: if so on all ranks, they vote once more, too.
             seen: Groups with which similar blocks were seen to call collectives.
 
         Raises:
@@ -144,8 +149,11 @@ class Votes:
         """
         groups = self._with_own(block, seen)
         if (kind, groups) not in self._decided:
-            answer = self._ask(f"run {kind} blocks", groups, wish) if groups else None
-            if answer == LATER:
+            unseen = self._unseen[kind, groups]  # the same number on all ranks, so that all of them vote
+            rests = unseen & (unseen - 1) and unseen % RARELY
+            answer = UNSEEN if rests else self._ask(f"run {kind} blocks", groups, wish) if groups else None
+            if answer in (UNSEEN, LATER):
+                self._unseen[kind, groups] += answer == UNSEEN
                 return False
             self._decided[kind, groups] = answer
         return (self._decided[kind, groups] or wish) == AGAIN

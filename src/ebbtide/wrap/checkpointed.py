@@ -57,7 +57,7 @@ class ForwardContext:
         self._run = run
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
-        self._leaves = [t for t in self._state.tensors if t.is_leaf]
+        self._leaves = [t for t in self._state.tensors if type(t) is nn.Parameter or _is_leaf(t)]
         self._flags = list(map(_REQUIRES_GRAD, self._leaves))
         self._own = [] if moved else self._state.versioned()
         self._watched = engine.guard.watch_all(self._own, run.compared)
@@ -152,6 +152,14 @@ def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, sav
             return called.run()
     finally:
         run.add_checkpointed(saved_bytes)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no graph: one of several views has one, but raises if another was written in place."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:

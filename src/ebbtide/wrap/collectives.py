@@ -39,7 +39,7 @@ class Collectives:
         Blocks that need other ranks are alike if their classes are: switches may depend on the rank.
         """
         classes, structure = self._structure(block, module)
-        if classes not in self._seen and _groups():
+        if classes not in self._seen and shared_groups():
             return False
         return bool(self._seen.get(classes)) or structure in self._watched
 
@@ -94,7 +94,7 @@ def _kind(value: Any) -> Hashable:
     return value if sort is bool else sort
 
 
-def _groups() -> list[Any]:
+def shared_groups() -> list[Any]:
     """Return the process groups that this rank shares with others."""
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -108,7 +108,7 @@ def _ranks(group: Any) -> Ranks:
 def _counts() -> dict[Any, list[int]]:
     """Return how many collectives each process group has started, by backend; checked with torch 2.13."""
     counts: dict[Any, list[int]] = {}
-    for group in _groups():
+    for group in shared_groups():
         with contextlib.suppress(RuntimeError):  # a backend that does not count
             backends = [group._get_backend(device) for device in group._device_types]
             counts[group] = [backend._get_sequence_number_for_group() for backend in backends]

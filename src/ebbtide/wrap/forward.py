@@ -11,8 +11,9 @@ Accelerate copies a module's ``__dict__`` itself (regional compilation) and rebi
 A class may get another ``forward`` at any time (a method that is patched or reloaded, ``torch.fx`` that recompiles a
 graph), and a module another class. So a stand-in holds only a ``forward`` that the instance had; that of the class is
 looked up at each call, and so is each attribute that a stand-in does not have itself: ``inspect`` and ``torch.export``
-read the original's code. ``torch.jit.script`` accepts only functions and methods; it compiles modules without
-stand-ins, which share the weights.
+read the original's code. The class's new ``forward`` may be a wrapper around that of an instance, and so call the
+stand-in (accelerate, on a graph's class): the one that it replaced runs then. ``torch.jit.script`` accepts only
+functions and methods; it compiles modules without stand-ins, which share the weights.
 
 [Note: wrappers that forward]
 A wrapper may forward attribute assignments to the inner module: Lightning Fabric's does for each name that the module
@@ -47,7 +48,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class StandIn:
         self._module, self._name, self._call = module, name, call
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
+        self._known = self._find()  # a later one of the class may call the stand-in
         for method, without in _COPIED_BY.items():
             if method not in module.__dict__:
                 module.__dict__[method] = MethodType(without, module)
@@ -89,22 +91,32 @@ class StandIn:
         if torch.compiler.is_compiling():
             self._traced()
             return self.__wrapped__(*args, **kwargs)
-        return self._call(self.__wrapped__, args, kwargs)
+        found = self._find()
+        if self._own is None and found is not self._known and _calls(found, self._name):
+            return self._first(*args, **kwargs)
+        return self._call(self._bind(found), args, kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The original. See [Note: the original forward]."""
+        found = self._find()
+        return self._first if getattr(found, "__wrapped__", None) is self else self._bind(found)
+
+    def _find(self) -> Any:
+        """Return the original as the instance or its class holds it."""
         if self._own is not None:
             return self._own
         module, name = self._module, self._name
         for parent in type(module).__mro__:
             if name in parent.__dict__:
-                found = parent.__dict__[name]
-                if found is self or getattr(found, "__wrapped__", None) is self:  # accelerate, on a graph's class
-                    return self._first
-                bind = getattr(type(found), "__get__", None)
-                return found if bind is None else bind(found, module, type(module))
-        return self._first
+                return parent.__dict__[name]
+        return self
+
+    def _bind(self, found: Any) -> Callable[..., Any]:
+        if found is self:  # accelerate writes it into a graph's class
+            return self._first
+        bind = None if self._own is not None else getattr(type(found), "__get__", None)
+        return found if bind is None else bind(found, self._module, type(self._module))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the original."""
@@ -165,6 +177,20 @@ class StandIn:
                 if value._own is not None:
                     kept[name] = value._own
         return kept
+
+
+def _calls(forward: Any, name: str) -> bool:
+    """Whether a forward calls the caller, directly or through functions, though not by its name: as what it wraps."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    forward = getattr(forward, "__func__", forward)
+    code = getattr(forward, "__code__", None) or getattr(type(forward).__call__, "__code__", None)
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code not in (StandIn.__call__.__code__, nn.Module._call_impl.__code__):
+        if frame.f_code is code:
+            return name not in frame.f_code.co_names  # else it calls itself
+        frame = frame.f_back
+    return False
 
 
 def _is_stand_in(value: Any) -> bool:

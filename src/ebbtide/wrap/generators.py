@@ -38,7 +38,7 @@ def generators(devices: Iterable[torch.device]) -> list[Generator]:
         devices: Accelerators.
     """
     found = [Generator(torch.get_rng_state, torch.set_rng_state, torch.equal), _python()]
-    if "numpy" in sys.modules:
+    if sys.modules.get("numpy") is not None:  # None: its import is forbidden
         found.append(_numpy())
     for device in devices:
         module = torch.get_device_module(device)
@@ -86,12 +86,14 @@ class _Unread:
 def _python() -> Generator:
     def memory() -> Any:
         held: Any = getattr(random.getstate, "__self__", None)
-        return (_bytes_of(held), vars(held)["gauss_next"]) if type(held) is random.Random else None
+        return (_bytes_of(held), vars(held).get("gauss_next")) if type(held) is random.Random else None
+
+    def read() -> Any:  # each time by the module's function of now, which somebody may replace
+        return random.getstate()
 
     own = random.Random(0)
     shown = _changes(lambda: _bytes_of(own), own.random, own.random)
-    read = _Unread(lambda: random.getstate(), memory) if shown else random.getstate
-    return Generator(read, random.setstate, operator.eq)
+    return Generator(_Unread(read, memory) if shown else read, lambda state: random.setstate(state), operator.eq)
 
 
 @functools.cache
@@ -109,7 +111,7 @@ def _numpy() -> Generator:
     own: Any = numpy.RandomState(0)
     shown = _changes(lambda: of(own), own.random_sample, own.standard_normal, own.standard_normal)
     unread = _Unread(read, lambda: of(getattr(numpy.get_state, "__self__", None)))
-    return Generator(unread if shown else read, numpy.set_state, _same_of_numpy)
+    return Generator(unread if shown else read, lambda state: numpy.set_state(state), _same_of_numpy)
 
 
 def _bytes_of(value: object) -> bytes:

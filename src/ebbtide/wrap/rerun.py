@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -31,11 +31,11 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, UNSEEN, Votes, has_collectives
 from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.collectives import Collectives
+from ebbtide.wrap.collectives import Collectives, shared_groups
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
@@ -105,7 +105,8 @@ class Reruns:
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and self._possible(block):
             doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
-            wish = AGAIN if allowed else LATER if doubtful else NEVER if again else ONCE
+            no = ONCE if seen.input_bytes else UNSEEN
+            wish = AGAIN if allowed else LATER if doubtful else NEVER if again else no
             if self._votes.decide(block.kind, module, wish, groups):
                 # A doubt ends nothing that all have decided: no other rank need have it.
                 allowed = allowed or self._repeatable(block.kind, called)
@@ -134,13 +135,15 @@ class Reruns:
         return watched and self._alone(block, module) and self._allowed(block.kind, called)
 
     def varies(self, block: Block, module: nn.Module) -> Varies:
-        """Return what is called when a second forward differs, see ``Varies``: to look at a block's modules takes time.
+        """Return what is called when a second forward differs, see ``Varies``.
 
         Args:
             block: The engine's description of it.
             module: Its module.
         """
-        return cache(lambda: partial(self._refuse, block.kind) if self._alone(block, module) else None)
+        # In the backward, the modules may be in another mode.
+        alone = not shared_groups() or self._alone(block, module)
+        return lambda: partial(self._refuse, block.kind) if alone else None
 
     def _alone(self, block: Block, module: nn.Module) -> bool:
         return not has_collectives(module) and not self._collectives.groups(block, module)

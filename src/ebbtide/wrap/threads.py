@@ -5,6 +5,10 @@ A handle follows one forward at a time: the pass, the open block and the running
 concurrent forward with gradients in another thread (``nn.parallel.parallel_apply``, workers that share a model) runs as
 without ebbtide: its tensors stay on the device and its gradients are right. Backwards may run in any thread at any
 time.
+
+Module hooks belong to all threads. After an error in a forward, torch calls a module's hooks one by one; if another
+thread's block ends meanwhile, and takes its hooks away, torch raises that a dictionary has changed instead of the error
+(checked with torch 2.13). The first error is raised in its place.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -37,18 +42,22 @@ class SerialCalls:
         me = threading.get_ident()
         if self._owner.get("thread") == me:
             return offloaded()
-        if not torch.is_grad_enabled() or me in self._refused:
-            return plain()
-        if torch._C._current_graph_task_id() != -1:
-            self.in_backward = True
-            return plain()
         try:
+            if not torch.is_grad_enabled() or me in self._refused:
+                return plain()
+            if torch._C._current_graph_task_id() != -1:
+                self.in_backward = True
+                return plain()
             if self._owner.setdefault("thread", me) == me:
                 return offloaded()
+            return self._without(plain, me)
+        except RuntimeError as error:
+            if error.__context__ is not None and _was_between_hooks(error):
+                raise error.__context__ from error.__context__.__cause__
+            raise
         finally:
             if self._owner.get("thread") == me:
                 self._owner.pop("thread")
-        return self._without(plain, me)
 
     def _without(self, plain: Callable[[], Any], me: int) -> Any:
         if not self._warned:
@@ -63,6 +72,14 @@ class SerialCalls:
             return plain()
         finally:
             self._refused.discard(me)
+
+
+def _was_between_hooks(error: RuntimeError) -> bool:
+    """Whether torch raised an error because hooks were taken away while it called them. See [Note: threads]."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is nn.Module._call_impl.__code__ and "mutated" in str(error)
 
 
 def serially(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.base.checks import FALSE, NOTHING
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, nearest
-from ebbtide.cli.translation import FALSE, NOTHING
-from ebbtide_recipes.skeleton.diskfailure import FULL, disk_failure
+from ebbtide.base.files import FULL_ERRNOS
+from ebbtide_recipes.skeleton.diskfailure import disk_failure
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -101,7 +102,7 @@ def _flush(path: Path) -> None:
         finally:
             os.close(opened)
     except OSError as error:  # a draft that now has its name, or a file system that does not flush what is only read
-        if error.errno in (errno.EIO, *FULL):
+        if error.errno in (errno.EIO, *FULL_ERRNOS):
             raise
 
 

@@ -6,15 +6,14 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from ebbtide.base.errors import DiskError, DiskFullError, first_line
+from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, quota or file-size limit."""
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
 _FAILS = (errno.EIO, errno.EROFS)
 """Errors of a disk that fails; Linux then allows reads alone."""
@@ -48,12 +47,12 @@ def disk_failure(error: Exception, output: Path) -> tuple[type[DiskError], str] 
 
 def says_full(error: BaseException) -> bool:
     """Whether an error means a full disk; libraries report it in words."""
-    return _has(error, FULL, _FULL_WORDS)
+    return _has(error, FULL_ERRNOS, _FULL_WORDS)
 
 
-def _has(error: BaseException, codes: Sequence[int], words: Sequence[str]) -> bool:
+def _has(error: BaseException, codes: Container[int | None], words: Iterable[str]) -> bool:
     """Whether an error has one of these codes of the system, or one of these words."""
-    return (isinstance(error, OSError) and error.errno in codes) or any(word in str(error) for word in words)
+    return getattr(error, "errno", None) in codes or any(word in str(error) for word in words)
 
 
 def _write_error(folder: Path) -> OSError:

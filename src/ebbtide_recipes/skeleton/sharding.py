@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ebbtide.base.checks import FALSE, NOTHING
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.files import json_object
-from ebbtide.cli.translation import FALSE, NOTHING
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig, Strategy

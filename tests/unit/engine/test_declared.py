@@ -52,7 +52,15 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     "types of sums": (lambda x: x.sum(0), lambda x: x.sum(0, dtype=torch.float64)),
     "texts": (lambda x: F.gelu(x), lambda x: F.gelu(x, approximate="tanh")),
     "names of nodes": (lambda x: x.view(1, 4, 4).squeeze(0), lambda x: x.view(1, 4, 4).squeeze()),
+    "memory formats": (lambda x: x.view(1, 1, 4, 4).to(x.dtype, copy=True), lambda x: x.to(x.dtype, copy=True)),
 }
+
+
+SOURCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "names of nodes": lambda x, y: x.view(1, 4, 4),
+    "memory formats": lambda x, y: x.view(y.shape),
+}
+"""Of the pairs whose operator does not take ``x`` itself."""
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -61,9 +69,31 @@ def test_a_function_is_that_of_its_own_node(pair: str) -> None:
     for _ in range(2):  # made, then looked up
         for work in PAIRS[pair]:
             y = work(x)
-            source = x if pair != "names of nodes" else x.view(1, 4, 4)
+            source = SOURCES.get(pair, lambda x, y: x)(x, y)
             found = expression_of(rules, y, *[source] * 4)
             assert same_bits(found.fn(source.detach()), y.detach()) and found.dtype is y.dtype
+            assert found.loose is (pair == "memory formats" and y.dim() == 4)
+
+
+def test_equal_functions_of_other_operators_have_verdicts_of_their_own() -> None:
+    rules, x = rule_table(), torch.ones(1, 4, requires_grad=True)
+    one, other = (expression_of(rules, y, x) for y in (x.squeeze(0), x.squeeze()))
+    assert one.structure != other.structure
+
+
+def test_what_a_node_saved_is_preferred_and_what_is_missing_ends_it() -> None:
+    rules, x = rule_table(), torch.ones(4, requires_grad=True)
+    y = x.sin()
+    node: Any = y.grad_fn
+    saved, sources = LightTicket(x), FromSlots(x)
+    sources.packed_operand = lambda packed: saved  # type: ignore[assignment, method-assign, return-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved, lambda ticket: ticket.tensor):
+        hooked: Any = x.sin().grad_fn
+    found = rules["SinBackward0"].expression("SinBackward0", hooked, 0, sources)  # type: ignore[union-attr]
+    assert found is not None and found.operands == (saved,)
+    sources.packed_operand = lambda packed: None  # type: ignore[method-assign]
+    sources.value = lambda *place, loose=False: None  # type: ignore[assignment, method-assign, return-value]
+    assert rules["SinBackward0"].expression("SinBackward0", node, 0, sources) is None  # type: ignore[union-attr]
 
 
 def test_a_function_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,21 @@ def test_peaks_are_those_of_their_stretch() -> None:
     assert step.head_peak_bytes == 30
 
 
+def test_passes_are_not_timed_while_a_step_is_measured() -> None:
+    """Both would take the device's peak, and the second would find none."""
+    scene, one = Scene(memory=True), Pass()
+    for paused in (0, 1):
+        scene.timer.spans.want(wanted=not paused)
+        scene.timer.spans.paused = paused
+        scene.timer.want()
+        assert not scene.timer.spans.wanted and not scene.timer.spans.paused
+    runs = scene.forward(one, "a")
+    scene.timer.pass_ends(8)
+    scene.backward(runs, peak=20)
+    scene.forward(Pass(), "a")
+    assert scene.found[0].blocks[0].backward_peak_bytes == 20
+
+
 def test_blocks_of_other_graphs_count_for_nobody() -> None:
     scene, one, other = Scene(), Pass(), Pass()
     runs = scene.forward(one, "a", "b")

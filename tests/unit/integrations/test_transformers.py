@@ -258,7 +258,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_a_switch_that_is_neither_is_refused() -> None:
-    assert wanted(None) is False
+    assert wanted(None) is False and wanted({"activation_cpu_offload": "null"}) is False
     with pytest.raises(
         ConfigError, match="activation_cpu_offload of fsdp_config is 'maybe'; expected true or false\nhint: "
     ):

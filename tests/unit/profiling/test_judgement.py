@@ -29,7 +29,7 @@ def trained(seed: int, **noise: float) -> Training:
 
 
 def test_no_plan_stays_that_breaks_the_promise_by_two_points() -> None:
-    """The first block of a step takes longer, as it does with cold caches: plans seemed faster than they were."""
+    """If the first block of a step takes longer, plans seem faster than they are."""
     found = [trained(seed, cold=0.3) for seed in range(12)]
     assert [seed for seed, one in enumerate(found) if one.slowdown > PROMISED + 0.02] == []
 

@@ -15,6 +15,7 @@ from ebbtide.cli.arguments import read_arguments
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload
 from ebbtide_recipes.sft import config as config_module
 from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
+from ebbtide_recipes.skeleton.config import OFFLOADING
 from ebbtide_recipes.skeleton.run import _offloading, offload_options
 from ebbtide_recipes.skeleton.sharding import resolved
 
@@ -161,7 +162,7 @@ def test_every_flag_is_there_and_read_by_the_recipe() -> None:
     recipe = "".join(path.read_text() for path in modules if path.name not in ("config.py", "rules.py"))
     properties = "".join(path.read_text().partition("@property")[2] for path in modules if path.name == "config.py")
     unread = [n for n in fields if not re.search(rf"config\.{n}\b", recipe) and f"self.{n}" not in properties]
-    assert unread == []
+    assert set(unread) <= set(OFFLOADING)  # which are read by name
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:

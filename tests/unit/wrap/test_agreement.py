@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
-from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes
+from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, RARELY, UNSEEN, Votes
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
 
@@ -56,6 +56,24 @@ def test_a_vote_for_later_is_held_once_more_and_others_stand(monkeypatch: pytest
     monkeypatch.setattr(Votes, "_ask", staticmethod(lambda about, groups, wish: answers.pop(0)))
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
     assert [votes.decide("Layer", block, wish, ranks) for wish in (AGAIN, ONCE, NEVER)] == [False, True, True]
+
+
+def test_while_no_rank_has_seen_an_input_with_a_gradient_votes_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 0
+    voted: list[int] = []
+
+    def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
+        voted.append(blocks)
+        return AGAIN if blocks >= 5 * RARELY else wish
+
+    monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
+    votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
+    for _ in range(6 * RARELY):
+        assert votes.decide("Layer", block, UNSEEN, ranks) == (blocks >= 5 * RARELY), "as another rank wishes"
+        blocks += 1
+    assert voted == [0, *(2**power for power in range(8)), *range(RARELY, 5 * RARELY + 1, RARELY)]
+    assert not votes.decide("Layer", block, UNSEEN), "alone, it is no vote"
+    assert votes.decide("Layer", block, AGAIN)
 
 
 def test_a_rank_that_stops_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

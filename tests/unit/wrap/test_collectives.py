@@ -52,7 +52,7 @@ def test_a_block_is_known_in_the_mode_it_ran_in_and_only_if_it_ended() -> None:
 
 def test_a_group_that_is_made_in_the_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: dict[Any, list[int]] = {object(): [3]}
-    monkeypatch.setattr(module, "_groups", lambda: [*counts])
+    monkeypatch.setattr(module, "shared_groups", lambda: [*counts])
     monkeypatch.setattr(module, "_counts", lambda: dict(counts))
     monkeypatch.setattr(module, "_ranks", lambda group: (0, 1) if group == "used" else (0, 2))
     seen, layer = Collectives(), Layer()
@@ -72,7 +72,7 @@ def test_a_switch_tells_blocks_apart_unless_they_need_other_ranks(
     """A switch may depend on the rank: ranks that decide differently would wait for each other."""
     group: Any = object()
     count = [0]
-    monkeypatch.setattr(module, "_groups", lambda: [group] if ranks else [])
+    monkeypatch.setattr(module, "shared_groups", lambda: [group] if ranks else [])
     monkeypatch.setattr(module, "_counts", lambda: {group: [count[0]]} if ranks else {})
     monkeypatch.setattr(module, "_ranks", lambda group: (0, 1))
     seen, first, alike, other = Collectives(), Layer(), Layer(number=1), Layer(gated=True)

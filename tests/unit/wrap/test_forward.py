@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import sys
@@ -151,6 +152,76 @@ def test_accelerate_hooks_a_graph_on_its_class() -> None:
         hooks.remove_hook_from_module(model.blocks[0])
         assert torch.equal(model(x), expected)
     assert torch.equal(model(x), expected)
+
+
+def test_a_hook_of_accelerate_on_a_graphs_class_runs() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Doubling(hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return 2 * output
+
+    model: Any = graphs()
+    x = torch.randn(8, 16)
+    with ebbtide.enable_activation_offloading(model, policy="offload", target="disk", min_bytes=0):
+        expected = 2 * model.blocks[0](x)
+        hooks.add_hook_to_module(model.blocks[0], Doubling())
+        assert torch.equal(model.blocks[0](x), expected)
+
+
+class Countdown(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, left: int = 2) -> Tensor:
+        return self(self.layer(x), left - 1) if left else x
+
+
+def double(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def doubled(_: nn.Module, *args: Any) -> Tensor:
+        return 2 * forward(*args)
+
+    return doubled
+
+
+def call_forward(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(module: Any, x: Tensor, left: int = 2) -> Tensor:
+        return module.forward(3 * module.layer(x), left - 1) if left else x
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [double, lambda old: double(functools.partial(double(old), None)), lambda old: lambda _, *a: old(*a), call_forward],
+    ids=["wrapped", "wrapped twice", "a lambda", "calls itself"],
+)
+@pytest.mark.parametrize("called", ["a block", "its class", "another block"])
+def test_a_later_forward_of_the_class_may_call_the_one_before(wrap: Callable[..., Any], called: str) -> None:
+    """A wrapper that is written into the class, around the forward of one instance."""
+
+    def outputs(offloaded: bool) -> list[Tensor]:
+        class Block(Countdown):
+            pass
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+        with contextlib.ExitStack() as stack:
+            if offloaded:
+                stack.enter_context(ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0))
+            x = torch.randn(8, 16, requires_grad=True)
+            Block.forward = wrap(model[0].forward)
+            block = model[1 if called == "another block" else 0]
+            y = Block.forward(block, x) if called == "its class" else block(x)
+            y.sum().backward()
+            return [y.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
+
+    plain, offloaded = outputs(False), outputs(True)
+    assert len(plain) == len(offloaded)
+    assert all(map(torch.equal, plain, offloaded))
 
 
 # Code that inspects modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_another_kind_of_generator_is_always_read() -> None:
     try:
         np.random.set_bit_generator(np.random.PCG64(3))
         one = numpy.state()
+        assert numpy.state() is not one, "its memory may be elsewhere: it is read each time"
         np.random.random()
         other = numpy.state()
         assert not numpy.same(one, other)
@@ -75,19 +77,42 @@ def test_another_kind_of_generator_is_always_read() -> None:
 
 def test_a_draw_of_another_thread_during_a_read_is_not_missed() -> None:
     """What is read after it belongs to no earlier memory: a restored generator would be taken to have that state."""
-    first, get = random.getstate(), random.getstate
-    python = _python()
-    python.state()
+    first, python = random.getstate(), _python()
+    read: Any = python.state
+    get = read._read
+    read()
     random.random()
     random.setstate(first)
-    python.state.__init__(lambda: (random.random(), get())[1], python.state._memory)  # pyright: ignore
+    read.__init__(lambda: (random.random(), get())[1], read._memory)
     try:
-        python.state()
-        python.state._read = get
+        read()
+        read._read = get
         random.setstate(first)
-        assert python.state() == first
+        assert read() == first
     finally:
-        python.state.__init__(get, python.state._memory)  # pyright: ignore
+        read.__init__(get, read._memory)
+
+
+def test_functions_that_somebody_replaces_are_read_and_restored_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(random.Random):
+        pass
+
+    for generator, module, functions, own in (
+        (_python(), random, ("random", "getstate", "setstate"), Own(3)),
+        (_numpy(), np.random, ("random", "get_state", "set_state"), np.random.RandomState(3)),
+    ):
+        held: Any = own
+        for name in functions:
+            monkeypatch.setattr(module, name, getattr(held, name))
+        before = generator.state()
+        drawn = module.random()
+        generator.restore(before)
+        assert module.random() == drawn
+
+
+def test_numpy_may_be_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert len(generators.generators([])) == 2
 
 
 def test_memory_that_shows_no_draw_is_not_trusted() -> None:

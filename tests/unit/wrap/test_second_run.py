@@ -908,3 +908,18 @@ class ReadsData(Block):
 
 def test_an_attribute_is_not_the_global_of_its_name() -> None:
     assert train(lambda: blocks(ReadsData), squares, 3, policy=Above())[1].checkpointed_blocks == 3
+
+
+class Split(Block):
+    """Holds views of a weight, which an optimizer writes in place: they refuse to say whether they are leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.up.weight.split(8)
+
+
+def test_a_block_that_holds_several_views_of_a_weight() -> None:
+    def make() -> nn.Module:
+        return sgd(Stack(*(Split() for _ in range(3))))
+
+    check(make, step_of(lambda model: model(torch.randn(8, 16)).square().mean()))

@@ -366,3 +366,42 @@ def test_one_graph_of_forwards_in_two_threads(policy: str) -> None:
         for _ in range(4):
             assert all(same_bits(a, b) for a, b in zip(expected, parallel(), strict=True))
             assert_nothing_left(handle._engine)
+
+
+def test_an_error_is_not_lost_while_the_block_of_another_thread_ends() -> None:
+    """Torch is between two hooks of a module that failed when the other thread takes its hooks away."""
+    meet: list[Meet] = [nowhere]
+    model, threads = attending_model(meet), Threads()
+    barrier, ended = threading.Barrier(2, timeout=LIMIT), threading.Event()
+
+    def fail(*_: Any) -> None:
+        if threads.name == "fails":
+            barrier.wait()  # the hooks of the other thread are there
+            raise ValueError("of the forward")
+
+    def stay(*_: Any) -> None:
+        if threads.name == "fails":
+            barrier.wait()
+            assert ended.wait(LIMIT)
+
+    def meeting_twice() -> None:
+        if threads.name == "trains" and not ended.is_set() and torch._C._current_graph_task_id() == -1:
+            meet[0] = nowhere
+            barrier.wait()
+            barrier.wait()
+
+    def trains() -> None:
+        model(x).sum()
+        ended.set()
+
+    def fails() -> None:
+        with torch.no_grad(), pytest.raises(ValueError, match="of the forward"):
+            model(x)
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    q = next(part for name, part in model.named_modules() if name.endswith("layers.0.q"))
+    q.register_forward_pre_hook(fail)
+    q.register_forward_hook(stay, always_call=True)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, blocks="layers.*"):
+        meet[0] = meeting_twice
+        threads.run(trains=trains, fails=fails)
