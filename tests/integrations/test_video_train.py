@@ -320,7 +320,7 @@ def test_unfinished_latents_are_not_replaced_by_those_of_the_built_in_data(tmp_p
     (made / latents.MANIFEST).unlink()  # as if interrupted
     [clip] = made.glob("clip-*")
     unset: Any = {"dataset": VideoConfig().dataset}
-    with pytest.raises(ConfigError, match="holds 1 unfinished clip of another data set.*\nhint: set --dataset"):
+    with pytest.raises(ConfigError, match=r"holds 1 latent file of other clips or flags, and no.*\nhint: set"):
         train(tmp_path / "b", **{**own, **unset})
     assert clip.exists() and not latents.is_made(made)
     train(tmp_path / "c", **own)
@@ -333,13 +333,13 @@ def test_unfinished_latents_are_not_replaced_by_those_of_the_built_in_data(tmp_p
 
 def test_latents_of_other_flags_stay_until_the_new_ones_are_made(tmp_path: Path) -> None:
     def messages() -> int:
-        return (tmp_path / "training.log").read_text().count("stay in")
+        return (tmp_path / "training.log").read_text().count("until the new ones are made")
 
     train(tmp_path, **SMALL, max_steps=1)
     before = len(list((tmp_path / "latents").glob("clip-*")))
     assert before and not messages()
     train(tmp_path, **{**SMALL, "num_frames": 9}, max_steps=1, overwrite_output_dir=True)
-    assert f"{before} latent files of other clips or flags (" in (tmp_path / "training.log").read_text()
+    assert f"keeps {before} latent files of other clips or flags (" in (tmp_path / "training.log").read_text()
     assert len(list((tmp_path / "latents").glob("clip-*"))) == before and messages() == 1
 
 

@@ -152,7 +152,7 @@ class Plan(Protocol):
 
 
 class Explained:
-    """A plan that ``print`` explains."""
+    """A plan that ``print`` explains; a dataclass of it needs ``repr=False``."""
 
     __slots__ = ()
 

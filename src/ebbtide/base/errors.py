@@ -10,7 +10,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     ├── ConflictError          two offloaders on one model; offloading inside a checkpointed function
     ├── TargetError            no such target on this machine
     │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
-    │       └── DiskFullError  the disk has too little space for the offloaded bytes
+    │       └── DiskFullError  the disk has too little space for offloaded bytes or a checkpoint
     ├── CapError               the host or disk cap is reached
     ├── BudgetError            no plan fits the memory budget
     ├── TrainingError          training cannot continue, for example after a NaN loss
@@ -90,7 +90,7 @@ class DiskError(TargetError, OSError):
 
 
 class DiskFullError(DiskError):
-    """The disk has too little space for the offloaded bytes."""
+    """The disk has too little space for offloaded bytes or a checkpoint."""
 
 
 class CapError(EbbtideError):

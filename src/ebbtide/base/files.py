@@ -35,7 +35,7 @@ def json_object(source: Path | str, what: str, *, expected: str, hint: str) -> d
     try:
         content: object = json.loads(source if isinstance(source, str) else source.read_text(encoding="utf-8"))
     except OSError as error:
-        close = near(source, "*.json") if isinstance(source, Path) else ""
+        close = near(source, "*.json") if isinstance(source, Path) and error.errno == errno.ENOENT else ""
         found = f"{what} cannot be read ({error.strerror})"
         raise DataError(found, expected=expected, hint=close or hint) from error
     except (ValueError, RecursionError) as error:
@@ -112,8 +112,11 @@ def check_replaceable(path: Path, what: str, result: AbstractSet[str] | str, *, 
         return
     expected = "a new file, or an earlier result"
     if isinstance(result, str):
-        with path.open("rb") as file:
-            same = file.read(len(result)) == result.encode()
+        try:
+            with path.open("rb") as file:
+                same = file.read(len(result)) == result.encode()
+        except OSError as error:
+            raise DataError(f"{what} cannot be read ({error.strerror})", expected=expected, hint=hint) from error
     else:
         same = result <= json_object(path, what, expected=expected, hint=hint).keys()
     if not same:

@@ -20,7 +20,7 @@ from typing import TextIO
 from ebbtide.base.errors import (
     CapError,
     ConfigError,
-    DiskFullError,
+    DiskError,
     EbbtideError,
     ModifiedInPlaceError,
     RestoreError,
@@ -32,8 +32,8 @@ from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
-_RUN_FAILURES = (CapError, DiskFullError, ModifiedInPlaceError, RestoreError, TrainingError)
-"""Errors of a valid command at run time; all others are bad input."""
+_RUN_FAILURES = (CapError, DiskError, ModifiedInPlaceError, RestoreError, TrainingError)
+"""Errors of a valid command at run time, and of a disk path that cannot serve; all others are bad input."""
 
 
 @dataclass(frozen=True, kw_only=True)

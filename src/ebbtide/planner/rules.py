@@ -18,7 +18,7 @@ CHEAP_FLOP_PER_BYTE = 4.0
 No matrix product of a useful width is as cheap."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PolicyPlan(Explained):
     """The plan that a policy alone determines: see ``ebbtide.base.actions.StandingPlan`` and ``SavablePlan``."""
 

@@ -59,7 +59,7 @@ class Prediction:
         return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TablePlan(Explained):
     """Looks up the action of a site; unknown sites follow the heuristic.
 
@@ -74,11 +74,11 @@ class TablePlan(Explained):
 
     recomputes = True
     name: str
-    actions: Mapping[tuple[str, Site], Action] = field(repr=False)
+    actions: Mapping[tuple[str, Site], Action]
     predicted: Prediction
-    reasons: tuple[str, ...] = field(default=(), repr=False)
-    by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
-    _inputs: Mapping[str, Action] = field(init=False, repr=False, compare=False)
+    reasons: tuple[str, ...] = ()
+    by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
+    _inputs: Mapping[str, Action] = field(init=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
 
     def __post_init__(self) -> None:

@@ -92,8 +92,7 @@ class DiskSlot:
         self._work.check(self._parcel)
         tensor = self._work.take(self._parcel)
         if tensor is None:
-            self._work.check(self._parcel)
-            raise freed_error(DiskError)
+            raise freed_error(DiskError, when=" during a read")
         return tensor
 
     def free(self) -> None:

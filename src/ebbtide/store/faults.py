@@ -46,9 +46,9 @@ def forked_error(owner: int) -> DiskError:
     )
 
 
-def freed_error(kind: type[TargetError] = TargetError) -> TargetError:
+def freed_error(kind: type[TargetError] = TargetError, *, when: str = ", and is used") -> TargetError:
     """Return the error for a slot that is used too late."""
-    return kind("a slot was freed or cancelled, and is used", expected="a live slot", hint="keep its ticket alive")
+    return kind(f"a slot was freed or cancelled{when}", expected="a live slot", hint="keep its ticket alive")
 
 
 def closed_error(tier: str, kind: type[TargetError] = TargetError) -> TargetError:

@@ -16,18 +16,17 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.checks import FALSE, NOTHING
-from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, first_line, nearest
+from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, nearest
 from ebbtide.base.files import FULL_ERRNOS
-from ebbtide.base.units import format_size
+from ebbtide_recipes.skeleton.diskfailure import disk_failure
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -44,9 +43,6 @@ _ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
-_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
-_NO_REASON = ("Writer failed writing", "iostream error", "unexpected pos")
-"""Errors of torch.save after a failed write (torch 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,63 +247,31 @@ def writing(folder: Path, output: Path, *, remove_failed: bool) -> Generator[Non
     try:
         yield
     except Exception as error:
-        failed = not_saved(error, folder, output)  # before anything is removed, which would free a full disk
+        failure = disk_failure(error, output)  # before anything is removed, which would free a full disk
         if remove_failed:
-            remove(folder)
-        if failed is not None:
-            raise failed from error
-        raise
+            with suppress(OSError):  # of a disk that fails: the first error has the reason
+                remove(folder)
+        if failure is None:
+            raise
+        raise not_saved(folder, output, *failure) from error  # after: the removed one is none to resume from
 
 
-def not_saved(error: Exception, what: Path, output: Path) -> DiskError | None:
-    """Return the error to raise after a save for which the disk failed; ``None``: it failed for another reason.
-
-    The disk must be as the save of ``what`` left it: torch.save loses the system's reason, so another file is written.
-    """
-    chain: list[BaseException] = [error]
-    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(before)
-    cause = next((x for x in chain if says_full(x)), None)
-    if cause is None:
-        if not any(word in str(x) for x in chain for word in _NO_REASON):
-            return None
-        cause = _write_error(output)
-    if cause is None or not says_full(cause):
-        reason = "torch.save does not report why" if cause is None else first_line(cause)
-        free = format_size(shutil.disk_usage(output).free)
-        return DiskError(
-            f"{what} could not be written: {reason} ({free} are free)",
-            expected="a disk that takes every byte",
-            hint=f"check its space, your quota and the system log; {resumable(output)}",
-        )
-    remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
-    return DiskFullError(
-        f"{what} could not be written: {first_line(cause)}",
-        expected="room for it on the disk",
-        hint=f"free some space, or {remedy}; {resumable(output)}",
-    )
-
-
-def says_full(error: BaseException) -> bool:
-    """Whether an error means a full disk; libraries report it in words."""
-    return getattr(error, "errno", None) in FULL_ERRNOS or any(word in str(error) for word in _FULL_WORDS)
-
-
-def _write_error(folder: Path) -> OSError | None:
-    """Return the error of writing another file."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error
-    return None
+def not_saved(what: Path, output: Path, kind: type[DiskError], reason: str) -> DiskError:
+    """Return the error to raise for a failed save, whose files are removed by now."""
+    found, after = f"{what} could not be written: {reason}", resumable(output)
+    if kind is DiskFullError:
+        remedy = "lower --save_total_limit" if after.startswith("resume") else "name another --output_dir"
+        return kind(found, expected="room for it on the disk", hint=f"free some space, or {remedy}; {after}")
+    hint = f"check its space, your quota and the system log; {after}"
+    return kind(found, expected="a disk that takes every byte", hint=hint)
 
 
 def resumable(output: Path) -> str:
     """Return a sentence on the checkpoint from which an interrupted run can be resumed."""
-    last = next(reversed(complete(output)), None)
+    try:
+        last = next(reversed(complete(output)), None)
+    except OSError as error:
+        return f"its checkpoints cannot be read ({error.strerror})"
     if last is None:
         return "no checkpoint was written before"
     return f"resume from {last.folder} (--resume_from_checkpoint latest)"

@@ -3,8 +3,11 @@
 [Note: dropout in a rollout]
 A policy samples, and its own and the reference's log-probabilities are computed, without dropout: else the old
 log-probabilities would be those of a randomly thinned model, and the ratio to them mostly noise. The update, which has
-gradients, keeps dropout (``--lora_dropout``). TRL has it in all of these passes. The root's own flag stays, because TRL
-reads from it whether it trains or evaluates.
+gradients, keeps dropout (``--lora_dropout``). TRL has it in all of these passes. The critic of a video distillation has
+none either where it judges the student: its estimate is a target, without gradients; its own update keeps dropout.
+
+The root's own flag stays, because TRL reads from it whether it trains or evaluates: what the root drops itself, and not
+through a module of its own, is dropped here too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ebbtide.base.errors import DataError, DiskFullError
-from ebbtide_recipes.skeleton.checkpoints import says_full
+from ebbtide_recipes.skeleton.diskfailure import says_full
 from ebbtide_recipes.video.buckets import Bucket, bucket_for
 from ebbtide_recipes.video.data import Clip
 from ebbtide_recipes.video.families import Text, check_size
@@ -202,33 +202,33 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     See [Note: a folder of latents].
     """
     items: list[dict[str, Any]] = []
-    channels, request = source.channels, _hash_of(source, making)
-    for clip in clips:
-        name = _clip_file(_clip_request(request, clip))
+    channels, request, names = source.channels, _request(source, making, clips), names_of(clips, source, making)
+    for name, clip in zip(names, clips, strict=True):
         channels, *size = _shape(folder / name)
         bucket = dict(zip(("frames", "height", "width"), size, strict=True))
         items.append({"file": name, "caption": clip.caption, "clip": clip.name, **bucket})
-    manifest = {
-        "schema": 1,
-        "request": _request(source, making, clips),
-        "channels": channels,
-        "items": items,
-    }
+    manifest = {"schema": 1, "request": request, "channels": channels, "items": items}
     draft = folder / f"{MANIFEST}.part"
     draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     draft.replace(folder / MANIFEST)
-    for path in others(clips, folder, source, making):
+    for path in others(folder, names):
         path.unlink()
+    settings = _hash_of(source, making)
     for path in folder.glob("text-*.safetensors"):
-        if not _done(path, request):
+        if not _done(path, settings):
             path.unlink()
 
 
-def others(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> list[Path]:
-    """Return a folder's latents of other clips or settings, which ``finish`` removes."""
-    request = _hash_of(source, making)
-    named = {_clip_file(_clip_request(request, clip)) for clip in clips}
-    return [path for path in folder.glob("clip-*.safetensors") if path.name not in named]
+def names_of(clips: Sequence[Clip], source: Source, making: Making) -> list[str]:
+    """Return the name of each clip's latents; a clip that has changed since has another."""
+    settings = _hash_of(source, making)
+    return [_clip_file(_clip_request(settings, clip)) for clip in clips]
+
+
+def others(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return a folder's latents that have none of these names, which ``finish`` removes."""
+    kept = set(names)
+    return [path for path in folder.glob("clip-*.safetensors") if path.name not in kept]
 
 
 def add_captions(

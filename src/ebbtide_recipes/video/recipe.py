@@ -224,7 +224,8 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             hint="fetch the complete pipeline, or name existing latents: --latents_dir",
         )
     if not same:
-        _check_others(config, folder, latents.others(clips, folder, source, making), logs=state.is_main_process)
+        others = latents.others(folder, latents.names_of(clips, source, making))
+        _check_others(config, folder, others, logs=state.is_main_process)
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
         if state.is_main_process and not latents.matches(folder, source, making, None):
@@ -245,22 +246,21 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
 
 
 def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, logs: bool) -> None:
-    """Refuse to replace unfinished latents of a data set that is not set; log the space of others."""
+    """Refuse to replace latents by those of a data set that is not set; log their space."""
     if not others:
         return
+    found = f"{counted(len(others), 'latent file')} of other clips or flags"
     if config.latents_dir is not None and not config.is_set("dataset"):
         raise ConfigError(
-            f"{folder} holds {counted(len(others), 'unfinished clip')} of another data set, and no --dataset is set",
-            expected=f"the data set of these clips: those of {config.dataset[0]} would replace them",
-            hint="set --dataset to finish them, or name another --latents_dir",
+            f"{folder} holds {found}, and no --dataset is set",
+            expected=f"a data set that is set: the clips of {config.dataset[0]} would replace them",
+            hint="set --dataset to replace them, or name another --latents_dir",
         )
     if logs:
         LOGGER.info(
-            "%s of other clips or flags (%s) stay in %s until the new ones are made; hint: to free the space at once, "
-            "remove clip-*.safetensors there",
-            counted(len(others), "latent file"),
+            "%s keeps %s (%s) until the new ones are made",
+            *(folder, found),
             format_size(sum(path.stat().st_size for path in others)),
-            folder,
         )
 
 

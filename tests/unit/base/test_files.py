@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -72,3 +73,16 @@ def test_only_an_earlier_result_is_replaced(tmp_path: Path) -> None:
         check_replaceable(tmp_path / "config.json", "x", "<svg ", hint="do this")
     with pytest.raises(DataError, match="ends in .json"):
         check_json_name(Path("plan"), "x", hint="do this")
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for name, result in (("plan.svg", "<svg "), ("plan.json", {"rows"})):
+        (tmp_path / name).write_text("<svg ")
+        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(Path, "read_text", refuse)
+        with pytest.raises(DataError, match=r"x cannot be read \(Permission denied\); expected .*\nhint: do this"):
+            check_replaceable(tmp_path / name, "x", result, hint="do this")
+        monkeypatch.undo()

@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 import ebbtide.cli as cli
-from ebbtide.base.errors import CapError, ConfigError, DataError, DiskFullError, EbbtideError, RestoreError
+from ebbtide.base.errors import (
+    CapError,
+    ConfigError,
+    DataError,
+    DiskError,
+    DiskFullError,
+    EbbtideError,
+    RestoreError,
+    TargetError,
+)
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -59,7 +68,15 @@ def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError, 2), (DataError, 2), (CapError, 1), (DiskFullError, 1), (RestoreError, 1)],
+    [
+        (ConfigError, 2),
+        (DataError, 2),
+        (TargetError, 2),
+        (CapError, 1),
+        (DiskError, 1),
+        (DiskFullError, 1),
+        (RestoreError, 1),
+    ],
 )
 def test_errors_are_two_lines_and_a_code(
     verb: Callable, capsys: pytest.CaptureFixture[str], error: type[EbbtideError], code: int

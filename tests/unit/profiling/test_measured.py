@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
-from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.actions import Action, Candidate, Plan, Site
 from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
-from ebbtide.config import Auto
+from ebbtide.config import Auto, Keep, Minimal
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
+from ebbtide.planner.rules import plan_for
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.minimal import MinimalPlan
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
+from tests.unit.planner.test_table import plan as table
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=100 * MB, in_bytes_per_second=100 * MB)
@@ -143,12 +146,26 @@ def test_before_training_a_budget_that_nothing_fits_is_an_error_that_says_what_w
         solution_for(Auto(memory_budget="1MB"), profile)
 
 
+@pytest.mark.parametrize(
+    ("plan", "shown"),
+    [
+        (plan_for(Keep()), "PolicyPlan: keep"),
+        (MinimalPlan(Minimal(), tier(), Bus()), "MinimalPlan: minimal"),
+        (MeasuredPlan(Auto(), tier(), None, Bus()), "MeasuredPlan: auto"),
+        (table(), "TablePlan: auto"),
+    ],
+)
+def test_each_plan_is_shown_in_one_line_and_printed_with_its_reasons(plan: Plan, shown: str) -> None:
+    assert repr(plan) == f"<{shown}; explain() shows more>"
+    assert str(plan) == plan.explain()
+
+
 def test_it_says_what_it_does_before_and_after(tmp_path: Path) -> None:
     told: list[str] = []
     bus = Bus()
     bus.subscribe(lambda kind, fields: told.append(f"{kind}: {fields['text']}"))
     plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
-    assert str(plan) == plan.explain() and repr(plan).startswith("<MeasuredPlan: auto; explain()")
+    assert str(plan) == plan.explain()
     assert "3 steps" in plan.explain() and "max_slowdown=0.1" in plan.explain()
     with pytest.raises(ConfigError, match="not made yet"):
         plan.save(tmp_path / "plan.json")

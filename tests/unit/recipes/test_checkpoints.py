@@ -7,7 +7,9 @@ import errno
 import json
 import logging
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, run
 from ebbtide_recipes.skeleton import trainer as trainer_module
+from ebbtide_recipes.skeleton.diskfailure import disk_failure, says_full
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -136,6 +139,13 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
 
 
+def reported(error: Exception, folder: Path, output: Path) -> Exception:
+    """Return what a save that fails with ``error`` raises."""
+    with pytest.raises(Exception) as found, checkpoints.writing(folder, output, remove_failed=True):
+        raise error
+    return found.value
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -147,10 +157,26 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> N
 )
 def test_a_full_disk_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Exception) -> None:
     new = tmp_path / "checkpoint-4"
-    first = checkpoints.not_saved(error, new, tmp_path)
+    first = reported(error, new, tmp_path)
     assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint
     old = make(tmp_path, 2)
-    assert f"resume from {old}" in str(checkpoints.not_saved(error, new, tmp_path))
+    assert f"resume from {old}" in str(reported(error, new, tmp_path))
+
+
+def test_a_failed_save_is_not_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seal has its name before the folder is flushed."""
+    new = make(tmp_path, 4, sealed=False)
+
+    def fsync(number: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{number}")) == tmp_path:
+            assert checkpoints.complete(tmp_path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(DiskFullError) as found, checkpoints.writing(new, tmp_path, remove_failed=True):
+        checkpoints.seal(new, SftConfig(), step=4, world_size=1)
+    assert not new.exists()
+    assert "no checkpoint was written before" in found.value.hint and "name another --output_dir" in found.value.hint
 
 
 def torch_error(path: Path) -> Exception:
@@ -176,18 +202,53 @@ def test_the_reason_that_torch_loses_is_found_by_writing_another_file(
             raise OSError(code, os.strerror(code))
 
     error = torch_error(tmp_path / "optimizer.pt")
-    assert not checkpoints.says_full(error)
+    assert not says_full(error)
     monkeypatch.setattr(os, "fsync", fsync)
-    found = checkpoints.not_saved(error, tmp_path / "checkpoint-4", tmp_path)
+    found = reported(error, tmp_path / "checkpoint-4", tmp_path)
     assert isinstance(found, DiskError)
     assert isinstance(found, DiskFullError) == (code in (errno.ENOSPC, errno.EDQUOT))
     assert (os.strerror(code) if code else "torch.save does not report why") in found.found and found.hint
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        OSError(errno.EROFS, os.strerror(errno.EROFS)),
+        RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"),
+    ],
+)
+def test_a_disk_that_fails_everywhere_is_reported(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    new = make(tmp_path, 4)
+    for name in ("disk_usage", "rmtree"):
+        monkeypatch.setattr(shutil, name, fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    monkeypatch.setattr(Path, "iterdir", fail)
+    found = reported(error, new, tmp_path)
+    assert type(found) is DiskError and found.__cause__ is error
+    assert str(error) in found.found and "its checkpoints cannot be read (Input/output error)" in found.hint
+
+
+def test_the_free_space_is_named_if_the_disk_tells_it(tmp_path: Path) -> None:
+    found = reported(OSError(errno.EIO, "Input/output error"), tmp_path / "checkpoint-4", tmp_path)
+    assert type(found) is DiskError and re.search(r"Input/output error \([\d.]+ [KMGT]iB are free\)", found.found)
+
+
+def test_an_error_that_is_its_own_cause_is_read_once(tmp_path: Path) -> None:
+    error, other = ValueError("a"), ValueError("b")
+    error.__cause__, other.__cause__ = other, error
+    assert disk_failure(error, tmp_path) is None
+
+
 def test_the_systems_reason_is_used_if_torch_chains_it(tmp_path: Path) -> None:
     error = RuntimeError("unexpected pos 704 vs 598")  # as for a file whose name has letters beyond ASCII
     error.__context__ = OSError(errno.EFBIG, "File too large")
-    found = checkpoints.not_saved(error, tmp_path / "checkpoint-4", tmp_path)
+    found = reported(error, tmp_path / "checkpoint-4", tmp_path)
     assert isinstance(found, DiskFullError) and "File too large" in found.found
 
 
@@ -203,7 +264,7 @@ def test_a_run_without_a_checkpoint_reads_no_generator_from_the_working_director
 
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
     error = KeyError("state")
-    assert checkpoints.not_saved(error, tmp_path, tmp_path) is None
+    assert reported(error, tmp_path / "checkpoint-4", tmp_path) is error
 
 
 @pytest.mark.parametrize("sealed", [True, False])

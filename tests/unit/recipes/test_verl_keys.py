@@ -442,3 +442,5 @@ def test_trackers_get_the_project_and_the_environment_is_restored(monkeypatch: p
     assert dict(os.environ) == before
     with project_named(None):
         assert os.environ["WANDB_PROJECT"] == "mine"
+        os.environ.update(dict.fromkeys(VARIABLES, "a tracker's own"))
+    assert dict(os.environ) == before

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,24 @@ def test_freed_while_it_is_read_the_place_returns_after_the_read(tier: DiskTier,
     assert tier.used_bytes == held and tier.gauges()["disk_draining_bytes"] == 0
     other.free()
     assert tier.used_bytes == 0
+
+
+def test_a_slot_that_is_freed_before_its_awaited_read_begins_names_the_read(
+    tier: DiskTier, read_gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, other = tier.park(noise(MIB)), tier.park(noise(MIB))
+    other.prefetch()
+    assert read_gate.came.wait(60)
+    wait = tier._work._wait_until
+
+    def freed_first(happened: Callable[[], bool]) -> None:
+        slot.free()
+        read_gate.open()
+        wait(happened)
+
+    monkeypatch.setattr(tier._work, "_wait_until", freed_first)
+    with pytest.raises(DiskError, match="a slot was freed or cancelled during a read; expected a live slot"):
+        slot.take()
 
 
 def test_a_dropped_slot_gives_its_place_back(tier: DiskTier) -> None:

@@ -83,7 +83,7 @@ def test_every_write_and_every_read_may_fail(call: str, number: int, kind: type[
             if error is None:
                 continue  # those bytes were not needed: their source was still alive
             noticed += 1
-            assert type(error) is kind and error.__context__ is None  # it is logged once
+            assert type(error) is kind and error.__context__ is None  # chained to its cause alone
             doing = "writing" if call == "pwritev" else "reading"
             assert re.match(rf"{doing} [\d.]+ (KiB|B) (to|from) .* failed: .*{os.strerror(number)}", str(error))
             assert says_where(error), str(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.base.errors import DataError, DiskFullError
-from ebbtide_recipes.video import data, latents
+from ebbtide.base.errors import ConfigError, DataError, DiskFullError
+from ebbtide_recipes.video import clips, data, latents, recipe, shapes
 from ebbtide_recipes.video.builtin import source as builtin_source
+from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.latents import Making
 from ebbtide_recipes.video.source import Source
 from tests.helpers import video_pipelines
@@ -39,9 +42,9 @@ def files_at_most(size: int) -> Iterator[None]:
 
 def make(folder: Path, making: Making = MAKING) -> latents.Latents:
     source = builtin_source("builtin:tiny-wan", seed=1)
-    clips = data.load(making.data, seed=1)
-    latents.make(clips, folder, source, making, device=CPU)
-    latents.finish(clips, folder, source, making)
+    loaded = data.load(making.data, seed=1)
+    latents.make(loaded, folder, source, making, device=CPU)
+    latents.finish(loaded, folder, source, making)
     return latents.Latents(folder)
 
 
@@ -54,6 +57,45 @@ def test_a_clip_and_its_caption_are_read_back(tmp_path: Path) -> None:
     assert not torch.equal(made[0]["text"]["prompt_embeds"], made[1]["text"]["prompt_embeds"])
     batch = latents.collate([made[0], made[1]])
     assert batch["latents"].shape == (2, 48, 3, 4, 4) and batch["text"]["prompt_embeds"].shape[0] == 2
+
+
+def test_no_file_is_to_be_removed_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the clips in use have names of the same form, and are not made twice."""
+    other = tmp_path / "clip-0.safetensors"
+    other.write_bytes(bytes(2048))
+    with caplog.at_level(logging.INFO, logger="ebbtide.video"):
+        recipe._check_others(VideoConfig(), tmp_path, [other], logs=True)
+        recipe._check_others(VideoConfig(), tmp_path, [other], logs=False)
+    found = f"{tmp_path} keeps 1 latent file of other clips or flags (2.0 KiB) until the new ones are made"
+    assert [record.getMessage() for record in caplog.records] == [found]
+
+
+def test_a_clip_that_is_touched_at_the_end_keeps_its_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tmp_path / "clips"
+    files.mkdir()
+    film = files / "one.mp4"
+    clips.write(film, shapes.draw(shapes.clips(1, 1)[0], 5, 16, 16), rate=8)
+    film.with_suffix(".txt").write_text("a circle")
+    real = Path.replace
+
+    def touching(path: Path, target: Path) -> Path:
+        if target.name == latents.MANIFEST:
+            os.utime(film, ns=(1, 1))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", touching)
+    made = make(tmp_path / "latents", dataclasses.replace(MAKING, data=(str(files),)))
+    assert film.stat().st_mtime_ns == 1
+    assert made[0]["latents"].ndim == 4
+
+
+def test_a_refusal_counts_latents_of_other_flags_too(tmp_path: Path) -> None:
+    others = [tmp_path / f"clip-{number}.safetensors" for number in range(2)]
+    with pytest.raises(
+        ConfigError, match="holds 2 latent files of other clips or flags, and no --dataset is set"
+    ) as it:
+        recipe._check_others(VideoConfig(latents_dir=str(tmp_path)), tmp_path, others, logs=False)
+    assert "finish" not in str(it.value) and "set --dataset to replace them" in it.value.hint
 
 
 def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
