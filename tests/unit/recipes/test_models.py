@@ -191,7 +191,7 @@ def test_a_name_nobody_knows_says_where_it_was_looked_for(
         models.look_up(SftConfig(model=name))
     assert str(caught.value).startswith(
         f"model '{name}' is no folder here, no built-in model, and as a hub name cannot be loaded: "
-        f"{name} was not found.; expected a folder with config.json, weights and tokenizer, a hub name, or one of "
+        f"{name} was not found; expected a folder with config.json, weights and tokenizer, a hub name, or one of "
         "builtin:smollm2\nhint: " + hint
     )
 
