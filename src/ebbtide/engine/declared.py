@@ -161,7 +161,7 @@ def signed(value: Any) -> Any:
     return tuple(map(signed, value)) if isinstance(value, tuple) else value  # pyright: ignore
 
 
-def output(node: Node, output_nr: int) -> int:
+def output_number(node: Node, output_nr: int) -> int:
     """Return the number of the output itself."""
     return output_nr
 

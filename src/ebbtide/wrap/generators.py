@@ -60,7 +60,7 @@ def restore(these: Iterable[Generator], before: list[Any], now: list[Any]) -> No
             generator.restore(state)
 
 
-class _Unread:
+class _Remembered:
     """Reads a state if its generator's memory has changed. See [Note: unread states].
 
     Args:
@@ -93,7 +93,7 @@ def _python() -> Generator:
 
     own = random.Random(0)
     shown = _changes(lambda: _bytes_of(own), own.random, own.random)
-    return Generator(_Unread(read, memory) if shown else read, lambda state: random.setstate(state), operator.eq)
+    return Generator(_Remembered(read, memory) if shown else read, lambda state: random.setstate(state), operator.eq)
 
 
 @functools.cache
@@ -110,8 +110,8 @@ def _numpy() -> Generator:
 
     own: Any = numpy.RandomState(0)
     shown = _changes(lambda: of(own), own.random_sample, own.standard_normal, own.standard_normal)
-    unread = _Unread(read, lambda: of(getattr(numpy.get_state, "__self__", None)))
-    return Generator(unread if shown else read, lambda state: numpy.set_state(state), _same_of_numpy)
+    remembered = _Remembered(read, lambda: of(getattr(numpy.get_state, "__self__", None)))
+    return Generator(remembered if shown else read, lambda state: numpy.set_state(state), _same_of_numpy)
 
 
 def _bytes_of(value: object) -> bytes:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, output
+from ebbtide.engine.declared import DeclaredRule, Fn, From, Made, output_number
 from ebbtide.engine.rules.making import binary, expression, operator, typed
 from ebbtide.engine.tickets import Expr, KeptTicket, Ticket
 
@@ -73,7 +73,7 @@ _lerp = DeclaredRule(
     lambda weight: lambda x, y: torch.lerp(x, y, weight), [From(0, "self"), From(1, "end")], constants=["weight"]
 )
 _cumsum = DeclaredRule(_make_cumsum, [From(0, "self")], constants=["dim"], metadata=["device", "dtype"])
-_dropout = DeclaredRule(_make_dropout, [From(0), From(None, "result1")], constants=["p"], facts=[output])
+_dropout = DeclaredRule(_make_dropout, [From(0), From(None, "result1")], constants=["p"], facts=[output_number])
 
 
 def arithmetic() -> dict[str, Rule]:

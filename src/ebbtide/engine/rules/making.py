@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbtide.engine.build import NodeView
-from ebbtide.engine.declared import DeclaredRule, Fn, From, output
+from ebbtide.engine.declared import DeclaredRule, Fn, From, output_number
 from ebbtide.engine.tickets import Expr, Operand
 
 
@@ -60,7 +60,7 @@ def part(name: str, *constants: str) -> DeclaredRule:
         *fixed, which = values
         return lambda x: getattr(x, name)(*fixed)[which]
 
-    return DeclaredRule(make, [From(0)], constants=constants, facts=[output])
+    return DeclaredRule(make, [From(0)], constants=constants, facts=[output_number])
 
 
 def to_shape(name: str) -> DeclaredRule:
