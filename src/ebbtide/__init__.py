@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ebbtide.base.errors import DataError as DataError
     from ebbtide.base.errors import DiskError as DiskError
     from ebbtide.base.errors import DiskFullError as DiskFullError
+    from ebbtide.base.errors import DiskPathError as DiskPathError
     from ebbtide.base.errors import EbbtideError as EbbtideError
     from ebbtide.base.errors import ModifiedInPlaceError as ModifiedInPlaceError
     from ebbtide.base.errors import RestoreError as RestoreError
@@ -58,6 +59,7 @@ _HOMES = {
     "DataError": "ebbtide.base.errors",
     "DiskError": "ebbtide.base.errors",
     "DiskFullError": "ebbtide.base.errors",
+    "DiskPathError": "ebbtide.base.errors",
     "EbbtideError": "ebbtide.base.errors",
     "Expr": "ebbtide.engine",
     "Handle": "ebbtide.api",

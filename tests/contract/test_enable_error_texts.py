@@ -311,7 +311,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, tuple[str, ...]]] = {
     ),
     "no such directory": (
         lambda tiny: enable(tiny.model, target="disk", disk_path="/no/such/place"),
-        "DiskError",
+        "DiskPathError",
         (
             "'/no/such/place'",
             "disk_path",

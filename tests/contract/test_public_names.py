@@ -22,6 +22,7 @@ PUBLIC = {
     "DataError",
     "DiskError",
     "DiskFullError",
+    "DiskPathError",
     "EbbtideError",
     "Expr",
     "Handle",

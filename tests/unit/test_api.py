@@ -242,7 +242,7 @@ def test_a_handle_and_a_plan_are_printed_in_one_line() -> None:
     plan = ebbtide.make_plan(tiny.model, tiny.inputs, machine="h200", min_bytes=0)
     with enable(tiny.model, policy=plan) as handle:
         assert repr(handle).startswith("<Handle: auto, enabled; ")
-        assert len(repr(handle.plan)) < 400 and "peak_bytes=" in repr(handle.plan)
+        assert repr(handle.plan) == "<TablePlan: auto; explain() shows more>"
     assert ", closed; " in repr(handle)
 
 

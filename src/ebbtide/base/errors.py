@@ -9,8 +9,9 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     ├── BlocksError            a model without parameters, or a glob that matches nothing
     ├── ConflictError          two offloaders on one model; offloading inside a checkpointed function
     ├── TargetError            no such target on this machine
-    │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
-    │       └── DiskFullError  the disk has too little space for offloaded bytes or a checkpoint
+    │   └── DiskError          a failed read or write                                (also an OSError)
+    │       ├── DiskFullError  the disk has too little space for offloaded bytes or a checkpoint
+    │       └── DiskPathError  a disk path that cannot serve
     ├── CapError               the host or disk cap is reached
     ├── BudgetError            no plan fits the memory budget
     ├── TrainingError          training cannot continue, for example after a NaN loss
@@ -86,11 +87,15 @@ class TargetError(EbbtideError):
 
 
 class DiskError(TargetError, OSError):
-    """A disk path that cannot serve, or a failed read or write."""
+    """A failed read or write."""
 
 
 class DiskFullError(DiskError):
     """The disk has too little space for offloaded bytes or a checkpoint."""
+
+
+class DiskPathError(DiskError):
+    """A disk path that cannot serve: missing, not writable, or in RAM."""
 
 
 class CapError(EbbtideError):

@@ -21,6 +21,7 @@ from ebbtide.base.errors import (
     CapError,
     ConfigError,
     DiskError,
+    DiskPathError,
     EbbtideError,
     ModifiedInPlaceError,
     RestoreError,
@@ -33,7 +34,7 @@ from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _RUN_FAILURES = (CapError, DiskError, ModifiedInPlaceError, RestoreError, TrainingError)
-"""Errors of a valid command at run time, and of a disk path that cannot serve; all others are bad input."""
+"""Errors of a valid command at run time; all others, and a disk path that cannot serve, are bad input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
     except EbbtideError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
+        failed = isinstance(error, _RUN_FAILURES) and not isinstance(error, DiskPathError)
+        return EXIT_FAILED if failed else EXIT_BAD_INPUT
 
 
 def _print_anything() -> None:

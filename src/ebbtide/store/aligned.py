@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.base.errors import DiskError
+from ebbtide.base.errors import DiskPathError
 from ebbtide.store.buffers import Buffer, view_memory
 from ebbtide.store.extents import PLACE_ALIGN_BYTES
 
@@ -53,7 +53,7 @@ class BackingFile:
         directory: Its directory.
 
     Raises:
-        DiskError: No file can be created or written there.
+        DiskPathError: No file can be created or written there.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,7 +65,7 @@ class BackingFile:
             self.direct = self.direct and self._probe()
         except OSError as error:
             self.close()
-            raise DiskError(
+            raise DiskPathError(
                 f"cannot create a file in {str(directory)!r}: {error.strerror}",
                 expected="a directory on a local disk",
                 hint="name another directory as disk_path",

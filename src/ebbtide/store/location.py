@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from ebbtide.base.errors import DiskError
+from ebbtide.base.errors import DiskPathError
 
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """File systems in memory."""
@@ -37,18 +37,18 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     """Return ``path``, made absolute, if it can hold offloaded bytes.
 
     Raises:
-        DiskError: It is missing, not a directory, not writable, or in RAM.
+        DiskPathError: It is missing, not a directory, not writable, or in RAM.
     """
     directory = Path(path).expanduser()
     hint = "name a directory on a local disk as disk_path"
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
-        raise DiskError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
+        raise DiskPathError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise DiskError(f"disk path {str(directory)!r} is not writable", expected="a writable directory", hint=hint)
+        raise DiskPathError(f"disk path {str(directory)!r} is not writable", expected="a writable directory", hint=hint)
     kind = filesystem_of(directory)
     if kind in RAM_FILESYSTEMS:
-        raise DiskError(
+        raise DiskPathError(
             f"disk path {str(directory)!r} is on {kind}, which is RAM",
             expected="a file system on a disk",
             hint=hint,
@@ -60,7 +60,7 @@ def default_directory() -> Path:
     """Return the first of the usual directories that is on a disk and writable.
 
     Raises:
-        DiskError: None is usable; the message gives the reason for each.
+        DiskPathError: None is usable; the message gives the reason for each.
     """
     cache = Path("~/.cache/ebbtide").expanduser()
     reasons: list[str] = []
@@ -69,11 +69,11 @@ def default_directory() -> Path:
             if candidate == cache:
                 candidate.mkdir(parents=True, exist_ok=True)
             return check_directory(candidate)
-        except DiskError as error:
+        except DiskPathError as error:
             reasons.append(error.found)
         except OSError as error:
             reasons.append(f"disk path {str(candidate)!r}: {error.strerror}")
-    raise DiskError(
+    raise DiskPathError(
         "no directory for offloaded bytes: " + " · ".join(reasons),
         expected="a writable directory on a disk",
         hint="name one as disk_path",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError, counted
+from ebbtide.base.errors import ConfigError, DataError, DiskPathError, TargetError, counted
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
@@ -159,7 +159,7 @@ def _check_store(config: RecipeConfig) -> None:
             with tempfile.TemporaryFile(dir=directory):  # permissions are not enough: /proc, a read-only mount
                 pass
         except OSError as error:
-            raise DiskError(
+            raise DiskPathError(
                 f"disk path {str(directory)!r} is not writable ({error.strerror})",
                 expected="a writable directory",
                 hint="choose a directory on a local disk with --disk_path",

@@ -181,7 +181,7 @@ def test_other_bits_are_found() -> None:
     from tests.helpers.hosts import differences
 
     assert differences(one, other) == ["loss of step 1", "bias"]
-    with pytest.raises(AssertionError, match="no training"):
+    with pytest.raises(AssertionError, match="without a trend"):
         check_bitwise(lambda options: trained([1.0] * STEPS, nn.Linear(1, 1), None))
     with pytest.raises(AssertionError, match="auto"):
         check_bitwise(lambda options: trained(range(STEPS), nn.Linear(1, 1), None))
