@@ -4,7 +4,8 @@ For machines that are lent for minutes only: nothing is imported, built or warme
 over the same parameters, trains until it has settled, and then takes one step a round; which one begins changes from
 round to round. The loss and the rest of a step are those of ``benchmarks/case.py``; gradients are not compared here.
 ``auto within checkpointing`` is ``Auto`` with checkpointing's peak as its budget. Each way also takes some
-steps in a row, before the rounds and after them: ``Auto`` measures its own steps in a row.
+steps in a row, before the rounds and after them: ``Auto`` measures its own steps in a row. On CUDA a last step of each
+way is traced: what the device did, and how long it ran no kernel.
 
 [Note: who decides] A device queues a limited number of launches, and then the host waits for it: at the end of a step
 the host may be ahead by that many in every way, so "queued" says little about the host. At the end of the forward it
@@ -27,15 +28,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.case import forget_peak, peak, step, synchronize
+from benchmarks.case import MOST_WARMUP_STEPS, forget_peak, peak, step, synchronize
 from benchmarks.cases import arguments, device_name
+from benchmarks.device_time import DeviceTime, device_time
 from benchmarks.peers import Prepared, planned, way_named
 from benchmarks.results_folder import result_folder, summary, write_result
 from benchmarks.shapes import SHAPES
 
 WITHIN = "auto within checkpointing"
 WAYS = ("plain", "checkpointing", WITHIN, "ebbtide minimal", "ebbtide auto")
-LEAST_WARMUP, MOST_WARMUP = 8, 14
+LEAST_WARMUP = 8
 MARGIN = 1.02
 """Budget of ``WITHIN``, relative to checkpointing's peak."""
 IN_ROW = 4
@@ -89,6 +91,7 @@ class Trained:
         steps: Counted steps, alternating with other ways.
         in_row: Steps in a row, before the rounds and after them.
         warmup: Steps before all of them.
+        traced: How the device spent a step after all of them; None unless it is CUDA's.
     """
 
     def __init__(self, way: str, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
@@ -100,8 +103,9 @@ class Trained:
         self._forward: tuple[float, Any] = 0.0, None  # when the host had queued it, and the device's event
         self.steps: list[Step] = []
         self.in_row: tuple[list[Step], ...] = ()
+        self.traced: DeviceTime | None = None
         self.warmup = 0
-        while self.warmup < LEAST_WARMUP or (self.warmup < MOST_WARMUP and not self.prepared.settled()):
+        while self.warmup < LEAST_WARMUP or (self.warmup < MOST_WARMUP_STEPS and not self.prepared.settled()):
             self.peak_bytes = self.step().peak_bytes
             self.warmup += 1
         self.take_row()
@@ -159,8 +163,8 @@ class Trained:
 def table(ways: dict[str, Trained]) -> list[str]:
     """Return a row for every way."""
     lines = [
-        "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | peak |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | kernels | gaps | peak |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
 
     def ms(steps: list[Step], *names: str) -> str:
@@ -171,11 +175,13 @@ def table(ways: dict[str, Trained]) -> list[str]:
         steps, (before, after) = trained.steps, trained.in_row
         ratio = summary([mine.seconds / p.seconds for mine, p in zip(steps, ways["plain"].steps, strict=True)])
         most = 1e3 * max(step.collecting for step in steps)
+        device = trained.traced
+        kernels, gaps = (f"{1e3 * x:.0f} ms" for x in (device.busy_seconds, device.gap_seconds)) if device else ("", "")
         lines.append(
             f"| {way} | {ms(steps, 'seconds')} | ×{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) "
             f"| {ms(before, 'seconds')} | {ms(after, 'seconds')} | {ms(steps, 'forward')} "
             f"| {ms(steps, 'forward', 'forward_queued')} | {ms(steps, 'collecting')}, at most {most:.0f} "
-            f"| {max(step.peak_bytes for step in steps) / 2**30:.2f} GiB |"
+            f"| {kernels} | {gaps} | {max(step.peak_bytes for step in steps) / 2**30:.2f} GiB |"
         )
     return lines
 
@@ -203,8 +209,11 @@ def main() -> None:
             ways[way].steps.append(ways[way].step())
     for trained in ways.values():
         trained.take_row()
+    for trained in ways.values():
+        trained.traced = device_time(trained.step)
     found = {way: trained.steps for way, trained in ways.items()}
     in_row = {way: trained.in_row for way, trained in ways.items()}
+    traced = {way: trained.traced and trained.traced._asdict() for way, trained in ways.items()}
     notes: dict[str, Any] = {way: trained.prepared.notes() for way, trained in ways.items()}
     for trained in ways.values():
         trained.close()
@@ -222,7 +231,9 @@ def main() -> None:
     print("\n".join(text))
     folder = given.out or result_folder("rounds")
     write_result(
-        folder, {"model": name, "tokens": tokens, "rounds": found, "in_row": in_row, "notes": notes}, "\n".join(text)
+        folder,
+        {"model": name, "tokens": tokens, "rounds": found, "in_row": in_row, "traced": traced, "notes": notes},
+        "\n".join(text),
     )
 
 
