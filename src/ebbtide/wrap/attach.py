@@ -138,6 +138,7 @@ class Attachment:
             self._ran.clear()
             self._stand_around_compiled()  # blocks may have been compiled after the handle was made
             self._begin_pass()
+            self._rest.count()
             if self._own is not None:
                 forward = functools.partial(self._own_call, self._own, forward)
             if self._watch is None:

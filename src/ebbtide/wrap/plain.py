@@ -48,6 +48,7 @@ class PlainBlocks:
         self._engine = engine
         self._trains, self._planned_bytes = b"", 0  # saved in the step that the plan was made from
         self.ran = False
+        self.counted: dict[str, Tally] = {}  # by path: what the plain blocks of the latest pass kept
         self._pending: list[tuple[str, tuple[bytes, int], _Seen]] = []  # of the current pass
         self._seen: dict[str, dict[tuple[bytes, int], _Seen]] = {}  # by path of the block and state of training
 
@@ -74,6 +75,7 @@ class PlainBlocks:
                     known[state] = found
         self._trains, self.ran = trains, False
         self._pending.clear()
+        self.counted.clear()
 
     def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
         """Remember a block that ran with hooks.
@@ -126,7 +128,8 @@ class PlainBlocks:
             seen = self._seen[block.name][state]
             kept = all_kept(seen.tally, _learned(called.tensors), seen.learned)
             pass_.tally.add_all(kept)
-            pass_.add_site(Site(block.kind, "", "plain", 0), kept.unique, Action.KEEP)
+            self.counted.setdefault(block.name, Tally()).add_all(kept)
+            pass_.add_site(plain_site(block.kind), kept.unique, Action.KEEP)
             if timer is not None:
                 timer.block_ends(run)
             if engine.bus.active:
@@ -176,6 +179,15 @@ class PlainBlocks:
         with self._engine.lock:
             if self._engine.timer is not None:
                 self._engine.timer.backward_leaves(run)
+
+
+def plain_site(kind: str) -> Site:
+    """Return the site at which all that a plain block keeps is counted.
+
+    Args:
+        kind: Of the block.
+    """
+    return Site(kind, "", "plain", 0)
 
 
 def _elements(inputs: Sequence[torch.Tensor]) -> int:
