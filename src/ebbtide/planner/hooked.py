@@ -4,20 +4,24 @@
 A block with anything offloaded or recomputed has hooks, which cost host time for each saved tensor, whatever its
 action. A block that keeps everything has none. So offloading and recomputing more in fewer blocks may save more within
 the same slowdown. The search runs for the first n blocks, whose bytes stay longest, for several n, each within the
-slowdown left after the hooks of n blocks; all other blocks keep everything. If hooks cost nothing, or were not
-measured, there is one search over all blocks.
+slowdown left after the hooks of n blocks; all other blocks keep everything. A checkpointed block has hooks for its
+inputs only: where the host limits the step, a second forward may cost less than the hooks of recipes, so plans that
+checkpoint the first blocks are tried, too. If hooks cost nothing, or were not measured, there is one search over all
+blocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.base.actions import Action
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import GRAIN, Search, Solution
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
 """The tried shares of blocks with hooks."""
+
+FEW = (1, 2)
+"""The numbers of blocks that are tried, too: in a small model a single block may cost as much as was promised."""
 
 
 def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
@@ -30,13 +34,17 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
     slack, search = max_slowdown * profile.step_seconds * (1 + 1e-9), Search(profile)
     if not any(block.hook_seconds for block in profile.blocks):
         return search.least_memory(slack)
+    limit = slack * (1 + 1e-9)
     found = [search.everything]
-    for count in sorted({round(part * len(profile.blocks)) for part in PARTS} - {0}):
+    fitting = search.checkpointed(lambda s: with_hooks(s).predicted.overhead_seconds > limit, fewest=False)
+    found += [plan for plan in map(with_hooks, fitting) if plan.predicted.overhead_seconds <= limit]
+    counts = {*FEW, *(round(part * len(profile.blocks)) for part in PARTS)}
+    for count in sorted(count for count in counts if 0 < count <= len(profile.blocks)):
         left = slack - sum(block.hook_seconds for block in profile.blocks[:count])
         if left > 0:
             assignment = Search(_first(profile, count)).least_memory(left).assignment
             candidate = with_hooks(search.simulated(assignment))
-            if candidate.predicted.overhead_seconds <= slack * (1 + 1e-9):  # later executions of a block share actions
+            if candidate.predicted.overhead_seconds <= limit:  # later executions of a block share actions
                 found.append(candidate)
     grain = GRAIN * profile.saved_bytes or 1.0
     return min(found, key=lambda s: (round(s.predicted.peak_bytes / grain), s.predicted.overhead_seconds))
@@ -44,9 +52,7 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
 
 def with_hooks(found: Solution) -> Solution:
     """Return the solution with the time of its hooks added to the predicted step."""
-    planned = zip(found.profile.blocks, found.assignment, strict=True)
-    hooks = sum(block.hook_seconds for block, actions in planned if any(a is not Action.KEEP for a in actions))
-    predicted = found.predicted
+    hooks, predicted = found.hook_seconds, found.predicted
     return replace(
         found,
         predicted=replace(

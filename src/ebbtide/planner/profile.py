@@ -11,10 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ebbtide.base.actions import Site, Unit
+from ebbtide.base.actions import Action, Site, Unit
 from ebbtide.base.errors import ConfigError
 
 _OF_BLOCKS = "forward_seconds", "backward_seconds", "forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes"
+
+CHECKPOINT_HOOKS = 1 / 3
+"""Cost of the hooks of a checkpointed block, relative to those of one that keeps everything: a third of the calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,12 @@ class BlockProfile:
     def checkpoint_seconds(self) -> float:
         """Time of its forward in backward, if it is checkpointed."""
         return self.forward_seconds * self.checkpoint_factor
+
+    def hooks_under(self, actions: Sequence[Action]) -> float:
+        """Return the cost of its hooks under actions for its units."""
+        if Action.CHECKPOINT in actions:
+            return CHECKPOINT_HOOKS * self.hook_seconds
+        return self.hook_seconds if any(action is not Action.KEEP for action in actions) else 0.0
 
     @property
     def saved_bytes(self) -> int:

@@ -66,6 +66,12 @@ class Solution:
     bound: Bound
 
     @property
+    def hook_seconds(self) -> float:
+        """Cost of the hooks of all blocks that do not keep everything; no part of ``predicted`` as it was simulated."""
+        planned = zip(self.profile.blocks, self.assignment, strict=True)
+        return sum(block.hooks_under(actions) for block, actions in planned)
+
+    @property
     def bound_seconds(self) -> float:
         """The least overhead of any schedule that has as many bytes on the device when the head begins."""
         least = self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
@@ -167,7 +173,7 @@ class Search:
         """The plan of the smallest peak: nothing is kept that can be offloaded or recomputed."""
         kept = self.profile.must_keep_bytes
         tried = [self._try(_Family(share, tail), kept) for share in SHARES for tail in (0, 2)]
-        tried += self._checkpointed(lambda found: False)
+        tried += self.checkpointed(lambda found: False)
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
 
     def fit(self, budget_bytes: int) -> Solution:
@@ -191,7 +197,7 @@ class Search:
 
         close = CLOSE * self.profile.saved_bytes
         found = self._best(lambda family: self._border(family, beyond, close, rising=True), self._cost)
-        checkpointed = [s for s in self._checkpointed(lambda s: beyond(s) <= 0) if beyond(s) <= 0]
+        checkpointed = [s for s in self.checkpointed(lambda s: beyond(s) <= 0) if beyond(s) <= 0]
         return min((s for s in (found, self.smallest, *checkpointed) if s is not None), key=self._cost)
 
     def least_memory(self, slack_seconds: float) -> Solution:
@@ -207,12 +213,12 @@ class Search:
         close = CLOSE * max(slack_seconds, GRAIN * self.profile.step_seconds)
         found = self._best(lambda family: self._border(family, beyond, close, rising=False), cost)
         best = min((s for s in (found, self.everything) if s is not None), key=cost)
-        checkpointed = [s for s in self._checkpointed(lambda s: beyond(s) > 0, fewest=False) if beyond(s) <= 0]
+        checkpointed = [s for s in self.checkpointed(lambda s: beyond(s) > 0, fewest=False) if beyond(s) <= 0]
         # Checkpoint only for a real gain over recipes.
         least = min(checkpointed, key=_peak, default=best)
         return least if _peak(least) < _peak(best) - grain else best
 
-    def _checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
+    def checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
         """Return plans that checkpoint the fewest first blocks for which a test holds, or the most where it fails."""
         able = sum(block.checkpointable for block in self.profile.blocks)
         found: list[Solution] = []
@@ -226,7 +232,7 @@ class Search:
         return found
 
     def _cost(self, found: Solution) -> float:
-        return found.predicted.overhead_seconds + self._price * found.predicted.moved_bytes
+        return found.predicted.overhead_seconds + found.hook_seconds + self._price * found.predicted.moved_bytes
 
     def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
         """Return the best candidate within the limit: vary the offloaded share, then how many last blocks keep."""

@@ -138,8 +138,10 @@ class ClosedLoop:
             shown = "keeps" if check.allowed_share >= 1 else "does not clearly miss"
             logger.info("the plan %s its promise: %s", shown, check.text())
             return None if check.looks else self._looser(check)
-        if self._before is not None:
-            before, self._before, self._loosened = self._before, None, LOOSENED
+        before, self._before = self._before, None
+        if before is not None:
+            self._loosened = LOOSENED
+        if before is not None and not before.keeps:  # else its prices were too high, and those measured now may do
             self._record(f"a plan that kept less missed the promise, so the one before it is restored: {check.text()}")
             return before
         if self._corrections == CORRECTIONS:

@@ -8,7 +8,8 @@ import pytest
 
 from ebbtide.base.actions import Action
 from ebbtide.planner.hooked import shrink_hooked
-from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.profile import CHECKPOINT_HOOKS, Profile, Rates
+from ebbtide.planner.solve import Search
 from tests.helpers.profiles import alike, shrink, unit
 
 MB = 10**6
@@ -46,6 +47,33 @@ def test_where_hooks_on_all_blocks_cost_too_much_the_first_ones_get_them() -> No
     which = list(map(treated, found.assignment))
     assert any(which) and which == sorted(which, reverse=True)
     assert found.predicted.kept_bytes < step(0.3).saved_bytes
+
+
+def test_a_single_block_gets_hooks_where_two_would_cost_too_much() -> None:
+    found = shrink_hooked(step(1.5), 0.05)
+    assert [treated(actions) for actions in found.assignment] == [True] + [False] * 15
+
+
+def checkpointable(hook_seconds: float) -> Profile:
+    profile = step(hook_seconds)
+    return replace(profile, blocks=tuple(replace(block, checkpointable=True) for block in profile.blocks))
+
+
+def test_where_hooks_cost_more_than_a_second_forward_the_first_blocks_are_checkpointed() -> None:
+    """A checkpointed block has a third of the hooks: one costs 1 s + 1 s of the 4.8 s that were promised."""
+    found = shrink_hooked(checkpointable(3.0), 0.1)
+    assert [Action.CHECKPOINT in actions for actions in found.assignment] == [True] * 2 + [False] * 14
+    assert found.predicted.overhead_seconds == pytest.approx(2 * (1.0 + 3.0 * CHECKPOINT_HOOKS))
+    assert not any(map(treated, shrink_hooked(step(6.0), 0.1).assignment)), "recipes have the hooks of all tensors"
+
+
+def test_within_a_budget_hooks_count_too() -> None:
+    """Recipes cost 0.1 s a block, a second forward 1 s; with hooks of 3 s they cost 3.1 s and 2 s."""
+    budget = 16 * 100 * MB + 100 * MB
+    for hook_seconds, cheaper in ((0.0, Action.RECOMPUTE), (3.0, Action.CHECKPOINT)):
+        found = Search(checkpointable(hook_seconds)).fit(budget)
+        assert found.predicted.peak_bytes <= budget
+        assert any(cheaper in actions for actions in found.assignment), hook_seconds
 
 
 def test_where_no_hook_can_be_paid_everything_is_kept() -> None:

@@ -746,6 +746,18 @@ def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pyte
     assert f"in {CHECKED} steps" in plan.explain().splitlines()[1]  # it was judged, and is not judged again at once
 
 
+def test_a_first_try_that_misses_is_corrected_where_the_plan_before_saves_nothing() -> None:
+    """The prices of the measured steps let it keep everything, a quarter of them was too little: the truth is between."""
+    plan = judged_plan(slowdown=0.03)
+    assert plan.profile is not None and "replaced by one that saves" in plan.explain()
+    everything, tried = plan.profile.saved_bytes, kept_bytes(plan)
+    [_, corrected] = rounds(plan, 1.05)
+    assert tried < corrected < everything
+    assert "restored" not in plan.explain() and "correction 1" in plan.explain()
+    assert rounds(plan, 1.01) == [corrected, corrected]
+    assert plan._check is not None and plan._check.measured is not None and not plan._check.too_slow
+
+
 def test_so_many_plans_do_more_and_no_more() -> None:
     plan = judged_plan(slowdown=0.01, count=100)
     kept = [kept_bytes(plan)]
