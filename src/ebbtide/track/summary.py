@@ -10,7 +10,7 @@ import json
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,10 +59,12 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     on_cpu = begin.get("device") == "cpu"
     least = _least(events, steady) if on_cpu else -math.inf
     own = samples(events, "rss_bytes" if on_cpu else "device_bytes")
-    sampled = None
+    inside, sampled, outside = _view(events, steady, own, least), None, None
     if events and (folder / OUTSIDE_FILE).exists():  # overwritten, it may still hold samples of the previous run
         sampled = samples(read_events(folder / OUTSIDE_FILE), "rss_bytes", events[0]["t"])
-    inside = _view(events, steady, own, least, before=_next, at=_next)  # samples are taken just after each edge
+        outside = _view(events, steady, sampled, least, outside=True)
+        if steady.trimmed and inside["activation_bytes"] is not None:  # it may sample in the middle of trimming
+            outside |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
@@ -76,7 +78,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         "inside": inside,
         "phases": phase_figures(events, sampled if on_cpu and sampled else own, steady),
         "status": end["status"] if end else "killed",
-        "outside": None if sampled is None else _outside(events, steady, sampled, inside, least),
+        "outside": outside,
     }
 
 
@@ -240,26 +242,8 @@ def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     }
 
 
-def _outside(
-    events: Sequence[Event], steady: Steady, curve: Curve, inside: dict[str, Any], least: float
-) -> dict[str, Any]:
-    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants]."""
-    # The last sample before the forward contains nothing of it.
-    view = _view(events, steady, curve, least, before=lambda curve, begin: _next(curve, begin) - 1, at=nearest)
-    # The sampler may sample in the middle of trimming.
-    if steady.trimmed and inside["activation_bytes"] is not None:
-        view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
-    return view
-
-
 def _view(
-    events: Sequence[Event],
-    steady: Steady,
-    curve: Curve,
-    least: float,
-    *,
-    before: Callable[[Curve, float], int],
-    at: Callable[[Curve, float], int],
+    events: Sequence[Event], steady: Steady, curve: Curve, least: float, *, outside: bool = False
 ) -> dict[str, Any]:
     """Measure the forwards of the steady steps on a curve of memory over time.
 
@@ -273,8 +257,11 @@ def _view(
     activations: list[int] = []
     trimmed = [span for span in counted if span.step in steady.trimmed]
     for span in trimmed or counted:
-        low = before(curve, span.begin)
-        if 0 <= low < len(curve) and (high := at(curve, span.end)) < len(curve):
+        # The run's own samples are taken just after each edge. The last one before a forward contains nothing of it.
+        low, high = (bisect_left(curve, (t, 0)) for t in (span.begin, span.end))
+        if outside and curve:
+            low, high = low - 1, nearest(curve, span.end)
+        if low >= 0 and high < len(curve):
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
     growth = median(activations) if activations else None
@@ -287,7 +274,3 @@ def _view(
         "activation_bytes": growth if growth is not None and (trimmed or growth >= least) else None,
         "samples": len(curve),
     }
-
-
-def _next(curve: Curve, t: float) -> int:
-    return bisect_left(curve, (t, 0))
