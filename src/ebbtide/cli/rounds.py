@@ -16,6 +16,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,14 +128,12 @@ def run_rounds(
         refuse: Called with each finished child until one was accepted; raises to skip the others.
     """
     warm_up = warm_up_steps()
-    console.print(_counted_words(plan, warm_up), markup=False, highlight=False, soft_wrap=True)
+    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    report(_counted_words(plan, warm_up))
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
     progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
     everywhere = {**_environment(plan), **environment}
     stopped: Stopped = ""
-
-    def report(words: str) -> None:
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     with terminate_as_interrupt():
         try:
@@ -151,8 +150,7 @@ def run_rounds(
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
             hint = f"hint: to compare again, name another folder with --out, or remove {plan.out}"
-            words = f"{stopped}: the processes were ended; {result}\n{hint}"
-            console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            report(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
         finally:
             progress.end()
         modes_merged = board.finish(everywhere)

@@ -114,11 +114,9 @@ def _numpy() -> Generator:
         try:
             numpy.set_state(state)
         except ValueError as error:
-            raise RestoreError(
-                f"numpy's default generator is another than in forward, a {state['bit_generator']} ({error})",
-                expected="one kind of generator in forward and backward, which repeats what a block drew",
-                hint="call np.random.set_bit_generator before training, or after backward",
-            ) from error
+            found = f"numpy's default generator is another than in forward, a {state['bit_generator']} ({error})"
+            hint = "call np.random.set_bit_generator before training, or after backward"
+            raise RestoreError(found, expected="the same kind, to repeat what a block drew", hint=hint) from error
 
     own: Any = numpy.RandomState(0)
     shown = _changes(lambda: of(own), own.random_sample, own.standard_normal, own.standard_normal)

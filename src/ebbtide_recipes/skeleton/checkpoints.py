@@ -122,32 +122,28 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
         DataError: The disk fails. An incomplete checkpoint would be skipped, and removed in time.
     """
     with _reading(folder):
-        return _read_seal(folder)
-
-
-def _read_seal(folder: Path) -> tuple[Sealed | None, str]:
-    try:
-        seal: Any = json.loads((folder / SEAL).read_text())
-        files: Mapping[str, int] = seal["files"]
-        sealed = Sealed(
-            folder=folder,
-            step=int(seal["step"]),
-            world_size=int(seal["world_size"]),
-            sharding=str(seal["sharding"]),
-            train_type=str(seal["train_type"]),
-            adapters=seal.get("adapters"),
-            order={"processes": int(seal["world_size"]), **seal.get("order", {})},
-        )
-    except FileNotFoundError:
-        return None, f"has no {SEAL}, which is written last"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None, f"has an {SEAL} that cannot be read"
-    for name, size in files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"lacks {name}"
-    return sealed, ""
+        try:
+            seal: Any = json.loads((folder / SEAL).read_text())
+            files: Mapping[str, int] = seal["files"]
+            sealed = Sealed(
+                folder=folder,
+                step=int(seal["step"]),
+                world_size=int(seal["world_size"]),
+                sharding=str(seal["sharding"]),
+                train_type=str(seal["train_type"]),
+                adapters=seal.get("adapters"),
+                order={"processes": int(seal["world_size"]), **seal.get("order", {})},
+            )
+        except FileNotFoundError:
+            return None, f"has no {SEAL}, which is written last"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None, f"has an {SEAL} that cannot be read"
+        for name, size in files.items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"lacks {name}"
+        return sealed, ""
 
 
 def complete(folder: Path) -> list[Sealed]:
