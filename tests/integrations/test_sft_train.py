@@ -348,7 +348,7 @@ def test_the_load_of_the_weights_is_in_the_record_and_drawn(tiny_model: Path, tm
     assert edges[0] == "begin" and edges[-1] == "end"
     loaded = load_run(tmp_path)
     span = loaded.loading()
-    assert span is not None and any(span.begin <= t <= span.end for t, _ in loaded.samples("rss_bytes"))
+    assert span is not None and any(span.begin <= e["t"] <= span.end for e in loaded.all("memory"))
     html([loaded], tmp_path / "report.html")
     assert "Memory while weights are loaded" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Generator, Iterable
+from bisect import bisect_left
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,9 @@ BOTH_PHASE = "forward and backward"
 """The phase of a step whose forward and backward cannot be distinguished."""
 
 Event = dict[str, Any]
+
+Curve = Sequence[tuple[float, int]]
+"""Memory over time: seconds of the run's clock and bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +117,19 @@ def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
             begin = begun.pop(name)
             spans.append(PhaseSpan(name=name, step=begin.get("step"), begin=begin["t"], end=event["t"]))
     return spans
+
+
+def samples(events: Iterable[Event], field: str, since: float = -math.inf) -> Curve:
+    """Return the samples of ``rss_bytes`` or ``device_bytes`` from a time on."""
+    return [
+        (e["t"], e[field]) for e in events if e["event"] == "memory" and e["t"] >= since and e.get(field) is not None
+    ]
+
+
+def nearest(curve: Curve, t: float) -> int:
+    """Return the index of the sample nearest to a time, on a curve that is not empty."""
+    after = bisect_left(curve, (t, 0))
+    return min(range(len(curve))[max(after - 1, 0) : after + 1], key=lambda index: abs(curve[index][0] - t))
 
 
 def read_events(path: Path) -> list[Event]:

@@ -16,12 +16,13 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.extras import check_installed
-from ebbtide.base.runs import EVENTS_FILE, SETTLING, SUMMARY_FILE
+from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, SAMPLE_SECONDS, Ended
 from ebbtide.cli.lockstep import Start, run_round
@@ -127,14 +128,12 @@ def run_rounds(
         refuse: Called with each finished child until one was accepted; raises to skip the others.
     """
     warm_up = warm_up_steps()
-    console.print(_counted_words(plan, warm_up), markup=False, highlight=False, soft_wrap=True)
+    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    report(_counted_words(plan, warm_up))
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
     progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
     everywhere = {**_environment(plan), **environment}
     stopped: Stopped = ""
-
-    def report(words: str) -> None:
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     with terminate_as_interrupt():
         try:
@@ -150,7 +149,8 @@ def run_rounds(
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
-            console.print(f"{stopped}: the processes were ended; {result}", style="yellow", soft_wrap=True)
+            hint = f"hint: to compare again, name another folder with --out, or remove {plan.out}"
+            report(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
         finally:
             progress.end()
         modes_merged = board.finish(everywhere)
@@ -228,8 +228,10 @@ def check_folder(out: Path) -> None:
     """
     begun = any(out.glob(f"round-*/*/{EVENTS_FILE}"))
     if begun or ((out / SUMMARY_FILE).exists() and not any(out.glob("round-*"))):
-        what = "a comparison" if begun else f"a run ({SUMMARY_FILE})"
-        raise DataError(f"{out} already holds {what}", expected="a folder without one", hint="name another with --out")
+        what, hint = "a comparison" if begun else f"a run ({SUMMARY_FILE})", "name another with --out"
+        if begun and not (out / REPORT_FILE).exists():
+            what, hint = f"{what} without {REPORT_FILE}", f"{hint}, or remove it if no comparison runs there now"
+        raise DataError(f"{out} already holds {what}", expected="a folder without one", hint=hint)
     parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         what = "is not writable" if parent.is_dir() else "is a file"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbtide.base.runs import PhaseSpan
+from ebbtide.base.runs import PhaseSpan, samples
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, PLOT, RIGHT, WIDTH, Frame, axes, curve, legend, peaks, window
 from ebbtide.report.run import Run
@@ -27,9 +27,9 @@ def loading_svg(runs: Sequence[Run]) -> str:
     """
     loads = [(run, span) for run in runs if (span := run.loading()) is not None]
     found = {
-        field: [window(run.samples(field), span.begin, span.end) for run, span in loads]
+        field: [window(samples(run.events, field), span.begin, span.end) for run, span in loads]
         for field in _FIELDS
-        if any(run.samples(field) for run, _ in loads)
+        if any(samples(run.events, field) for run, _ in loads)
     }
     if not loads or not found:
         words = "No load with memory samples in these runs."

@@ -13,12 +13,11 @@ gradients exist, and no activations; from the second micro-batch of a step on, g
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.base.runs import PhaseSpan
+from ebbtide.base.runs import PhaseSpan, nearest
 from ebbtide.report import style
 from ebbtide.report.run import Peak, Run
 from ebbtide.report.table import Table, size
@@ -93,7 +92,7 @@ def split(run: Run) -> PeakParts | None:
 
     held: dict[str, Any] = (run.all("parts") or [{}])[-1]
     forward, curve = _forward_before(run, peak), run.curve(dated=False)
-    base = floor = left if forward is None else min(_at(curve, forward.begin), left)
+    base = floor = left if forward is None else min(curve[nearest(curve, forward.begin)][1], left)
     for name, count in (
         (WEIGHTS, sum((held.get("weights") or {}).values())),
         (OPTIMIZER, held.get("optimizer_bytes") or 0),
@@ -106,7 +105,7 @@ def split(run: Run) -> PeakParts | None:
     if peak.phase == "optimizer":
         take(GRADIENTS, held.get("gradient_bytes") or 0)
     elif forward is not None:
-        height = peak.bytes_ if peak.t < forward.end else _at(curve, forward.end)
+        height = peak.bytes_ if peak.t < forward.end else curve[nearest(curve, forward.end)][1]
         grown = max(height - floor, 0)
         kept, outside = _saved(run, forward)
         if kept is None:
@@ -154,13 +153,6 @@ def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
             inside = (event.get("unique_bytes") or 0) + (event.get("small_bytes") or 0)
             outside += inside * (100 - share) / share
     return sum(e.get("kept_bytes") or 0 for e in passes), outside
-
-
-def _at(curve: Sequence[tuple[float, int]], t: float) -> int:
-    """Return the sample nearest to a time."""
-    after = bisect_left(curve, (t, 0))
-    around = curve[max(after - 1, 0) : after + 1] or curve[-1:]
-    return min(around, key=lambda point: abs(point[0] - t))[1]
 
 
 def splits_table(splits: Sequence[tuple[str, PeakParts]]) -> Table:

@@ -17,10 +17,12 @@ from ebbtide.base.runs import (
     EVENTS_FILE,
     OUTSIDE_FILE,
     SUMMARY_FILE,
+    Curve,
     Event,
     PhaseSpan,
     phase_spans,
     read_events,
+    samples,
 )
 
 
@@ -80,21 +82,16 @@ class Run:
             return "device memory, allocated"
         return "resident memory, sampled from outside" if self.outside else "resident memory"
 
-    def curve(self, *, dated: bool = True) -> list[tuple[float, int]]:
+    def curve(self, *, dated: bool = True) -> Curve:
         """Return the run's memory over time: seconds of its clock and bytes.
 
         Args:
             dated: With the allocator's peaks, which are dated half-way between two edges.
         """
         field = "rss_bytes" if self.summary.get("device") in (None, "cpu") else "device_bytes"
-        source = self.outside if self.outside and field == "rss_bytes" else self.all("memory")
-        begins = self.events[0]["t"] if self.events else 0.0
-        found = (e for e in source if e.get(field) is not None and e["t"] >= begins)
-        return [(e["t"], e[field]) for e in found if dated or not _is_dated(e)]
-
-    def samples(self, field: str) -> list[tuple[float, int]]:
-        """Return the run's own samples of ``rss_bytes`` or ``device_bytes`` over time."""
-        return [(e["t"], e[field]) for e in self.all("memory") if e.get(field) is not None]
+        events = self.outside if self.outside and field == "rss_bytes" else self.events
+        since = self.events[0]["t"] if self.events else 0.0
+        return samples((event for event in events if dated or not _is_dated(event)), field, since)
 
     def loading(self) -> PhaseSpan | None:
         """Return the time range from the first load of weights to the end of the last."""

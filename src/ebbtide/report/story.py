@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ebbtide.base.runs import samples
 from ebbtide.report import copies
 from ebbtide.report.frame import window
 from ebbtide.report.run import Run
@@ -134,7 +135,7 @@ def loading(run: Run) -> str | None:
     found = [
         f"{kind} rose by {size(max(b for _, b in points) - points[0][1])}"
         for kind, field in (("host memory", "rss_bytes"), ("device memory", "device_bytes"))
-        if (points := window(run.samples(field), span.begin, span.end))
+        if (points := window(samples(run.events, field), span.begin, span.end))
     ]
     sentence = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
     if not any(event.get("edge") == "end" for event in loads):

@@ -80,18 +80,6 @@ class CopyOut(Generic[SavedT]):
             self.in_flight_bytes += nbytes
             self._begin([waiting], new)
         elif not late:
-            gathered, most = self._gathered, self.window
-            if (
-                gathered
-                and gathered[-1].stream == waiting.stream
-                and self._gathered_bytes + nbytes < most.gathered_bytes
-                and not self._held
-                and self.in_flight_bytes + nbytes <= most.out_bytes
-            ):
-                gathered.append(waiting)
-                self._gathered_bytes += nbytes
-                self.in_flight_bytes += nbytes
-                return
             if not self._gather(waiting, new=new) and self._in_window:
                 return
         else:

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ebbtide.base.runs import Event, phase_spans
+from ebbtide.base.runs import Curve, Event, phase_spans
 from ebbtide.track.steady import Steady
-
-Curve = Sequence[tuple[float, int]]
-"""Memory over time: seconds of the run's clock and bytes."""
 
 
 def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict[str, dict[str, Any]]:

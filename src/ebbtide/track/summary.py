@@ -10,7 +10,7 @@ import json
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +21,12 @@ from ebbtide.base.runs import (
     OUTSIDE_FILE,
     SCHEMA,
     SUMMARY_FILE,
+    Curve,
     Event,
+    nearest,
     phase_spans,
     read_events,
+    samples,
 )
 from ebbtide.track.phases import phase_figures
 from ebbtide.track.steady import Steady, steady_steps
@@ -51,14 +54,17 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     events = read_events(folder / EVENTS_FILE)
     begin = _last(events, "run_begin") or {}
     end, plan = _last(events, "run_end"), _last(events, "plan", "verdict")
-    outside = folder / OUTSIDE_FILE
     steady = steady_steps(events, warm_up)
     activations = _activations(events, steady)
     on_cpu = begin.get("device") == "cpu"
     least = _least(events, steady) if on_cpu else -math.inf
-    field = "rss_bytes" if on_cpu else "device_bytes"
-    own = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
-    inside = _view(events, steady, own, least, before=_next, at=_next)  # samples are taken just after each edge
+    own = samples(events, "rss_bytes" if on_cpu else "device_bytes")
+    inside, sampled, outside = _view(events, steady, own, least), None, None
+    if events and (folder / OUTSIDE_FILE).exists():  # overwritten, it may still hold samples of the previous run
+        sampled = samples(read_events(folder / OUTSIDE_FILE), "rss_bytes", events[0]["t"])
+        outside = _view(events, steady, sampled, least, outside=True)
+        if steady.trimmed and inside["activation_bytes"] is not None:  # it may sample in the middle of trimming
+            outside |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
@@ -70,9 +76,9 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         **_copies(events, steady),
         "plan": {"name": plan.get("name"), "text": plan.get("text")} if plan else None,
         "inside": inside,
-        "phases": phase_figures(events, _best_curve(events, outside, begin), steady),
+        "phases": phase_figures(events, sampled if on_cpu and sampled else own, steady),
         "status": end["status"] if end else "killed",
-        "outside": _outside(events, steady, outside, inside, least) if events and outside.exists() else None,
+        "outside": outside,
     }
 
 
@@ -154,7 +160,7 @@ def _steps(events: Sequence[Event]) -> list[Event]:
 
 def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) -> int | None:
     """Return the highest sample, or the system's own peak if that rose during the run."""
-    sampled = [event[field] for event in _all(events, "memory") if event.get(field) is not None]
+    sampled = [size for _, size in samples(events, field)]
     kept = "peak_" + field
     before, after = begin.get(kept), end.get(kept) if end else None
     if before is not None and after is not None and after > before:
@@ -236,35 +242,8 @@ def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     }
 
 
-def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tuple[float, int]]:
-    """Return memory over time: of the device; on a CPU as sampled from outside, if it was."""
-    field = "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"
-    samples = read_events(outside) if field == "rss_bytes" and events and outside.exists() else _all(events, "memory")
-    return [(e["t"], e[field]) for e in samples if e.get(field) is not None and e["t"] >= events[0]["t"]]
-
-
-def _outside(
-    events: Sequence[Event], steady: Steady, path: Path, inside: dict[str, Any], least: float
-) -> dict[str, Any]:
-    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants]."""
-    # An overwritten folder may still hold samples of the previous run.
-    curve = [(e["t"], e["rss_bytes"]) for e in read_events(path) if e["t"] >= events[0]["t"]]
-    # The last sample before the forward contains nothing of it.
-    view = _view(events, steady, curve, least, before=lambda times, begin: bisect_left(times, begin) - 1, at=_nearest)
-    # The sampler may sample in the middle of trimming.
-    if steady.trimmed and inside["activation_bytes"] is not None:
-        view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
-    return view
-
-
 def _view(
-    events: Sequence[Event],
-    steady: Steady,
-    curve: Sequence[tuple[float, int]],
-    least: float,
-    *,
-    before: Callable[[Sequence[float], float], int | None],
-    at: Callable[[Sequence[float], float], int | None],
+    events: Sequence[Event], steady: Steady, curve: Curve, least: float, *, outside: bool = False
 ) -> dict[str, Any]:
     """Measure the forwards of the steady steps on a curve of memory over time.
 
@@ -274,13 +253,15 @@ def _view(
     it is unknown, unless the heap was trimmed.
     """
     counted = [span for span in phase_spans(events) if span.name == "forward" and steady.counts(span.step)]
-    times = [t for t, _ in curve]
     floors: list[int] = []
     activations: list[int] = []
     trimmed = [span for span in counted if span.step in steady.trimmed]
     for span in trimmed or counted:
-        low, high = before(times, span.begin), at(times, span.end)
-        if low is not None and low >= 0 and high is not None:
+        # The run's own samples are taken just after each edge. The last one before a forward contains nothing of it.
+        low, high = (bisect_left(curve, (t, 0)) for t in (span.begin, span.end))
+        if outside and curve:
+            low, high = low - 1, nearest(curve, span.end)
+        if low >= 0 and high < len(curve):
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
     growth = median(activations) if activations else None
@@ -293,14 +274,3 @@ def _view(
         "activation_bytes": growth if growth is not None and (trimmed or growth >= least) else None,
         "samples": len(curve),
     }
-
-
-def _nearest(times: Sequence[float], instant: float) -> int | None:
-    after = bisect_left(times, instant)
-    around = [i for i in (after - 1, after) if 0 <= i < len(times)]
-    return min(around, key=lambda i: abs(times[i] - instant), default=None)
-
-
-def _next(times: Sequence[float], instant: float) -> int | None:
-    after = bisect_left(times, instant)
-    return after if after < len(times) else None

@@ -34,6 +34,8 @@ REENTRANT = "CheckpointFunctionBackward"
 NEAR = 16
 """Most nodes searched behind a block's input: a checkpoint's output reaches it directly, or through a sum."""
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+
 HAS_HOOKS = "hooks have already been set"
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -97,10 +99,10 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Whether the calling code runs in a reentrant checkpoint, of torch or of a library that follows it."""
+    """Whether the calling code runs in a reentrant checkpoint: in the forward of an autograd function of any name."""
     frame = None if torch.is_grad_enabled() else sys._getframe(1)
     while frame is not None:  # most code without gradients is no checkpoint's
-        if frame.f_code.co_name == "forward" and "run_function" in frame.f_code.co_varnames:
+        if frame.f_code is _APPLY:
             return True
         frame = frame.f_back
     return False

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ebbtide.base.errors import RestoreError
+
 _HEADER = object.__basicsize__
 
 
@@ -108,10 +110,18 @@ def _numpy() -> Generator:
     def read() -> Any:  # without ``legacy``: with it numpy warns of every other kind of generator
         return numpy.get_state(legacy=False)
 
+    def write(state: Any) -> None:
+        try:
+            numpy.set_state(state)
+        except ValueError as error:
+            found = f"numpy's default generator is another than in forward, a {state['bit_generator']} ({error})"
+            hint = "call np.random.set_bit_generator before training, or after backward"
+            raise RestoreError(found, expected="the same kind, to repeat what a block drew", hint=hint) from error
+
     own: Any = numpy.RandomState(0)
     shown = _changes(lambda: of(own), own.random_sample, own.standard_normal, own.standard_normal)
     remembered = _Remembered(read, lambda: of(getattr(numpy.get_state, "__self__", None)))
-    return Generator(remembered if shown else read, lambda state: numpy.set_state(state), _same_of_numpy)
+    return Generator(remembered if shown else read, write, _same_of_numpy)
 
 
 def _bytes_of(value: object) -> bytes:

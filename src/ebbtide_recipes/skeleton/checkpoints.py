@@ -116,29 +116,34 @@ def _order(config: RecipeConfig, processes: int, rows: int | None) -> dict[str, 
 
 
 def read_seal(folder: Path) -> tuple[Sealed | None, str]:
-    """Return a checkpoint's seal, or ``None`` and the problem."""
-    try:
-        seal: Any = json.loads((folder / SEAL).read_text())
-        files: Mapping[str, int] = seal["files"]
-        sealed = Sealed(
-            folder=folder,
-            step=int(seal["step"]),
-            world_size=int(seal["world_size"]),
-            sharding=str(seal["sharding"]),
-            train_type=str(seal["train_type"]),
-            adapters=seal.get("adapters"),
-            order={"processes": int(seal["world_size"]), **seal.get("order", {})},
-        )
-    except FileNotFoundError:
-        return None, f"has no {SEAL}, which is written last"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None, f"has an {SEAL} that cannot be read"
-    for name, size in files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"lacks {name}"
-    return sealed, ""
+    """Return a checkpoint's seal, or ``None`` and the problem.
+
+    Raises:
+        DataError: The disk fails. An incomplete checkpoint would be skipped, and removed in time.
+    """
+    with _reading(folder):
+        try:
+            seal: Any = json.loads((folder / SEAL).read_text())
+            files: Mapping[str, int] = seal["files"]
+            sealed = Sealed(
+                folder=folder,
+                step=int(seal["step"]),
+                world_size=int(seal["world_size"]),
+                sharding=str(seal["sharding"]),
+                train_type=str(seal["train_type"]),
+                adapters=seal.get("adapters"),
+                order={"processes": int(seal["world_size"]), **seal.get("order", {})},
+            )
+        except FileNotFoundError:
+            return None, f"has no {SEAL}, which is written last"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None, f"has an {SEAL} that cannot be read"
+        for name, size in files.items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"lacks {name}"
+        return sealed, ""
 
 
 def complete(folder: Path) -> list[Sealed]:
@@ -270,8 +275,8 @@ def resumable(output: Path) -> str:
     """Return a sentence on the checkpoint from which an interrupted run can be resumed."""
     try:
         last = next(reversed(complete(output)), None)
-    except OSError as error:
-        return f"its checkpoints cannot be read ({error.strerror})"
+    except DataError as error:
+        return error.found
     if last is None:
         return "no checkpoint was written before"
     return f"resume from {last.folder} (--resume_from_checkpoint latest)"
@@ -311,7 +316,9 @@ def check_shared(folder: Path) -> None:
 
 def _named(folder: Path) -> Sealed:
     """Return the checkpoint in a folder that was named."""
-    if not folder.is_dir():
+    with _reading(folder):
+        exists = folder.is_dir()
+    if not exists:
         near = nearest(folder.name, [path.name for path in _folders(folder.parent)])
         raise DataError(
             f"there is no checkpoint {str(folder)!r}",
@@ -353,9 +360,21 @@ def written(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> Sequence[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted((p for p in folder.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)), key=_step)
+    with _reading(folder):
+        found = folder.iterdir() if folder.is_dir() else ()
+        return sorted((p for p in found if _NAME.fullmatch(p.name) and p.is_dir()), key=_step)
+
+
+@contextmanager
+def _reading(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{str(folder)!r} cannot be read ({error.strerror})",
+            expected="checkpoints on a disk that can be read",
+            hint="check its permissions and the system log; once it can be read, the run can be resumed",
+        ) from error
 
 
 def _step(folder: Path) -> int:

@@ -250,6 +250,9 @@ def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number,
     assert read_events(record)[-1]["status"] == "interrupted"
     assert json.loads((out / "summary.json").read_text())["modes"][0]["rounds"] == 0
     assert not (out / "round-2").exists()
+    assert f"hint: to compare again, name another folder with --out, or remove {out}" in screen
+    with pytest.raises(DataError, match="a comparison without report.html; .*\nhint: .*--out, or remove it"):
+        compare([], out=out)
 
 
 def command_line_of(pid):

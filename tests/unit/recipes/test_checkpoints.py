@@ -72,6 +72,28 @@ def test_a_half_written_one_is_refused_and_the_last_whole_one_named(
     assert find(tmp_path) == four
 
 
+@pytest.mark.parametrize("failing", [checkpoints.SEAL, "model.safetensors", "checkpoint-4"])
+@pytest.mark.parametrize("named", ["latest", "checkpoint-4"])
+def test_one_that_the_disk_does_not_read_is_not_taken_for_incomplete(
+    failing: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(call: Callable[..., object]) -> Callable[..., object]:
+        def first(path: Path, *args: object, **kwargs: object) -> object:
+            if path.name == failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(path, *args, **kwargs)
+
+        return first
+
+    make(tmp_path, 2)
+    make(tmp_path, 4)
+    for name in ("stat", "read_text"):
+        monkeypatch.setattr(Path, name, fails(getattr(Path, name)))
+    with pytest.raises(DataError, match=r"cannot be read \(Input/output error\)") as raised:
+        find(tmp_path, named if named == "latest" else tmp_path / named)
+    assert raised.value.expected and raised.value.hint and isinstance(raised.value.__cause__, OSError)
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path: Path) -> None:
     make(tmp_path, 40)
     with pytest.raises(DataError, match="there is no checkpoint .*\nhint: did you mean 'checkpoint-40'"):
@@ -231,7 +253,7 @@ def test_a_disk_that_fails_everywhere_is_reported(
     monkeypatch.setattr(Path, "iterdir", fail)
     found = reported(error, new, tmp_path)
     assert type(found) is DiskError and found.__cause__ is error
-    assert str(error) in found.found and "its checkpoints cannot be read (Input/output error)" in found.hint
+    assert str(error) in found.found and "cannot be read (Input/output error)" in found.hint
 
 
 def test_the_free_space_is_named_if_the_disk_tells_it(tmp_path: Path) -> None:

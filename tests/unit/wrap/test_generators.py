@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ebbtide.base.errors import RestoreError
 from ebbtide.wrap import generators
 from ebbtide.wrap.generators import _changes, _numpy, _python
 
@@ -73,6 +74,21 @@ def test_another_kind_of_generator_is_always_read() -> None:
     finally:
         np.random.set_bit_generator(own)
     assert numpy.same(numpy.state(), np.random.get_state(legacy=False))
+
+
+@pytest.mark.parametrize(("first", "then"), [("MT19937", "PCG64"), ("PCG64", "MT19937"), ("PCG64", "Philox")])
+def test_another_kind_of_generator_in_backward_is_refused(first: str, then: str) -> None:
+    numpy, own = _numpy(), np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, first)(3))
+        before = numpy.state()
+        np.random.set_bit_generator(getattr(np.random, then)(3))
+        now = numpy.state()
+        with pytest.raises(RestoreError, match=f"a {first}.*{then}.*; expected [\\s\\S]*hint: "):
+            numpy.restore(before)
+        assert numpy.same(numpy.state(), now)
+    finally:
+        np.random.set_bit_generator(own)
 
 
 def test_a_draw_of_another_thread_during_a_read_is_not_missed() -> None:
