@@ -20,8 +20,7 @@ class DeviceTime(NamedTuple):
     Attributes:
         kernels: Number of kernels of the stream that was busy longest.
         busy_seconds: Their time.
-        gap_seconds: Time between its first and last kernel in which it ran none. A device that waits for the host, or for
-            a copy, has gaps.
+        gap_seconds: Time between its first and last kernel in which it ran none: it waited for the host, or a copy.
         largest_gaps: The ten largest, in seconds, each with the name of the kernel after it.
         other_seconds: Time of kernels on other streams.
         copy_seconds: Time of copies, by direction.
@@ -59,8 +58,8 @@ def summarized(events: list[dict[str, Any]]) -> DeviceTime | None:
     """Return what a trace's events say of its device; None if they hold no kernel.
 
     Args:
-        events: ``traceEvents`` of a trace in Chrome's format: ``cat``, ``name``, ``ts`` and ``dur`` in microseconds, and
-            the stream among ``args``.
+        events: ``traceEvents`` of a trace in Chrome's format: ``cat``, ``name``, ``ts`` and ``dur`` in microseconds,
+            and the stream among ``args``.
     """
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if not kernels:

@@ -163,7 +163,8 @@ class Trained:
 def table(ways: dict[str, Trained]) -> list[str]:
     """Return a row for every way."""
     lines = [
-        "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | kernels | gaps | peak |",
+        "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | kernels "
+        "| gaps | peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
 

@@ -385,7 +385,9 @@ def test_the_saved_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) ->
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_model, tmp_path))
     changed = [not a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert all(changed)
-    assert before.config.use_cache and after.config.to_diff_dict() == before.config.to_diff_dict()
+    # Some versions of transformers adopt the tokenizer's.
+    known, saved = (model.config.to_diff_dict() | {"bos_token_id": None} for model in (before, after))
+    assert before.config.use_cache and saved == known
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 

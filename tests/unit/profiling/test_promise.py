@@ -747,7 +747,7 @@ def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pyte
 
 
 def test_a_first_try_that_misses_is_corrected_where_the_plan_before_saves_nothing() -> None:
-    """The prices of the measured steps let it keep everything, a quarter of them was too little: the truth is between."""
+    """The prices of the measured steps let it keep everything, a quarter of them is too little."""
     plan = judged_plan(slowdown=0.03)
     assert plan.profile is not None and "replaced by one that saves" in plan.explain()
     everything, tried = plan.profile.saved_bytes, kept_bytes(plan)
