@@ -232,6 +232,7 @@ def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer | Non
 
 def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, folder: Path) -> None:
     """Train and save."""
+    from ebbtide_recipes.skeleton.collector import frozen_heap
     from ebbtide_recipes.skeleton.precision import warn_of_lost_steps
     from ebbtide_recipes.skeleton.progress import StepBar
     from ebbtide_recipes.skeleton.steps import StepRecorder
@@ -243,7 +244,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     found = checkpoints.find(config, world_size=trainer.args.world_size, rows=len(trainer.train_dataset))
     offload = _offloading(config)
     try:
-        with StepBar(shown=launch.is_main()) as bar, project_named(config.project_name):
+        with StepBar(shown=launch.is_main()) as bar, project_named(config.project_name), frozen_heap(trainer):
             if offload is not None:
                 offload.follow(trainer)
             trainer.record_with(
