@@ -6,6 +6,8 @@ DECLARED = ("tests/unit/engine/test_declared.py",)
 OPERANDS = ("tests/unit/engine/test_operands.py",)
 MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
+HOOKED = ("tests/unit/planner/test_hooked.py",)
+REST = ("tests/unit/wrap/test_rest.py",)
 PRICES = (
     "tests/unit/profiling/test_measured.py",
     "tests/unit/profiling/test_promise.py",
@@ -1215,6 +1217,69 @@ MUTANTS = (
         "treated[block.kind] > 1",
         "treated[block.kind] > 0",
         PRICES,
+    ),
+    Mutant(
+        "price: a first try that misses makes way for keeping everything",
+        "ebbtide/profiling/closed_loop.py",
+        "if before is not None and not before.keeps:",
+        "if before is not None:",
+        PRICES,
+    ),
+    Mutant(
+        "price: a checkpointed block has the hooks of all its tensors",
+        "ebbtide/planner/profile.py",
+        "return CHECKPOINT_HOOKS * self.hook_seconds",
+        "return self.hook_seconds",
+        HOOKED,
+    ),
+    Mutant(
+        "price: hooks do not count within a budget",
+        "ebbtide/planner/solve.py",
+        "found.predicted.overhead_seconds + found.hook_seconds + self",
+        "found.predicted.overhead_seconds + self",
+        HOOKED,
+    ),
+    Mutant(
+        "rest: no block starts the prefetches of those before",
+        "ebbtide/wrap/rest.py",
+        "prefetches = place > first_hooked and plain[place : place + 2] != [True, True]",
+        "prefetches = False",
+        REST,
+    ),
+    Mutant(
+        "rest: blocks that rest are not counted",
+        "ebbtide/wrap/rest.py",
+        "            pass_.tally.add_all(total)\n",
+        "",
+        REST,
+    ),
+    Mutant(
+        "rest: timed passes do not end it",
+        "ebbtide/wrap/rest.py",
+        "timer.wanted or timer.times_blocks or",
+        "timer.wanted or",
+        REST,
+    ),
+    Mutant(
+        "rest: larger inputs do not end it",
+        "ebbtide/wrap/rest.py",
+        "not 0 < elements <= GROWTH * self._elements",
+        "not 0 < elements",
+        REST,
+    ),
+    Mutant(
+        "rest: other trained weights do not end it",
+        "ebbtide/wrap/rest.py",
+        "            and self._plain.knows(scope.block.name, trains)\n",
+        "",
+        REST,
+    ),
+    Mutant(
+        "rest: another plan does not end it",
+        "ebbtide/wrap/rest.py",
+        "elif self._chosen != (timer.unhooked, trains, len(scopes)):",
+        "elif self._chosen is None or self._chosen[1:] != (trains, len(scopes)):",
+        REST,
     ),
     Mutant(
         "price: steps of different lengths are compared as equal ones",

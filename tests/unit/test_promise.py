@@ -322,7 +322,9 @@ def test_the_only_block_that_offloads_has_hooks_while_its_plan_is_judged(monkeyp
     timed = Timed(max_slowdown=10.0)
     with timed.handle:
         timed.steps(UNTIL_PLAN + 1)
-        assert timed.plan._timer is not None and timed.plan._timer.unhooked == {"1", "2", "3"}
+        timer = timed.plan._timer
+        assert timer is not None and timer.unhooked == {"1", "2", "3"}
+        assert timer.times_blocks and not timer.runs_plain("0")
 
 
 def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
