@@ -1,7 +1,9 @@
 """Named machines: rates of compute, memory and links, for plans made elsewhere.
 
-Rates are published best measurements of single operations. A step reaches less of each, in similar proportion, so
-ratios (which copies hide, which recomputes pay off) are more accurate than times.
+[Note: named machines] Rates of compute and memory are published best measurements of single operations, times the
+share of them that the kernels of a training step reached on an H200 (``benchmarks/suites/rounds.py``, traced): matrix
+products nearly all, fused attention and its backward less, element-wise kernels, which read and write in every layout,
+least. Other devices are assumed to be alike.
 """
 
 from __future__ import annotations
@@ -89,6 +91,9 @@ class Machine:
         write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
 
 
+PRODUCTS, ATTENTION, MEMORY = 0.97, 0.82, 0.6
+"""Shares of the best rates that a training step reaches. See [Note: named machines]."""
+
 # Devices and GiB of each; TFLOP/s: products in half precision and in float32, attention;
 # GB/s: memory, copies out and in; GiB and GB/s of the host.
 _ROWS: tuple[tuple[str, int, float, float, float, float, float, float, float, int, float], ...] = (
@@ -111,10 +116,10 @@ MACHINES = {
         name=name,
         devices=devices,
         memory_bytes=int(memory * 1024**3),
-        flop_per_second=half * 1e12,
-        flop32_per_second=single * 1e12,
-        attention_flop_per_second=attention * 1e12,
-        memory_bytes_per_second=own * 1e9,
+        flop_per_second=PRODUCTS * half * 1e12,
+        flop32_per_second=PRODUCTS * single * 1e12,
+        attention_flop_per_second=ATTENTION * attention * 1e12,
+        memory_bytes_per_second=MEMORY * own * 1e9,
         out_bytes_per_second=out * 1e9,
         in_bytes_per_second=into * 1e9,
         host_memory_bytes=host * 1024**3,
