@@ -19,11 +19,6 @@ that somebody else holds it, and copies it into ``parameter.grad``; a tensor tha
 gradient, and what changes the gradient changes its memory. So the ticket of a leaf knows it by a weak reference, and
 the read returns it if it is alive; else the ticket holds what the read returned until the backward ends. For what needs
 a gradient, torch makes another tensor of what a hook returns, and nobody can hold that one.
-
-[Note: counted while alive]
-Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
-Python runs that before it clears weak references, and another thread would find the dying object through them; and an
-interrupt in it would be lost, with the count wrong for ever. Nothing interrupts the ``discard`` of a set.
 """
 
 from __future__ import annotations
@@ -42,6 +37,7 @@ from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import Layout, storage_bytes
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
+from ebbtide.schedule import LiveCount
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.protocol import Slot
 
@@ -96,19 +92,19 @@ class LightTicket:
         return self.tensor
 
 
-class KeptStorage:
-    """A storage that the plan keeps and that has no entry; lives as long as its tickets. See [Note: memo].
+class KeptStorage(weakref.ref[torch.UntypedStorage]):
+    """A reference to a storage that the plan keeps and that has no entry; as long as its tickets. See [Note: memo].
 
-    Args:
-        storage: The storage.
+    Attributes:
         nbytes: Its size.
         site: Where it was saved first.
     """
 
-    __slots__ = ("__weakref__", "nbytes", "site", "storage")
+    __slots__ = ("__weakref__", "nbytes", "site")
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of the storage
 
-    def __init__(self, storage: torch.UntypedStorage, nbytes: int, site: Site) -> None:
-        self.storage, self.nbytes, self.site = weakref.ref(storage), nbytes, site
+    nbytes: int
+    site: Site
 
 
 class KeptTicket(LightTicket):
@@ -170,8 +166,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
-        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
-        "storage_ref", "tainted", "version",
+        "mark", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
+        "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -182,9 +178,9 @@ class Entry:
         region: tuple[int, int],
         base_layout: Layout,
         at: Version,
-        live: set[weakref.ref[Any]],
+        live: LiveCount,
     ) -> None:
-        live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
+        self.mark = live.mark  # [Note: counted while alive]
         self.slot: Slot | None = None  # gives its place in the store back when it is dropped
         self.site = site
         self.empty = empty
@@ -216,7 +212,8 @@ class Entry:
                 return Residence.RESIDENT
             if self.restored is not None:
                 return Residence.RESTORED
-            storage = None if self.storage_ref is None else self.storage_ref()
+            reference = self.storage_ref
+            storage = None if reference is None else reference()
             if storage is not None and storage.nbytes() >= self.last:
                 return Residence.ELSEWHERE
         elif on_device or self.tainted:
@@ -234,15 +231,14 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "restored", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "mark", "probe", "restored", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
         self.leaf: weakref.ref[torch.Tensor] | None = None  # [Note: leaves]
         self.restored: torch.Tensor | None = None
-        live = run.live_tickets
-        live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
+        self.mark = run.live_tickets.mark  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
         self.probe, self.version = probe, version  # [Note: version probe]
         self.alias = alias  # the probe has its memory still, which the entry keeps: it is the saved tensor
