@@ -24,8 +24,9 @@ a gradient, torch makes another tensor of what a hook returns, and nobody can ho
 from __future__ import annotations
 
 import enum
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -261,8 +262,12 @@ class Ticket:
 MIXED: Any = object()
 
 
-class Expr:
-    """A function and its operands.
+def _field(index: int | slice) -> Any:
+    return property(operator.itemgetter(index))
+
+
+class Expr(tuple[Any, ...]):
+    """A function and its operands: one object for all, because thousands are alive from forward to backward.
 
     Args:
         fn: Called with the operands' values; must be exact, repeatable and free of side effects.
@@ -275,10 +280,22 @@ class Expr:
             the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
 
-    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "own_flops", "structure", "under")
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
-    def __init__(
-        self,
+    depth: int = _field(0)  # of the longest chain that must be recomputed before the value is there
+    under: Numerics | None = _field(1)  # of what must be recomputed for it; ``MIXED``: of several
+    linear: bool = _field(2)  # no expression in it can have two readers
+    flops: float = _field(3)  # with that of the expressions in it
+    structure: int = _field(4)
+    fn: Callable[..., torch.Tensor] = _field(5)
+    dtype: torch.dtype | None = _field(6)
+    loose: bool = _field(7)
+    own_flops: float = _field(8)
+    operands: tuple[Operand, ...] = _field(slice(9, None))
+
+    def __new__(
+        cls,
         fn: Callable[..., torch.Tensor],
         operands: tuple[Operand, ...],
         *,
@@ -286,9 +303,8 @@ class Expr:
         flops: float = 0.0,
         dtype: torch.dtype | None = None,
         loose: bool = False,
-    ) -> None:
-        self.fn, self.operands, self.dtype, self.loose, self.own_flops = fn, operands, dtype, loose, flops
-        depth, parts, branches, linear, under = 0, [key], 0, True, None
+    ) -> Expr:
+        own_flops, depth, parts, branches, linear, under = flops, 0, [key], 0, True, None
         for operand in operands:
             if isinstance(operand, Expr):
                 flops += operand.flops
@@ -307,30 +323,28 @@ class Expr:
                 under = at if under is None or under == at else MIXED
             depth = max(depth, deep)
             parts.append(part)
-        self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
-        self.under = under  # numerics of what must be recomputed for it: ``MIXED``: of several
-        self.linear = linear and branches <= 1  # no expression in it can have two readers
-        once = self.linear or flops == self.own_flops  # nothing that has work can have two readers
-        self.flops = flops if once else sum(inner.own_flops for inner in self.expressions())
-        self.structure = hash(tuple(parts))
-
-    def expressions(self) -> Iterator[Expr]:
-        """Yield the expression and those in it, each once."""
-        found: list[Expr] = [self]
-        seen = {id(self)}
-        for expression in found:  # which grows meanwhile
-            yield expression
-            for operand in expression.operands:
-                if isinstance(operand, Expr) and id(operand) not in seen:
-                    seen.add(id(operand))
-                    found.append(operand)
+        linear = linear and branches <= 1
+        if not linear and flops != own_flops:  # something that has work may have two readers
+            flops = own_flops + sum(inner.own_flops for inner in expressions_in(operands))
+        structure = hash(tuple(parts))
+        return tuple.__new__(cls, (1 + depth, under, linear, flops, structure, fn, dtype, loose, own_flops, *operands))
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
-        return (o for expression in self.expressions() for o in expression.operands if isinstance(o, Ticket))
+        return (o for expression in expressions_in((self,)) for o in expression.operands if isinstance(o, Ticket))
 
 
 Operand = Expr | Ticket | LightTicket | Watched
+
+
+def expressions_in(operands: Iterable[Operand]) -> Iterator[Expr]:
+    """Yield the expressions among operands, and those in them, each once."""
+    pending, seen = list(operands), set[int]()
+    for operand in pending:  # which grows meanwhile
+        if isinstance(operand, Expr) and id(operand) not in seen:
+            seen.add(id(operand))
+            yield operand
+            pending += operand.operands
 
 
 def weights_read(recipe: Expr | None) -> Iterator[Watched]:

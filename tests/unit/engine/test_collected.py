@@ -45,8 +45,8 @@ def _mixed(candidate: Candidate) -> Action:
 
 POLICIES = {
     "keep": (Keep(), 150),
-    "offload": (Offload(), 176),
-    "mixed": (ByTable(_mixed), 268),
+    "offload": (Offload(), 175),
+    "mixed": (ByTable(_mixed), 245),
 }
 """Policies, and the objects for each block. No tensor is so large that a thread writes it to disk."""
 
