@@ -104,8 +104,7 @@ class Sites:
 
     def forget(self) -> None:
         """Drop what only the block's forward needed."""
-        self.counts.clear()
-        self.positions.clear()
+        self.counts, self.positions = {}, {}  # empty ones are not tracked by the collector
 
     def next(self, module: str, node_name: str) -> Site:
         """Return the site of a tensor that is saved now.

@@ -44,9 +44,9 @@ def _mixed(candidate: Candidate) -> Action:
 
 
 POLICIES = {
-    "keep": (Keep(), 150),
-    "offload": (Offload(), 175),
-    "mixed": (ByTable(_mixed), 245),
+    "keep": (Keep(), 148),
+    "offload": (Offload(), 173),
+    "mixed": (ByTable(_mixed), 243),
 }
 """Policies, and the objects for each block. No tensor is so large that a thread writes it to disk."""
 
