@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "weights: what an optimizer changes is not copied before",
         "ebbtide/engine/guard.py",
-        "                    nbytes += self._copy(weight.untyped_storage(), weight)\n",
-        "                    nbytes += 0\n",
+        "nbytes += 0 if watched is None else self._copy(watched, weight)",
+        "nbytes += 0",
         OPERANDS,
     ),
     Mutant(
@@ -1007,8 +1007,8 @@ MUTANTS = (
     Mutant(
         "recipes: a copy of a weight in its own type is the weight",
         "ebbtide/engine/admit.py",
-        "w.to(base_layout.dtype, copy=True)",
-        "w.to(base_layout.dtype)",
+        "_caster(base_layout.dtype, copy=True)",
+        "_caster(base_layout.dtype)",
         SECOND_LOOK,
     ),
     Mutant(

@@ -20,14 +20,21 @@ from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import Narrow, narrowed, narrower
 from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
-from ebbtide.engine.sites import OUTSIDE, Known, Sites
-from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Place, Ticket, Version, version_probe
+from ebbtide.engine.sites import Known, Sites
+from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Ticket, Version, version_probe
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.views import shows
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer
 
 KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
+
+_WITHOUT_RECIPES = STORAGE_ACTIONS[:-1]
+
+
+@functools.cache
+def _caster(dtype: torch.dtype, *, copy: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.to(dtype, copy=copy)
 
 
 class Admission(RunRecord):
@@ -46,10 +53,9 @@ class Admission(RunRecord):
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
         self._sites = Sites(block, engine.known_sites.setdefault(block.name, Known()))
-        self.place: Place = OUTSIDE, block.name  # as errors name it
         self.weights = Weights(engine.weights, block.weights)
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
-        self._allowed = STORAGE_ACTIONS if self.recipes else STORAGE_ACTIONS[:-1]
+        self._allowed = STORAGE_ACTIONS if self.recipes else _WITHOUT_RECIPES
         self._reads_kept: bool = getattr(engine.plan, "reads_kept_bytes", True)
         self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
         current: Any = getattr(engine.plan, "current", engine.plan)
@@ -140,7 +146,7 @@ class Admission(RunRecord):
         recipe, settled = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
-            recipe = Expr(lambda w: w.to(base_layout.dtype, copy=True), (operand,), key=("cast", base_layout.dtype))
+            recipe = Expr(_caster(base_layout.dtype, copy=True), (operand,), key=("cast", base_layout.dtype))
         elif may_recompute and not came_in and shown is not None and self.builder is not None and self.recipes:
             settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
             recipe = None if settled else self.builder.recipe(shown, base.output_nr)
@@ -254,7 +260,7 @@ class Admission(RunRecord):
         if entry.site in engine.trust.demoted:
             return False
         small = narrowed(base, narrow.dtype)
-        widened = Expr(lambda x: x.to(wide), (), key=("cast", wide))
+        widened = Expr(_caster(wide), (), key=("cast", wide))
         if not engine.trust.holds((self.block.name, None), entry, widened, base, lambda: small.to(wide)):
             return False
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
@@ -304,7 +310,7 @@ class Admission(RunRecord):
         """Return what is known of a storage that is kept without an entry."""
         reference = self.engine.kept_storages.get(id(storage))
         kept = None if reference is None else reference()
-        return kept if kept is not None and kept.storage() is storage else None
+        return kept if kept is not None and kept() is storage else None
 
     def _saved_input(self, tensor: torch.Tensor) -> Ticket | KeptTicket | None:
         """Return a ticket of an input of the block, if it or a view of it was saved and its bytes are stored.

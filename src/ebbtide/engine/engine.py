@@ -34,7 +34,7 @@ from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.engine.wrappers import WrapperTicket
-from ebbtide.schedule import CopyOut, LiveBytes, Window
+from ebbtide.schedule import CopyOut, LiveBytes, LiveCount, Window
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide.engine")
@@ -88,8 +88,7 @@ class Engine:
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
-        self.live_tickets: set[weakref.ref[Any]] = set()
-        self.live_entries: set[weakref.ref[Any]] = set()
+        self.live_tickets, self.live_entries = LiveCount(), LiveCount()
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()

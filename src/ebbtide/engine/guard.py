@@ -29,7 +29,6 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.base.units import format_size
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
 from ebbtide.engine.layout import Layout, byte_view
-from ebbtide.engine.storages import storage_key
 from ebbtide.engine.untraced import untraced
 
 logger = logging.getLogger("ebbtide.engine")
@@ -122,7 +121,8 @@ class WeightGuard:
 
     def __init__(self, lock: RLock, settle: Callable[[], None]) -> None:
         self._lock, self._settle = lock, settle
-        self._watched: dict[int, set[weakref.ref[Watched]]] = {}  # by storage
+        self._watched: set[weakref.ref[Watched]] = set()
+        self._forget = self._watched.discard  # which nothing interrupts; one object for all references
         self.steps = 0  # optimizer steps of this process since the guard was made
         self.optimizers = 0  # of these, first steps
         self._logged = False
@@ -162,22 +162,21 @@ class WeightGuard:
         with self._lock:
             for watched in these:
                 if watched.tensor.layout is torch.strided:
-                    who = self._watched.setdefault(watched.tensor.untyped_storage()._cdata, set())
-                    who.add(weakref.ref(watched, who.discard))  # nothing interrupts the ``discard`` of a set
+                    self._watched.add(weakref.ref(watched, self._forget))
 
     def before_step(self, weights: Iterable[torch.Tensor]) -> None:
         """Copy those of an optimizer's weights that are watched: it is about to change them."""
         with self._lock:
             self._settle()
-            for key in [key for key, who in self._watched.items() if not who]:
-                del self._watched[key]
-            if not self._watched:
+            by_storage = self._by_storage()
+            if not by_storage:
                 return
             nbytes = 0
             for weight in weights:
                 # Wrappers have no storage of their own, and watch() lists none of them.
                 if weight.layout == torch.strided and not is_traceable_wrapper_subclass(weight) and not is_lazy(weight):
-                    nbytes += self._copy(weight.untyped_storage(), weight)
+                    watched = by_storage.pop(weight.untyped_storage()._cdata, None)
+                    nbytes += 0 if watched is None else self._copy(watched, weight)
             if nbytes and not self._logged:
                 self._logged = True
                 logger.info(
@@ -185,9 +184,18 @@ class WeightGuard:
                     format_size(nbytes),
                 )
 
-    def _copy(self, storage: torch.UntypedStorage, weight: torch.Tensor) -> int:
-        watched = [w for r in tuple(self._watched.pop(storage_key(storage), ())) if (w := r()) is not None]
-        unchanged = [w for w in watched if w.same is not False]
+    def _by_storage(self) -> dict[int, list[Watched]]:
+        """Return what is watched now, by the storage it lies in."""
+        found: dict[int, list[Watched]] = {}
+        for reference in tuple(self._watched):
+            watched = reference()
+            if watched is not None:
+                found.setdefault(watched.tensor.untyped_storage()._cdata, []).append(watched)
+        return found
+
+    @staticmethod
+    def _copy(watched: list[Watched], weight: torch.Tensor) -> int:
+        storage, unchanged = weight.untyped_storage(), [w for w in watched if w.same is not False]
         if not unchanged:
             return 0
         with torch.no_grad():

@@ -29,6 +29,7 @@ class StorageIndex:
         self.known: dict[int, _Known] = {}
         self._keys: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
+        self._note_dead = self._dead.append  # one object for all references
 
     def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
         """Return the entry of bytes ``first`` to ``last`` of a storage at this version."""
@@ -67,11 +68,14 @@ class StorageIndex:
                 dead = self._dead[0]
                 key = self._keys.get(dead)
                 if key is not None and (former := self.known.get(key)) is not None and former[0] is dead:
+                    for held in former[1]:
+                        if (known_entry := held()) is not None and known_entry.storage_ref is dead:
+                            known_entry.storage_ref = None
                     del self.known[key]
                 self._keys.pop(dead, None)
                 self._dead.popleft()  # last: an interrupted step is repeated
             # Nothing interrupts a deque's ``append``. Hashed at once, because a dead reference can no longer be.
-            self._keys[reference := weakref.ref(storage, self._dead.append)] = id(storage)
+            self._keys[reference := weakref.ref(storage, self._note_dead)] = id(storage)
             known = self.known[id(storage)] = reference, [weakref.ref(entry)]
         else:
             alive = [r for r in known[1] if r() is not None]

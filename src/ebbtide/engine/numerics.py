@@ -52,7 +52,7 @@ class _Setting(NamedTuple):
 
 def current_numerics() -> Numerics:
     """Return the numerics that are in force."""
-    return tuple(map(operator.call, _readers()))
+    return _one_of_equals(tuple(map(operator.call, _readers())))
 
 
 def exactly(device_type: str, numerics: Numerics | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -135,6 +135,10 @@ def _followers(parent: _Setting, value: Any, nodes: Sequence[_Setting]) -> list[
         return [node.read() != first for node, first in zip(nodes, one, strict=True)]
     finally:
         parent.write(value)
+
+
+_one_of_equals: Callable[[Numerics], Numerics] = functools.lru_cache(64)(tuple)
+"""Returns the same object for equal values: each entry that may be recomputed holds one from forward to backward."""
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.units import format_size
 from ebbtide.engine.stats import Tally
+from ebbtide.schedule import LiveCount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class RunRecord:
         block: Block,
         pass_: Pass,
         orders: dict[tuple[str, int], tuple[int, ...]],
-        live_tickets: set[weakref.ref[Any]],
+        live_tickets: LiveCount,
         *,
         checkpointed: bool,
     ) -> None:

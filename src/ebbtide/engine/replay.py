@@ -68,9 +68,9 @@ class Replay(Admission):
             decision, recipe = self._decide(memo, candidate, base, may_recompute=builder is not None)
         action, settled = decision.action, decision.settled
         if action is KEEP:
-            kept = KeptStorage(storage, nbytes, site)
-            engine.kept_storages[id(storage)] = weakref.ref(kept)
-            engine.kept.add(kept)
+            kept = KeptStorage(storage)
+            kept.nbytes, kept.site = nbytes, site
+            engine.kept_storages[id(storage)] = engine.kept.add(kept)
             ticket = KeptTicket(tensor, self, kept)
         else:
             layout, moved = memo.layout, (0, nbytes)

@@ -170,7 +170,8 @@ class Restorer:
                     self._tier.follow(content, stream)
                 return content
             case Residence.ELSEWHERE:
-                storage = None if entry.storage_ref is None else entry.storage_ref()
+                reference = entry.storage_ref
+                storage = None if reference is None else reference()
                 if storage is None:  # it died meanwhile
                     return self.content(entry, backward, run, target=target)
                 return byte_view(storage, entry.first, entry.last, entry.empty)

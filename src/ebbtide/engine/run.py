@@ -34,7 +34,7 @@ class BlockRun(Replay):
             return self._pack(tensor, outer)
         position = self._sites.position
         if type(tensor) is torch.nn.Parameter:
-            return LightTicket(tensor, weight=True, checked=self.engine.weights.checked, place=self.place)
+            return LightTicket(tensor, weight=True, checked=self.engine.weights.checked, place=position.place)
         number, position.next = position.next, position.next + 1
         self._memo = None
         if tensor.is_nested or tensor._has_symbolic_sizes_strides:
@@ -66,7 +66,7 @@ class BlockRun(Replay):
         return ticket
 
     def _note_place(self, error: BaseException, tensor: torch.Tensor) -> None:
-        module, block = self.place
+        module, block = self._sites.position.place
         note_place(error, f"while saving a {list(tensor.shape)} tensor in {module} of block {block!r}")
 
     def _pack(self, tensor: torch.Tensor, outer: Outer | None) -> Ticket | LightTicket | WrapperTicket:
@@ -105,15 +105,14 @@ class BlockRun(Replay):
             module: The module.
         """
         self.running.append(Running.here(name, module, self.device_type))
-        self.place = name, self.block.name
         self._sites.go_to(name)
 
     def leave(self) -> Running | None:
         """End the innermost module, and return it."""
-        left = self.running.pop() if self.running else None
-        name = self.running[-1].name if self.running else OUTSIDE
-        self.place = name, self.block.name
-        self._sites.position = self._sites.positions[name]
+        if not self.running:
+            return None
+        left = self.running.pop()
+        self._sites.position = self._sites.positions[self.running[-1].name if self.running else OUTSIDE]
         return left
 
     def close(self) -> None:
@@ -123,6 +122,7 @@ class BlockRun(Replay):
         self.builder = None
         self._inputs.forget()
         self.running.clear()
+        self._sites.forget()
         self._seen.clear()
         self._narrow.clear()
         self.weights.forget()
@@ -135,21 +135,21 @@ class BlockRun(Replay):
 
     def _light(self, tensor: torch.Tensor, outer: Outer | None) -> LightTicket | WrapperTicket | Layout:
         """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else its layout."""
-        engine = self.engine
+        engine, place = self.engine, self._sites.position.place
         if self.weights.include(tensor):
-            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self.place)
+            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=place)
         odd = tensor.is_nested or tensor._has_symbolic_sizes_strides
         if odd:
             self.jagged = True
         kind = type(tensor)
         if kind is not torch.Tensor and kind not in engine.tensor_types:
             copied = self.weights.copied(tensor, self._innermost)
-            ticket = pack_wrapper(tensor, self.pack, engine.empty, self.place) if copied is None else None
-            return ticket or LightTicket(tensor, place=self.place)
+            ticket = pack_wrapper(tensor, self.pack, engine.empty, place) if copied is None else None
+            return ticket or LightTicket(tensor, place=place)
         base = tensor._base
         strided = not odd and tensor.layout is torch.strided and (base is None or has_layout(base))
         if not (strided and engine.tier.owns(tensor)):
-            return LightTicket(tensor, place=self.place)
+            return LightTicket(tensor, place=place)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
@@ -157,7 +157,7 @@ class BlockRun(Replay):
             self.tally.add_saved(nbytes)
             if nbytes and self.pass_.first_stays(storage):
                 self.tally.add_small(nbytes)
-            return LightTicket(tensor, place=self.place)
+            return LightTicket(tensor, place=place)
         layout = Layout.of(tensor)
         viewed = outer.owner if outer is not None else tensor if base is None else base
         owner = layout if viewed is tensor else Layout.of(viewed)
@@ -181,7 +181,7 @@ class BlockRun(Replay):
             )
         ):
             self._keep_light(tensor, storage)
-            return LightTicket(tensor, place=self.place)
+            return LightTicket(tensor, place=place)
         return layout
 
     def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:

@@ -16,6 +16,7 @@ import torch
 from ebbtide.base.actions import Candidate, Site
 from ebbtide.engine.memo import Memo
 from ebbtide.engine.passes import Block
+from ebbtide.engine.tickets import Place
 
 FUSED_ATTENTION = "ScaledDotProduct"
 """Start of the names of attention nodes, whichever kernel ran: a site has the same name on every device."""
@@ -36,26 +37,29 @@ class Known:
     Attributes:
         candidates: The latest description of each site, without and with a recipe.
         memos: For each module, what is known of the tensors that it saves, in order.
+        places: The place of each module.
     """
 
-    __slots__ = ("candidates", "memos")
+    __slots__ = ("candidates", "memos", "places")
 
     def __init__(self) -> None:
         self.candidates: dict[tuple[Site, bool], Candidate] = {}
         self.memos: dict[str, list[Memos]] = {}
+        self.places: dict[str, Place] = {}
 
 
 class Position:
     """How many tensors a module has saved in this run, and what is known of each.
 
     Args:
+        place: The module and its block, as errors name them.
         memos: From earlier runs; updated in place.
     """
 
-    __slots__ = ("memos", "next")
+    __slots__ = ("memos", "next", "place")
 
-    def __init__(self, memos: list[Memos]) -> None:
-        self.memos, self.next = memos, 0
+    def __init__(self, place: Place, memos: list[Memos]) -> None:
+        self.place, self.memos, self.next = place, memos, 0
 
     def remember(self, size: torch.Size, memo: Memo | None) -> None:
         """Replace what was known of the tensor saved last."""
@@ -84,7 +88,8 @@ class Sites:
     """
 
     def __init__(self, block: Block, known: Known) -> None:
-        self._block, self._known, self._memos = block, known.candidates, known.memos
+        self._block, self._known = block, known.candidates
+        self._memos, self._places = known.memos, known.places
         self.counts: dict[tuple[str, str], int] = {}
         self.positions: dict[str, Position] = {}
         self.go_to(OUTSIDE)
@@ -93,8 +98,13 @@ class Sites:
         """Note that another module is the innermost running one now."""
         found = self.positions.get(module)
         if found is None:
-            found = self.positions[module] = Position(self._memos.setdefault(module, []))
+            place = self._places.setdefault(module, (module, self._block.name))  # one for the tickets of all runs
+            found = self.positions[module] = Position(place, self._memos.setdefault(module, []))
         self.position = found
+
+    def forget(self) -> None:
+        """Drop what only the block's forward needed."""
+        self.counts, self.positions = {}, {}  # empty ones are not tracked by the collector
 
     def next(self, module: str, node_name: str) -> Site:
         """Return the site of a tensor that is saved now.

@@ -19,18 +19,14 @@ that somebody else holds it, and copies it into ``parameter.grad``; a tensor tha
 gradient, and what changes the gradient changes its memory. So the ticket of a leaf knows it by a weak reference, and
 the read returns it if it is alive; else the ticket holds what the read returned until the backward ends. For what needs
 a gradient, torch makes another tensor of what a hook returns, and nobody can hold that one.
-
-[Note: counted while alive]
-Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
-Python runs that before it clears weak references, and another thread would find the dying object through them; and an
-interrupt in it would be lost, with the count wrong for ever. Nothing interrupts the ``discard`` of a set.
 """
 
 from __future__ import annotations
 
 import enum
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +38,7 @@ from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import Layout, storage_bytes
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
+from ebbtide.schedule import LiveCount
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.protocol import Slot
 
@@ -96,19 +93,19 @@ class LightTicket:
         return self.tensor
 
 
-class KeptStorage:
-    """A storage that the plan keeps and that has no entry; lives as long as its tickets. See [Note: memo].
+class KeptStorage(weakref.ref[torch.UntypedStorage]):
+    """A reference to a storage that the plan keeps and that has no entry; as long as its tickets. See [Note: memo].
 
-    Args:
-        storage: The storage.
+    Attributes:
         nbytes: Its size.
         site: Where it was saved first.
     """
 
-    __slots__ = ("__weakref__", "nbytes", "site", "storage")
+    __slots__ = ("__weakref__", "nbytes", "site")
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of the storage
 
-    def __init__(self, storage: torch.UntypedStorage, nbytes: int, site: Site) -> None:
-        self.storage, self.nbytes, self.site = weakref.ref(storage), nbytes, site
+    nbytes: int
+    site: Site
 
 
 class KeptTicket(LightTicket):
@@ -170,8 +167,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
-        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
-        "storage_ref", "tainted", "version",
+        "mark", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
+        "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -182,9 +179,9 @@ class Entry:
         region: tuple[int, int],
         base_layout: Layout,
         at: Version,
-        live: set[weakref.ref[Any]],
+        live: LiveCount,
     ) -> None:
-        live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
+        self.mark = live.mark  # [Note: counted while alive]
         self.slot: Slot | None = None  # gives its place in the store back when it is dropped
         self.site = site
         self.empty = empty
@@ -216,7 +213,8 @@ class Entry:
                 return Residence.RESIDENT
             if self.restored is not None:
                 return Residence.RESTORED
-            storage = None if self.storage_ref is None else self.storage_ref()
+            reference = self.storage_ref
+            storage = None if reference is None else reference()
             if storage is not None and storage.nbytes() >= self.last:
                 return Residence.ELSEWHERE
         elif on_device or self.tainted:
@@ -234,15 +232,14 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "restored", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "mark", "probe", "restored", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
         self.leaf: weakref.ref[torch.Tensor] | None = None  # [Note: leaves]
         self.restored: torch.Tensor | None = None
-        live = run.live_tickets
-        live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
+        self.mark = run.live_tickets.mark  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
         self.probe, self.version = probe, version  # [Note: version probe]
         self.alias = alias  # the probe has its memory still, which the entry keeps: it is the saved tensor
@@ -265,8 +262,12 @@ class Ticket:
 MIXED: Any = object()
 
 
-class Expr:
-    """A function and its operands.
+def _field(index: int | slice) -> Any:
+    return property(operator.itemgetter(index))
+
+
+class Expr(tuple[Any, ...]):
+    """A function and its operands: one object for all, because thousands are alive from forward to backward.
 
     Args:
         fn: Called with the operands' values; must be exact, repeatable and free of side effects.
@@ -279,10 +280,22 @@ class Expr:
             the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
 
-    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "own_flops", "structure", "under")
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
-    def __init__(
-        self,
+    depth: int = _field(0)  # of the longest chain that must be recomputed before the value is there
+    under: Numerics | None = _field(1)  # of what must be recomputed for it; ``MIXED``: of several
+    linear: bool = _field(2)  # no expression in it can have two readers
+    flops: float = _field(3)  # with that of the expressions in it
+    structure: int = _field(4)
+    fn: Callable[..., torch.Tensor] = _field(5)
+    dtype: torch.dtype | None = _field(6)
+    loose: bool = _field(7)
+    own_flops: float = _field(8)
+    operands: tuple[Operand, ...] = _field(slice(9, None))
+
+    def __new__(
+        cls,
         fn: Callable[..., torch.Tensor],
         operands: tuple[Operand, ...],
         *,
@@ -290,9 +303,8 @@ class Expr:
         flops: float = 0.0,
         dtype: torch.dtype | None = None,
         loose: bool = False,
-    ) -> None:
-        self.fn, self.operands, self.dtype, self.loose, self.own_flops = fn, operands, dtype, loose, flops
-        depth, parts, branches, linear, under = 0, [key], 0, True, None
+    ) -> Expr:
+        own_flops, depth, parts, branches, linear, under = flops, 0, [key], 0, True, None
         for operand in operands:
             if isinstance(operand, Expr):
                 flops += operand.flops
@@ -311,30 +323,28 @@ class Expr:
                 under = at if under is None or under == at else MIXED
             depth = max(depth, deep)
             parts.append(part)
-        self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
-        self.under = under  # numerics of what must be recomputed for it: ``MIXED``: of several
-        self.linear = linear and branches <= 1  # no expression in it can have two readers
-        once = self.linear or flops == self.own_flops  # nothing that has work can have two readers
-        self.flops = flops if once else sum(inner.own_flops for inner in self.expressions())
-        self.structure = hash(tuple(parts))
-
-    def expressions(self) -> Iterator[Expr]:
-        """Yield the expression and those in it, each once."""
-        found: list[Expr] = [self]
-        seen = {id(self)}
-        for expression in found:  # which grows meanwhile
-            yield expression
-            for operand in expression.operands:
-                if isinstance(operand, Expr) and id(operand) not in seen:
-                    seen.add(id(operand))
-                    found.append(operand)
+        linear = linear and branches <= 1
+        if not linear and flops != own_flops:  # something that has work may have two readers
+            flops = own_flops + sum(inner.own_flops for inner in expressions_in(operands))
+        structure = hash(tuple(parts))
+        return tuple.__new__(cls, (1 + depth, under, linear, flops, structure, fn, dtype, loose, own_flops, *operands))
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
-        return (o for expression in self.expressions() for o in expression.operands if isinstance(o, Ticket))
+        return (o for expression in expressions_in((self,)) for o in expression.operands if isinstance(o, Ticket))
 
 
 Operand = Expr | Ticket | LightTicket | Watched
+
+
+def expressions_in(operands: Iterable[Operand]) -> Iterator[Expr]:
+    """Yield the expressions among operands, and those in them, each once."""
+    pending, seen = list(operands), set[int]()
+    for operand in pending:  # which grows meanwhile
+        if isinstance(operand, Expr) and id(operand) not in seen:
+            seen.add(id(operand))
+            yield operand
+            pending += operand.operands
 
 
 def weights_read(recipe: Expr | None) -> Iterator[Watched]:

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 from ebbtide.schedule.copyin import CopyIn
 from ebbtide.schedule.copyout import CopyOut
-from ebbtide.schedule.live import LiveBytes
+from ebbtide.schedule.live import LiveBytes, LiveCount
 from ebbtide.schedule.mover import Outcome
 from ebbtide.schedule.window import Window
 
-__all__ = ["CopyIn", "CopyOut", "LiveBytes", "Outcome", "Window"]
+__all__ = ["CopyIn", "CopyOut", "LiveBytes", "LiveCount", "Outcome", "Window"]

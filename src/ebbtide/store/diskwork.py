@@ -119,7 +119,7 @@ class DiskWork:
             DiskFullError: Budget or disk cannot hold it.
             DiskError: The tier cannot be used.
         """
-        need = parcel.split.interior_bytes
+        need = parcel.interior_bytes
         with self._lock:
             self._settle()
             self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
@@ -252,7 +252,7 @@ class DiskWork:
             self._release_place(parcel)
         draining = self._room.mend()
         waiting = {parcel for parcel in self._writes if parcel.state is ParcelState.QUEUED}
-        self._out_bytes = sum(parcel.split.interior_bytes for parcel in {*waiting, self._writing} if parcel)
+        self._out_bytes = sum(parcel.interior_bytes for parcel in {*waiting, self._writing} if parcel)
         self._ahead_bytes = sum(p.nbytes for p in self._room.parcels if p.read is not None and p.read.ahead)
         return draining
 
@@ -279,7 +279,7 @@ class DiskWork:
             parcel.read = None
 
     def _written(self, parcel: Parcel) -> None:
-        self._out_bytes -= parcel.split.interior_bytes
+        self._out_bytes -= parcel.interior_bytes
         self._trash.append(parcel.source)
         parcel.source = None
 
@@ -325,17 +325,15 @@ class DiskWork:
             del parcel
 
     def _write(self, parcel: Parcel) -> None:
-        split, fault, written, started = parcel.split, None, 0, time.perf_counter()
+        need, fault, written, started = parcel.interior_bytes, None, 0, time.perf_counter()
         try:
-            start = parcel.address + split.head_bytes
-            written = self._file.write(
-                start, split.interior_bytes, parcel.place, lambda: parcel.state is ParcelState.DEAD
-            )
+            start = parcel.address + len(parcel.head)
+            written = self._file.write(start, need, parcel.place, lambda: parcel.state is ParcelState.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
         parcel.source = None  # before it is marked as parked: waiters must find the memory free
         with self._lock:
-            moved = parcel.nbytes if written == split.interior_bytes and not fault else written
+            moved = parcel.nbytes if written == need and not fault else written
             self._counters.out_bytes += moved
             self._counters.copied_out(moved, time.perf_counter() - started)
             parcel.fault = fault

@@ -41,20 +41,28 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "address", "fault", "head", "nbytes", "place", "read", "source", "split", "state", "tail",
+        "__weakref__", "address", "fault", "head", "interior_bytes", "nbytes", "place", "read", "slot", "source",
+        "state", "tail",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
         self.nbytes, self.address = source.numel(), source.data_ptr()
-        self.split = Split.of(self.address, self.nbytes, align_bytes)
-        self.head = ctypes.string_at(self.address, self.split.head_bytes)
-        self.tail = ctypes.string_at(self.address + self.nbytes - self.split.tail_bytes, self.split.tail_bytes)
-        on_disk = self.split.interior_bytes > 0
+        split = Split.of(self.address, self.nbytes, align_bytes)
+        self.interior_bytes = split.interior_bytes
+        self.head = ctypes.string_at(self.address, split.head_bytes)
+        self.tail = ctypes.string_at(self.address + self.nbytes - split.tail_bytes, split.tail_bytes)
+        on_disk = self.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
         self.state = ParcelState.QUEUED if on_disk else ParcelState.PARKED
         self.fault: Fault | None = None
         self.read: Read | None = None
+        self.slot: weakref.ref[object] | None = None  # whose death frees the place
         self.place = -1
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its slot is dead."""
+        return self.slot is not None and self.slot() is None
 
     def copy_in(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
         """Return the bytes in new memory. See [Note: aligned interior].
@@ -66,13 +74,12 @@ class Parcel:
         Raises:
             OSError: The interior cannot be read.
         """
-        split = self.split
         buffer = Buffer(self.nbytes, self.address % PLACE_ALIGN_BYTES, pool)
-        interior = buffer.address + split.head_bytes
-        ctypes.memmove(buffer.address, self.head, split.head_bytes)
-        ctypes.memmove(interior + split.interior_bytes, self.tail, split.tail_bytes)
-        if split.interior_bytes:
-            file.read(interior, split.interior_bytes, self.place)
+        interior = buffer.address + len(self.head)
+        ctypes.memmove(buffer.address, self.head, len(self.head))
+        ctypes.memmove(interior + self.interior_bytes, self.tail, len(self.tail))
+        if self.interior_bytes:
+            file.read(interior, self.interior_bytes, self.place)
         return buffer.tensor()
 
 
@@ -105,8 +112,7 @@ class Room:
     def __init__(self, file: BackingFile, budget_bytes: int | None) -> None:
         self._file, self._budget_bytes = file, budget_bytes
         self._extents = Extents()
-        # Offset → parcel and its slot.
-        self._owners: dict[int, tuple[Parcel, weakref.ref[object]]] = {}
+        self._owners: dict[int, Parcel] = {}  # by offset
 
     @property
     def size_bytes(self) -> int:
@@ -126,7 +132,7 @@ class Room:
     @property
     def parcels(self) -> list[Parcel]:
         """The parcels with a place."""
-        return [parcel for parcel, _ in self._owners.values()]
+        return list(self._owners.values())
 
     def place(self, parcel: Parcel, slot: object) -> None:
         """Give a parcel a place.
@@ -139,15 +145,15 @@ class Room:
             DiskFullError: Budget or disk is exceeded.
             DiskError: The file cannot be grown for another reason.
         """
-        owner = parcel, weakref.ref(slot)
-        place = self._reserve(parcel.split.interior_bytes)
-        self._owners[place], parcel.place = owner, place  # no call in between, so an interrupt cannot separate them
+        parcel.slot = weakref.ref(slot)
+        place = self._reserve(parcel.interior_bytes)
+        self._owners[place], parcel.place = parcel, place  # no call in between, so an interrupt cannot separate them
 
     def release(self, parcel: Parcel) -> None:
         """Free the place of a parcel, if it has one."""
         place, parcel.place = parcel.place, -1
         if self._owners.pop(place, None) is not None:
-            self._extents.release(place, parcel.split.interior_bytes)
+            self._extents.release(place, parcel.interior_bytes)
 
     def dead(self, *busy: Parcel | None) -> list[Parcel]:
         """Return the parcels with a place that are dead or whose slots are.
@@ -155,13 +161,12 @@ class Room:
         Args:
             busy: Parcels that may keep a place when they are dead.
         """
-        owners = list(self._owners.values())
-        return [p for p, slot in owners if (p not in busy if p.state is ParcelState.DEAD else slot() is None)]
+        return [p for p in self.parcels if (p not in busy if p.state is ParcelState.DEAD else p.is_abandoned)]
 
     def mend(self) -> int:
         """Free every place without a parcel, lost by an interrupt. Returns the bytes of dead parcels."""
-        self._extents.keep((parcel.place, parcel.split.interior_bytes) for parcel in self.parcels)
-        return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
+        self._extents.keep((parcel.place, parcel.interior_bytes) for parcel in self.parcels)
+        return sum(round_up(parcel.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
 
     def close(self) -> None:
         """Forget the parcels and close the file."""

@@ -92,17 +92,18 @@ def test_what_nobody_watches_any_more_is_not_copied() -> None:
     own, weight = guard(), parameter(8, 6)
     watched: Watched | None = own.watch(weight, weight._version, compared=Compared.SAMPLE)
     assert watched is not None
+    assert own._by_storage() == {weight.untyped_storage()._cdata: [watched]}
     del watched
-    assert own._copy(weight.untyped_storage(), weight) == 0
+    assert not own._by_storage() and not own._watched
 
 
 def test_weights_that_die_in_another_thread_while_they_are_copied_are_left_out() -> None:
     own, weight = guard(), parameter(8, 6)
     watched = [own.watch(weight, weight._version, compared=Compared.SAMPLE) for _ in range(4)]
-    (listed,) = own._watched.values()
     for _ in range(2):
-        listed.add(lambda: watched.clear())  # type: ignore[arg-type]  # whichever is read first: the others die
-    assert own._copy(weight.untyped_storage(), weight) in (0, weight.nbytes)
+        own._watched.add(lambda: watched.clear())  # type: ignore[arg-type]  # whichever is read first: the others die
+    own.before_step([weight])
+    assert not watched
 
 
 def test_a_sparse_parameter_next_to_a_watched_one_is_left_to_the_optimizer() -> None:

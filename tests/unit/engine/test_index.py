@@ -13,6 +13,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.index import MOST_PARTS, StorageIndex
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.tickets import Entry
+from ebbtide.schedule import LiveCount
 from ebbtide.wrap.hooks import offloading
 from tests.helpers.engines import open_engine
 
@@ -33,8 +34,9 @@ def loop(engine: Engine | None, frames: Tensor, steps: int) -> tuple[Tensor, lis
     with offloading(engine, Block(name="loop", kind="loop", index=0, count=1, weights=tuple), []):
         out = forward()
     engine.end_pass()
-    entries = [entry for reference in engine.live_entries if (entry := reference()) is not None]
-    sizes = [entry.nbytes for entry in entries if entry.storage_ref and entry.storage_ref() is frames.untyped_storage()]
+    storage = frames.untyped_storage()
+    entries = [entry for reference in engine.index.known[id(storage)][1] if (entry := reference()) is not None]
+    sizes = [entry.nbytes for entry in entries if entry.storage_ref and entry.storage_ref() is storage]
     return torch.autograd.grad(out.sum(), weight)[0], sizes
 
 
@@ -71,7 +73,7 @@ class Interrupted(dict[Any, Any]):
 
 
 def test_an_interrupt_while_a_storage_becomes_known_is_over_when_the_storage_dies() -> None:
-    index, live = StorageIndex(), set[Any]()
+    index, live = StorageIndex(), LiveCount()
     index._keys = Interrupted()
 
     def remember() -> None:

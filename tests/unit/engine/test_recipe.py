@@ -19,7 +19,7 @@ from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Expr, NodeView
 from ebbtide.engine.recipe import MAX_DEPTH, evaluate
 from ebbtide.engine.rules import rule_table
-from ebbtide.engine.tickets import LightTicket
+from ebbtide.engine.tickets import LightTicket, expressions_in
 from tests.helpers.engines import REMAKE, Leaves, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
 from tests.helpers.oracle import same_bits
 from tests.helpers.torches import needs_slots
@@ -67,7 +67,7 @@ def test_a_shared_expression_is_visited_once() -> None:
     for _ in range(MAX_DEPTH):
         value = Expr(torch.add, (value, value), key=("twice",), flops=1)
     assert value.flops == MAX_DEPTH + 1
-    assert len(list(value.expressions())) == MAX_DEPTH + 1 and list(value.tickets()) == []
+    assert len(list(expressions_in([value]))) == MAX_DEPTH + 1 and list(value.tickets()) == []
 
 
 def test_a_structure_is_the_operators_and_operand_types_and_no_sizes() -> None:

@@ -11,7 +11,7 @@ from ebbtide.base.actions import Site
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.tickets import Entry, Expr, Residence
-from ebbtide.schedule import CopyIn, Window
+from ebbtide.schedule import CopyIn, LiveCount, Window
 from tests.unit.schedule.test_copies import Run, Slot, Tier
 
 
@@ -19,7 +19,7 @@ def entry(**fields: Any) -> Entry:
     """Return an entry of 16 bytes, with these fields."""
     made = Entry(
         torch.empty(0), site=Site("Block", "", "node", 0), region=(0, 16), base_layout=Layout.of(torch.zeros(4)), at=0,
-        live=set(),
+        live=LiveCount(),
     )  # fmt: skip
     for name, value in fields.items():
         setattr(made, name, value)

@@ -17,6 +17,7 @@ from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken, host
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import STEPS_BETWEEN, Trust
+from ebbtide.schedule import LiveCount
 from tests.helpers.twice import Stack, check, check_refused, sgd, step_of
 
 # Fingerprints
@@ -215,7 +216,7 @@ def test_scheduled_numbers_and_new_lengths_make_no_new_verdicts() -> None:
 def test_a_recipe_on_another_device_is_left_out() -> None:
     trust, base = Trust(Bus()), torch.ones(4)
     layout, site = Layout.of(base), Site("block", "", "node", 0)
-    entry = Entry(torch.empty(0), site=site, region=(0, 16), base_layout=layout, at=0, live=set())
+    entry = Entry(torch.empty(0), site=site, region=(0, 16), base_layout=layout, at=0, live=LiveCount())
     recipe = Expr(torch.ones_like, (), key=("made elsewhere",))
     assert not trust.holds(("block",), entry, recipe, base, lambda: torch.ones(4, device="meta"))
     assert trust.demoted[site] == "made on meta, not on cpu"

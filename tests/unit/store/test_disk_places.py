@@ -61,10 +61,10 @@ def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, wr
     assert write_gate.came.wait(60)
     dying.free()
     assert tier.used_bytes == tier.gauges()["disk_parked_bytes"] == 0
-    assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.split.interior_bytes)
+    assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.interior_bytes)
     slot = tier.park(source)
-    assert 0 < slot._parcel.split.interior_bytes <= tier.used_bytes
-    assert slot._parcel.place >= dying._parcel.split.interior_bytes  # after the one that is still being written
+    assert 0 < slot._parcel.interior_bytes <= tier.used_bytes
+    assert slot._parcel.place >= dying._parcel.interior_bytes  # after the one that is still being written
     write_gate.open()
     assert torch.equal(slot.take(), source)  # one writer: the first write has ended
     assert tier.gauges()["disk_draining_bytes"] == 0

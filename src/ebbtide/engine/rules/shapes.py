@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.declared import DeclaredRule, From
+from ebbtide.engine.declared import MOST_FUNCTIONS, DeclaredRule, Fn, From
 from ebbtide.engine.rules.making import expression, method, operator, part, to_shape
 from ebbtide.engine.tickets import Expr
 
@@ -22,10 +23,13 @@ _squeeze = DeclaredRule(
 
 
 def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
+    @functools.lru_cache(MOST_FUNCTIONS)
+    def along(dim: int) -> Fn:
+        return lambda *parts: join(list(parts), dim)
+
     def rule(n: NodeView) -> Expr | None:
-        dim = n.constant("dim")
         operands = [n.input(i) for i in range(len(n.node.next_functions))]
-        return expression(n, lambda *parts: join(list(parts), dim), operands)
+        return expression(n, along(n.constant("dim")), operands)
 
     return rule
 
