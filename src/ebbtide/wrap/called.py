@@ -40,7 +40,7 @@ class Called:
 def _flatten(tree: Any, leaves: list[Any]) -> TreeSpec:
     """Flatten as torch's ``tree_flatten``: that one leaves a cycle of objects to the garbage collector at each call.
 
-    Checked with torch 2.8 to 2.13.
+    Checked with torch 2.11 and 2.13.
     """
     kind: Any = _get_node_type(tree)
     node = SUPPORTED_NODES.get(kind)

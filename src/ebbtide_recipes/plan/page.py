@@ -34,7 +34,7 @@ LEFT_OUT = (
     "fragmentation of device memory",
     "device memory of libraries",
     "communication between ranks",
-    "kernels below their best rates",
+    "the host's time for each operator",
     "waiting for data",
 )
 """What a prediction leaves out."""
@@ -288,7 +288,7 @@ def _notes(result: Result) -> list[str]:
     if result.room.host_bytes is None:
         lines.append("Python and its libraries need up to a GiB more.")
     elif result.config.gpu is not None and not result.config.gpu.endswith(".json"):
-        lines.append("Rates of the device are published best cases: a real step is longer; ratios are more reliable.")
+        lines.append("Rates of the device are published ones, times what a step on an H200 reached of them.")
     return lines
 
 
