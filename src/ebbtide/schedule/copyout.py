@@ -80,7 +80,8 @@ class CopyOut(Generic[SavedT]):
             self.in_flight_bytes += nbytes
             self._begin([waiting], new)
         elif not late:
-            if not self._gather(waiting, new=new) and self._in_window:
+            begun = self._gather(waiting, new=new)
+            if not begun and not self._held and self.in_flight_bytes <= self.window.out_bytes:  # as ``_in_window``
                 return
         else:
             self._held.append(waiting)

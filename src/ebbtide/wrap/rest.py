@@ -85,6 +85,8 @@ class Rest:
 
     def count(self) -> None:
         """Count what blocks without anything installed keep in the pass that has begun."""
+        if not self._scopes:
+            return
         if any(scope.inside for _, scope in self._scopes):  # compiled meanwhile: [Note: compiled blocks]
             self._scopes = [(module, scope) for module, scope in self._scopes if not scope.inside]
             self._chosen = self._counts = None
