@@ -23,12 +23,14 @@ class Work:
         moved_bytes: Bytes across the link, each way.
         crossings: Storages across it, both ways together.
         checkpoints: The recomputes are those of checkpointed blocks, too, whose price then changes like that of others.
+        hook_seconds: Price of the hooks, if it may be wrong, too; 0: it was measured by itself.
     """
 
     recompute_seconds: float
     moved_bytes: int
     crossings: int
     checkpoints: bool = False
+    hook_seconds: float = 0.0
 
 
 def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds: float = 0.0) -> Profile | None:
@@ -45,11 +47,11 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
     """
     rates = profile.rates
     moving = work.moved_bytes * (1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second)
-    total = moving + work.recompute_seconds
+    total = moving + work.recompute_seconds + work.hook_seconds
     if total <= 0 or extra_seconds <= 0:
         return None
     factor = extra_seconds / total
-    checkpoints = 1 + factor if work.checkpoints else 1.0
+    checkpoints, hooks = (1 + factor if work.checkpoints else 1.0), (1 + factor if work.hook_seconds else 1.0)
     return replace(
         profile,
         rates=_charged_rates(rates, work, factor * moving, host_seconds),
@@ -57,6 +59,7 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
             replace(
                 block,
                 checkpoint_factor=block.checkpoint_factor * checkpoints,
+                hook_seconds=block.hook_seconds * hooks,
                 units=_with_recomputes(block.units, 1 + factor),
             )
             for block in profile.blocks

@@ -351,6 +351,7 @@ def recalibrated(check: Check) -> Profile | None:
         moved_bytes=predicted.moved_bytes,
         crossings=0,
         checkpoints=any(Action.CHECKPOINT in actions for actions in check.solution.assignment),
+        hook_seconds=check.solution.hook_seconds,
     )
     return charged(profile, work, measured.seconds - predicted.step_seconds)
 

@@ -138,7 +138,7 @@ class Attachment:
             self._ran.clear()
             self._stand_around_compiled()  # blocks may have been compiled after the handle was made
             self._begin_pass()
-            self._rest.count()
+            self._rest.pass_begins()
             if self._own is not None:
                 forward = functools.partial(self._own_call, self._own, forward)
             if self._watch is None:
@@ -214,6 +214,7 @@ class Attachment:
             if not self._ran or block.name in self._ran:
                 self._agree()
                 self._ran.clear()
+                self._rest.pass_begins_without_model(self._scopes, self._put_on)
                 self._begin_pass()
             self._ran.add(block.name)
         called = Called(forward, args, kwargs)

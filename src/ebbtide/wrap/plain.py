@@ -48,7 +48,8 @@ class PlainBlocks:
         self._engine = engine
         self._trains, self._planned_bytes = b"", 0  # saved in the step that the plan was made from
         self.ran = False
-        self.counted: dict[str, Tally] = {}  # by path: what the plain blocks of the latest pass kept
+        self.order: list[str] = []  # paths of the blocks of the latest pass
+        self.counted: dict[str, Tally] = {}  # of its plain ones, by path: what they kept
         self._pending: list[tuple[str, tuple[bytes, int], _Seen]] = []  # of the current pass
         self._seen: dict[str, dict[tuple[bytes, int], _Seen]] = {}  # by path of the block and state of training
 
@@ -75,6 +76,7 @@ class PlainBlocks:
                     known[state] = found
         self._trains, self.ran = trains, False
         self._pending.clear()
+        self.order.clear()
         self.counted.clear()
 
     def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
@@ -87,11 +89,6 @@ class PlainBlocks:
         if self._engine.timer is not None:
             found = _Seen(run.tally, _elements(inputs), _learned(inputs))
             self._pending.append((run.block.name, self._state(inputs), found))
-
-    def knows(self, name: str, trains: bytes) -> bool:
-        """Whether it is known what a block saves in a state of training, and that is hardly more than was planned."""
-        states = self._seen.get(name)
-        return states is None or any(known == trains for known, _ in states)
 
     def _state(self, inputs: Sequence[torch.Tensor]) -> tuple[bytes, int]:
         return self._trains, sum(t.requires_grad for t in inputs)
@@ -150,6 +147,7 @@ class PlainBlocks:
             inputs: Its input tensors; an input that it returns is not its own output.
             output: Its output.
         """
+        self.order.append(run.block.name)
         timer = self._engine.timer
         plain = isinstance(run, PlainRun) and (run.previous is not None or self._engine.bus.active)
         if timer is None or not (plain or timer.times_blocks):

@@ -3,16 +3,18 @@
 [Note: rest] A block of which a plan keeps everything runs as in ordinary training. A replaced forward would still cost
 some Python time per block: too much for tiny blocks, and for a device that waits for the host. So once the plan is
 judged, it is removed; if that holds for all blocks, only the model's own replaced forward stays. It checks once per
-pass whether there is a listener, whether passes are timed, whether the model is called with clearly larger inputs,
-whether weights are trained that were not, or whether what was measured no longer holds; then the replaced forwards are
-installed again before the first block runs. Of the blocks that keep everything after one that does not, the last keeps
-its replaced forward: its backward starts the prefetches of those before it.
+pass whether anything is observed or timed, whether an input of the model is clearly larger than in the measured pass,
+whether other inputs or weights take a gradient, or whether what was measured no longer holds; then the replaced
+forwards are installed again before the first block runs, and removed after a pass that was like the one before. Of the
+blocks that keep everything after one that does not, the last keeps its replaced forward: its backward starts the
+prefetches of those before it. What the others keep is counted as in the pass before their rest: of blocks that are
+skipped at random, or that somebody checkpoints meanwhile, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +29,16 @@ from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site
 from ebbtide.wrap.scope import Scope
 
 Scopes = Sequence[tuple[nn.Module, Scope]]
+PutOn = Callable[[nn.Module, Scope], None]
+
+
+class _State(NamedTuple):
+    """What must be equal in two passes so that the same blocks may rest."""
+
+    unhooked: frozenset[str]
+    trains: bytes
+    inputs: tuple[bool, ...]  # which take a gradient
+    scopes: int
 
 
 class Rest:
@@ -34,25 +46,21 @@ class Rest:
 
     Args:
         engine: Its timer knows which blocks run without hooks.
-        plain: Knows in which states of training they may, and what they keep.
+        plain: Runs them, and knows what they keep.
     """
 
     def __init__(self, engine: Engine, plain: PlainBlocks) -> None:
         self._engine, self._plain = engine, plain
         self._scopes: list[tuple[nn.Module, Scope]] = []  # blocks without anything installed
-        self._chosen: tuple[frozenset[str], bytes, int] | None = None  # what they were chosen by
-        self._elements = 0  # inputs of the measured pass that the plan was made from
-        self._before = 0  # inputs of the latest pass
-        self._kept: dict[str, tuple[str, Tally, int]] = {}  # by path: kind, and what it kept with so many elements
-        self._counts: tuple[int, Tally, dict[Site, tuple[int, int]]] | None = None  # elements; sums; bytes by site
+        self._state: _State | None = None  # of the latest pass of the model
+        self._measured: list[torch.Size] = []  # shapes of the inputs of the measured pass that the plan was made from
+        self._shapes: list[torch.Size] = []  # of the latest pass
+        self._kept: dict[str, tuple[Site, int, Tally]] = {}  # by path: where it counts, how often it ran, what it kept
+        self._kept_elements = 0  # of the inputs then
+        self._sums: tuple[int, Tally, dict[Site, tuple[int, int]]] | None = None  # elements; sums; bytes by site
 
     def holds(
-        self,
-        scopes: Scopes,
-        put_on: Callable[[nn.Module, Scope], None],
-        trains: bytes,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, scopes: Scopes, put_on: PutOn, trains: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether the new pass runs with nothing installed on any block; install or remove accordingly.
 
@@ -67,83 +75,108 @@ class Rest:
         if timer is None:
             return False
         if timer.wanted and not self._plain.ran:
-            self._elements = self._before
-        elements = sum(x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+            self._measured = self._shapes
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if self._scopes and timer.outdated():
             timer.want()
+        before, shapes = self._state, self._shapes
+        self._shapes = [x.shape for x in tensors]
+        self._state = _State(timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
         observed = timer.wanted or timer.times_blocks or self._engine.bus.active
-        if observed or not 0 < elements <= GROWTH * self._elements:
-            self._change([], scopes, put_on)
-        elif self._chosen != (timer.unhooked, trains, len(scopes)):
-            self._change(self._choose(scopes, timer.unhooked, trains), scopes, put_on)
-        known, self._before = elements == self._before, elements
+        if observed or before != self._state or not _within(self._shapes, self._measured):
+            self._wake(scopes, put_on)
+        elif not self._scopes:
+            self._leave(scopes, timer.unhooked, _elements(shapes))
         if not self._scopes or len(self._scopes) < len(scopes):
             return False
-        if not (known and self._counts):
-            self._engine.last_tally = self._sums()[0]
+        if self._sums is None or self._sums[0] != _elements(self._shapes):
+            self._engine.last_tally = self._count()[0]
         return True
 
-    def count(self) -> None:
+    def pass_begins(self) -> None:
         """Count what blocks without anything installed keep in the pass that has begun."""
         if not self._scopes:
             return
         if any(scope.inside for _, scope in self._scopes):  # compiled meanwhile: [Note: compiled blocks]
             self._scopes = [(module, scope) for module, scope in self._scopes if not scope.inside]
-            self._chosen = self._counts = None
-        if self._scopes:
-            self._plain.ran, pass_, (total, sites) = True, self._engine._pass, self._sums()
-            pass_.tally.add_all(total)
-            for site, (count, nbytes) in sites.items():
-                pass_.add_site(site, nbytes, Action.KEEP, count)
+            self._sums = None
+        self._plain.ran, pass_, (total, sites) = True, self._engine._pass, self._count()
+        pass_.tally.add_all(total)
+        for site, (count, nbytes) in sites.items():
+            pass_.add_site(site, nbytes, Action.KEEP, count)
 
-    def _sums(self) -> tuple[Tally, dict[Site, tuple[int, int]]]:
+    def pass_begins_without_model(self, scopes: Scopes, put_on: PutOn) -> None:
+        """Install everything: blocks are called without the model's forward, and nobody looks at its inputs.
+
+        Args:
+            scopes: All blocks.
+            put_on: Installs everything on a block.
+        """
+        self._state = None
+        self._wake(scopes, put_on)
+
+    def _count(self) -> tuple[Tally, dict[Site, tuple[int, int]]]:
         """Return what the blocks keep with the inputs of this pass, and storages and bytes by site."""
-        if self._counts is None or self._counts[0] != self._before:
+        elements = _elements(self._shapes)
+        if self._sums is None or self._sums[0] != elements:
             total, sites = Tally(), dict[Site, tuple[int, int]]()
             for _, scope in self._scopes:
-                kind, tally, elements = self._kept[scope.block.name]
-                kept, site = all_kept(tally, self._before, elements), plain_site(kind)
+                site, runs, tally = self._kept[scope.block.name]
+                kept = all_kept(tally, elements, self._kept_elements)
                 total.add_all(kept)
                 count, nbytes = sites.get(site, (0, 0))
-                sites[site] = count + 1, nbytes + kept.unique
-            self._counts = self._before, total, sites
-        return self._counts[1:]
+                sites[site] = count + runs, nbytes + kept.unique
+            self._sums = elements, total, sites
+        return self._sums[1:]
 
-    def _choose(self, scopes: Scopes, unhooked: frozenset[str], trains: bytes) -> list[tuple[nn.Module, Scope]]:
-        """Return the blocks on which nothing needs to be installed."""
-        resting = {id(scope) for _, scope in self._scopes}
-        plain = [
-            scope.block.name in unhooked
-            and (id(scope) in resting or bool(scope.inside))
-            and self._plain.knows(scope.block.name, trains)
-            and not is_compiled_inside(module)
-            for module, scope in scopes
-        ]
-        first_hooked = plain.index(False) if False in plain else len(plain)
-        found, complete = list[tuple[nn.Module, Scope]](), True
-        for place, (module, scope) in enumerate(scopes):
-            prefetches = place > first_hooked and plain[place : place + 2] != [True, True]
-            if plain[place] and not prefetches:
-                if id(scope) in resting or scope.block.name in self._plain.counted:
-                    found.append((module, scope))
-                else:
-                    complete = False  # what it keeps is known once it has run without hooks
-        self._chosen = (unhooked, trains, len(scopes)) if complete else None
-        return found
+    def _leave(self, scopes: Scopes, unhooked: frozenset[str], elements: int) -> None:
+        """Remove everything from blocks on which nothing needs to be installed, as the latest pass showed.
 
-    def _change(
-        self, found: list[tuple[nn.Module, Scope]], scopes: Scopes, put_on: Callable[[nn.Module, Scope], None]
-    ) -> None:
-        """Remove everything from these blocks, and install it on others from which it was removed."""
-        before, now = ({id(scope) for _, scope in each} for each in (self._scopes, found))
+        Args:
+            scopes: All blocks.
+            unhooked: Those that run without hooks.
+            elements: Of the inputs of that pass.
+        """
+        order, kept = self._plain.order, self._plain.counted
+        first = next((place for place, name in enumerate(order) if name not in kept), len(order))
+        stay = (
+            {  # each starts the prefetches of those before it
+                name
+                for place, name in enumerate(order)
+                if place > first and not kept.keys() >= set(order[place : place + 2])
+            }
+            | set(order[-1:] if first < len(order) else ())
+        )
         for module, scope in scopes:
-            if id(scope) in before - now:
-                put_on(module, scope)
-        for _, scope in found:
-            if id(scope) not in before:
+            name = scope.block.name
+            if name in unhooked and name in kept and name not in stay and _ours(module, scope):
                 scope.leave()
-                self._kept[scope.block.name] = scope.block.kind, self._plain.counted[scope.block.name], self._before
-        if not found:
-            self._chosen = None
-        if before != now:
-            self._scopes, self._counts = found, None
+                self._scopes.append((module, scope))
+                self._kept[name] = plain_site(scope.block.kind), order.count(name), kept[name]
+        self._kept_elements, self._sums = elements, None
+
+    def _wake(self, scopes: Scopes, put_on: PutOn) -> None:
+        """Install everything again on the blocks from which it was removed."""
+        resting = {id(scope) for _, scope in self._scopes}
+        for module, scope in scopes:
+            if id(scope) in resting:
+                put_on(module, scope)
+        self._scopes, self._sums = [], None
+
+
+def _ours(module: nn.Module, scope: Scope) -> bool:
+    """Whether nobody has replaced a block's replaced forward, which would stay behind theirs."""
+    stand_ins = [getattr(remove, "__self__", None) for remove in scope.inside]
+    return stand_ins == [vars(module).get("forward", module)] and not is_compiled_inside(module)
+
+
+def _elements(shapes: Sequence[torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes)
+
+
+def _within(shapes: Sequence[torch.Size], measured: Sequence[torch.Size]) -> bool:
+    """Whether no dimension of any tensor is clearly larger than in the measured pass."""
+    return bool(shapes) and list(map(len, shapes)) == list(map(len, measured)) and all(
+        size <= GROWTH * known for shape, other in zip(shapes, measured, strict=True)
+        for size, known in zip(shape, other, strict=True)
+    )  # fmt: skip

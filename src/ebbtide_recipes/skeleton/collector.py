@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
+FROZEN_BY_PYTHON = 1000
+"""Python itself may have frozen some objects at its start: 3.12 has, 375."""
+
+
 class _Freezer(TrainerCallback):
     """Freezes the heap at the end of the first step."""
 
@@ -27,7 +31,7 @@ class _Freezer(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Freeze what is alive after the first step, unless somebody has frozen something."""
-        if not self.frozen and not gc.get_freeze_count():
+        if not self.frozen and gc.get_freeze_count() < FROZEN_BY_PYTHON:
             gc.collect()
             gc.freeze()
             self.frozen = True

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.base.actions import Action
+from ebbtide.planner.charges import Work, charged
 from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import CHECKPOINT_HOOKS, Profile, Rates
 from ebbtide.planner.solve import Search
@@ -78,3 +79,14 @@ def test_within_a_budget_hooks_count_too() -> None:
 
 def test_where_no_hook_can_be_paid_everything_is_kept() -> None:
     assert not any(map(treated, shrink_hooked(step(3.0), 0.01).assignment))
+
+
+def test_time_that_is_not_explained_is_charged_to_hooks_too_where_their_price_may_be_wrong() -> None:
+    """Two seconds of recomputes and as many of hooks took eight: each costs twice as much."""
+    profile = step(0.5)
+    for hook_seconds, after in ((2.0, (1.0, 0.2)), (0.0, (0.5, 0.3))):
+        work = Work(recompute_seconds=2.0, moved_bytes=0, crossings=0, hook_seconds=hook_seconds)
+        found = charged(profile, work, 4.0)
+        assert found is not None
+        block = found.blocks[0]
+        assert (block.hook_seconds, block.units[0].recompute_seconds) == pytest.approx(after)

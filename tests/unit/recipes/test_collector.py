@@ -51,6 +51,17 @@ def test_what_is_alive_after_the_first_step_is_not_searched_until_the_training_i
     assert not gc.get_freeze_count() and not trainer.callbacks
 
 
+def test_what_python_itself_has_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as Python 3.12 begins
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+    trainer = Trainer()
+    with frozen_heap(trainer):  # type: ignore[arg-type]
+        trainer.step()
+        trainer.step()
+    assert frozen == [1]
+
+
 def test_it_ends_when_the_training_fails() -> None:
     trainer = Trainer()
     with pytest.raises(KeyError), frozen_heap(trainer):  # type: ignore[arg-type]

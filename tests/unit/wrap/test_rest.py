@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from ebbtide.wrap.plain import plain_site
+from ebbtide.wrap.rest import _within
 from tests.unit.test_promise import UNTIL_PLAN, Timed, calls_of_ours, last_kept
 
 BLOCKS = 6
@@ -93,12 +95,103 @@ def test_a_larger_batch_gets_hooks_on_all_blocks_before_its_first_one_runs(timed
 
 
 def test_other_trained_weights_end_the_rest_until_it_is_known_what_is_saved(timed: Timed) -> None:
-    timed.model[3].norm.weight.requires_grad_(requires_grad=False)
-    timed.model(timed.x).square().sum().backward()
+    before = timed.handle.stats().unique_bytes
+    for trained in (False, True):
+        for parameter in timed.model[3].parameters():
+            parameter.requires_grad_(trained)
+        timed.model(timed.x).square().sum().backward()
+        assert replaced(timed) == list(range(BLOCKS))
+        awake = timed.handle.stats().unique_bytes
+        assert (awake == before) is trained
+        for _ in range(3):
+            timed.model(timed.x).square().sum().backward()
+            assert timed.handle.stats().unique_bytes == awake
+        assert replaced(timed) == [0, 1, 5]
+
+
+def test_an_input_that_takes_a_gradient_ends_the_rest_until_it_is_known_what_is_saved(timed: Timed) -> None:
+    timed.model(timed.x.requires_grad_()).square().sum().backward()
     assert replaced(timed) == list(range(BLOCKS))
+    awake = timed.handle.stats().unique_bytes
     for _ in range(3):
         timed.model(timed.x).square().sum().backward()
+        assert timed.handle.stats().unique_bytes == awake
     assert replaced(timed) == [0, 1, 5]
+
+
+def test_an_input_with_other_dimensions_ends_the_rest(timed: Timed) -> None:
+    """As many elements: fewer, longer sequences save more where attention is quadratic."""
+    timed.model(timed.x.view(2, 8, 8)).square().sum().backward()
+    assert replaced(timed) == list(range(BLOCKS))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fits"),
+    [
+        (((4, 100), (4, 50)), True),
+        (((4, 110), (4, 10)), True),
+        (((4, 111), (4, 10)), False),
+        (((4, 10), (4, 56)), False),  # labels grow, as many features
+        (((2, 200), (4, 50)), False),
+        (((4, 100),), False),
+        (((4, 100, 1), (4, 50)), False),
+        ((), False),
+    ],
+)
+def test_each_dimension_of_each_input_counts(shapes: tuple[tuple[int, ...], ...], fits: bool) -> None:
+    measured = [torch.Size((4, 100)), torch.Size((4, 50))]
+    assert _within(list(map(torch.Size, shapes)), measured) is fits
+
+
+def test_blocks_that_are_called_without_the_model_have_everything_installed(timed: Timed) -> None:
+    before, layers = timed.handle.stats().unique_bytes, list(timed.model)
+    for _ in range(2):
+        y = timed.x
+        for layer in layers:
+            y = layer(y)
+        y.square().sum().backward()
+        assert replaced(timed) == list(range(BLOCKS))
+    assert timed.handle.stats().unique_bytes == before
+    timed.steps(3)
+    assert replaced(timed) == [0, 1, 5] and timed.handle.stats().unique_bytes == before
+
+
+def test_a_block_whose_forward_somebody_has_wrapped_does_not_rest(timed: Timed) -> None:
+    before, block = timed.handle.stats().unique_bytes, timed.model[3]
+    bus = timed.handle._engine.bus
+    deaf = bus.subscribe(lambda kind, fields: None)  # wakes all
+    timed.steps(1)
+    deaf()
+    ours = block.forward
+    block.forward = lambda x: ours(x)
+    for _ in range(3):
+        timed.steps(1)
+        assert timed.handle.stats().unique_bytes == before
+    assert replaced(timed) == [0, 1, 3, 5]
+    block.forward = ours
+    timed.handle.close()
+    assert replaced(timed) == []
+
+
+class _Reversed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(self):
+            x = block(x)
+        return x
+
+
+def test_the_last_block_is_the_one_that_runs_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(4))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
+    timed = Timed(BLOCKS, max_slowdown=10.0)
+    timed.model.__class__ = _Reversed
+    timed.expected = timed.gradients()
+    with timed.handle:
+        timed.steps(UNTIL_PLAN)
+        while not timed.plan.judged:
+            timed.steps(1)
+        timed.steps(2)
+        assert replaced(timed) == [0, 4, 5]
 
 
 def test_a_pass_that_is_timed_ends_the_rest(timed: Timed) -> None:
@@ -113,7 +206,9 @@ def test_another_plan_ends_the_rest_of_the_blocks_that_it_does_not_keep(timed: T
     timer = timed.plan._timer
     assert timer is not None
     timer.unhooked = frozenset({"0", "4", "5"})
-    timed.steps(2)
+    timed.steps(1)
+    assert replaced(timed) == list(range(BLOCKS))
+    timed.steps(1)
     assert replaced(timed) == [1, 2, 3, 5], "block 0 rests, for nothing before it is prefetched"
 
 
