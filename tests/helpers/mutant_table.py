@@ -682,8 +682,8 @@ MUTANTS = (
     Mutant(
         "second run: a tensor that was given twice is two",
         "ebbtide/wrap/secondrun.py",
-        "tree_unflatten([inputs.get(id(x), x) for x in self._leaves]",
-        "tree_unflatten([self._argument(x) if isinstance(x, _Input) else x for x in self._leaves]",
+        "inputs.get(id(x), x) for x in self._leaves]",
+        "_argument(x, self.run.engine.unpack(x.ticket)) if isinstance(x, _Input) else x for x in self._leaves]",
         ONE_LAYER,
     ),
     Mutant(
@@ -857,8 +857,8 @@ MUTANTS = (
     Mutant(
         "second run: inputs lose their attributes",
         "ebbtide/wrap/secondrun.py",
-        "            return tensor  # as",
-        "            return tensor.detach()  # as",
+        "        return tensor  # as",
+        "        return tensor.detach()  # as",
         ONE_LAYER,
     ),
     Mutant(
