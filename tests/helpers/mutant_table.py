@@ -738,8 +738,8 @@ MUTANTS = (
     Mutant(
         "second run: it draws within the vmap of batched gradients",
         "ebbtide/wrap/secondrun.py",
-        "with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():",
-        "with _lock, torch.inference_mode(False), torch.enable_grad():",
+        "with _lock, torch.inference_mode(False), torch.no_grad(), _outside_vmap():",
+        "with _lock, torch.inference_mode(False), torch.no_grad():",
         ONE_LAYER,
     ),
     Mutant(
@@ -927,7 +927,7 @@ MUTANTS = (
     Mutant(
         "second run: requires_grad is that of now",
         "ebbtide/wrap/checkpointed.py",
-        "            self._set_flags(self._flags)\n",
+        "            self._set_flags(self._flags, flags)\n",
         "",
         SECOND_RUN,
     ),

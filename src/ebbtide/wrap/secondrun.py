@@ -153,7 +153,8 @@ class SecondRun:
         sample = host_sample(tensor) if self._sampled and not parameter else None
         plain = sample is not None or (kind is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested)
         if plain and type(tensor._base) in _NO_PARAMETER:
-            weight = run.weights.hold(tensor.untyped_storage())
+            keys, storage = run.weights.keys, tensor.untyped_storage()
+            weight = run.weights.hold(storage) if keys is None else storage._cdata in keys
         else:
             weight = parameter or run.weights.include(tensor)
         if weight:
@@ -245,10 +246,10 @@ class SecondRun:
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
         # Outside of inference mode, as where ``Engine.unpack`` restores: what is made in it has no version.
-        with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():
+        with _lock, torch.inference_mode(False), torch.no_grad(), _outside_vmap():
             self._position = 0
-            with torch.no_grad():
-                found = [(x, self.run.engine.unpack(x.ticket)) for x in self._leaves if isinstance(x, _Input)]
+            found = [(x, self.run.engine.unpack(x.ticket)) for x in self._leaves if isinstance(x, _Input)]
+            torch._C._set_grad_enabled(True)
             inputs = {id(x): _argument(x, tensor) for x, tensor in found}
             args, kwargs = unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
             cast = self.run.pass_.cast
