@@ -31,7 +31,7 @@ class Weights:
         model.note_versions(weights)
         self._own = storage_keys(weights)
         self.keys = None if model.move else self._own or model.keys
-        """Keys of all storages of weights; None: ``hold`` knows them."""
+        """Keys of all storages of weights; None where weights move: ``hold`` knows them."""
         self._passing: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that have bytes only while a part of the block runs. They may die, and others get their keys."""
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
@@ -40,7 +40,7 @@ class Weights:
 
     def see(self, weights: Iterable[torch.Tensor]) -> None:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
-        weights, self.keys = list(weights), None
+        weights = list(weights)
         self.model.note_versions(weights)
         for storage in storages(weights):
             if (key := storage_key(storage)) not in self._own:

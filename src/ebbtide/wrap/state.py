@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_writeable, size_of
-from ebbtide.wrap.known import Known, Slots
+from ebbtide.wrap.contents import Contents, Slots
 from ebbtide.wrap.roles import Role, has_attributes, role, slots_of
 
 MOST = 4000
@@ -65,7 +65,7 @@ class State:
         self._held: list[tuple[Any, Any]] = []  # each container and its contents
         self._objects: list[Any] = []
         self._attributes: list[Any] = []  # the dictionary of each object's attributes
-        self._known: Known | None = None
+        self._contents: Contents | None = None
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = [value for own in attributes for value in own.values() if _is_file(value)]
         self.large_arrays: list[Any] = []
@@ -157,7 +157,7 @@ class State:
             return True
         self.tensors = [instead.get(id(t), t) for t in self.tensors]
         self._held = [(instead.get(id(c), c), _exchanged(then, instead)) for c, then in self._held]
-        self._known = None
+        self._contents = None
         return True
 
     def versioned(self) -> list[torch.Tensor]:
@@ -166,9 +166,9 @@ class State:
 
     def same(self) -> bool:
         """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""
-        if self._known is None:
-            self._known = Known(self._held, self._objects, self._attributes)
-        return self._known.same()
+        if self._contents is None:
+            self._contents = Contents(self._held, self._objects, self._attributes)
+        return self._contents.same()
 
     def now(self) -> State:
         """Return the current contents of the same containers."""

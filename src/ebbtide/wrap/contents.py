@@ -24,7 +24,7 @@ _VALUES = operator.methodcaller("values")
 _ATTRIBUTES = operator.attrgetter("__dict__")
 
 
-class Known:
+class Contents:
     """What containers hold, by identity. It is compared some hundred times per step.
 
     Args:
