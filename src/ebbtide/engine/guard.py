@@ -65,6 +65,17 @@ class Watched:
         region = _region(self.tensor)
         return region is not None and self._fingerprint.same(region)
 
+    def as_it_was(self, tensor: torch.Tensor) -> bool:
+        """Whether, in one call, ``same`` is true and ``replaces`` is not: of weights without a fingerprint."""
+        return (
+            self._fingerprint is None
+            and not self.copied
+            and tensor._version == self._version
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+        )
+
     def replaces(self, tensor: torch.Tensor) -> bool:
         """Whether the watched value is no longer in the memory that the weight, ``tensor``, has now."""
         plain = tensor.layout is torch.strided and not tensor.is_nested

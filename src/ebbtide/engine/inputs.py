@@ -27,11 +27,19 @@ class Inputs:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        strided = [t for t in plain_tensors(tensors) if t.layout == torch.strided and not t.is_nested]
-        self.storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
-        trained = {id(t.untyped_storage()) for t in strided if t.requires_grad}
-        self.nbytes = sum(s.nbytes() for key, s in self.storages.items() if key in trained)
-        self.values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := node_of(t)) is not None}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        trained: dict[int, int] = {}
+        for t in plain_tensors(tensors):
+            if t.layout == torch.strided and not t.is_nested:
+                storage = t.untyped_storage()
+                self.storages[id(storage)] = storage
+                if t.requires_grad:
+                    trained[id(storage)] = storage.nbytes()
+        self.nbytes = sum(trained.values())
+        self.values: dict[tuple[int, int], tuple[torch.autograd.graph.Node, torch.Tensor, int]] = {}
+        for t in tensors:
+            if t.requires_grad and (node := node_of(t)) is not None:
+                self.values[id(node), t.output_nr] = node, t, t._version
 
     def value(self, key: tuple[int, int]) -> torch.Tensor | None:
         """Return the input that is the value of ``(id(node), output_nr)``; None once it was changed in place."""

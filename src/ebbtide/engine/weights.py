@@ -30,6 +30,8 @@ class Weights:
         weights = list(own()) if model.move or not model.known else []
         model.note_versions(weights)
         self._own = storage_keys(weights)
+        self.keys = None if model.move else self._own or model.keys
+        """Keys of all storages of weights; None where weights move: ``hold`` knows them."""
         self._passing: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that have bytes only while a part of the block runs. They may die, and others get their keys."""
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded

@@ -239,7 +239,7 @@ class Attachment:
         tried = engine.timer is not None and engine.timer.tries(block.name)
         state = self._reruns.before(block, scope.module)
         checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
-            block, scope.module, seen, called, tried=tried
+            block, scope.module, seen, called, state, tried=tried
         )
         self._check_room()
         hooks = offloading(engine, block, called.tensors, checkpointed=checkpointed)

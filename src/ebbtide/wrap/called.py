@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, _get_node_type, tree_structure
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_unflatten
 
-_LEAF = tree_structure(None)
+Spec = list[Any]
+"""How values lie in containers: of each value the spec of its container; None: it is a leaf."""
 
 
 class Called:
@@ -27,7 +29,7 @@ class Called:
         self.leaves, self.spec = self.flatten()
         self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
-    def flatten(self) -> tuple[list[Any], TreeSpec]:
+    def flatten(self) -> tuple[list[Any], Spec]:
         """Flatten the arguments again: the forward may have changed them."""
         leaves: list[Any] = []
         return leaves, _flatten((self.args, self.kwargs), leaves)
@@ -37,18 +39,40 @@ class Called:
         return self.forward(*self.args, **self.kwargs)
 
 
-def _flatten(tree: Any, leaves: list[Any]) -> TreeSpec:
-    """Flatten as torch's ``tree_flatten``: that one leaves a cycle of objects to the garbage collector at each call.
+def unflatten(leaves: Sequence[Any], spec: Spec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments that lie in new containers."""
+    args, kwargs = _unflatten(iter(leaves), spec)
+    return args, kwargs
 
-    Checked with torch 2.11 and 2.13.
-    """
-    kind: Any = _get_node_type(tree)
-    node = SUPPORTED_NODES.get(kind)
-    if node is None:
-        leaves.append(tree)
-        return _LEAF
-    children, context = node.flatten_fn(tree)
-    specs: list[TreeSpec] = []
-    for child in children:
-        specs.append(_flatten(child, leaves))
-    return TreeSpec(kind, context, specs)
+
+def _flatten(values: Iterable[Any], leaves: list[Any]) -> Spec:
+    """Append the leaves of values, and return how they lie: as torch does, whose every leaf costs several calls."""
+    spec: Spec = []
+    for value in values:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            spec.append((kind, _flatten(value, leaves)))
+        elif kind is dict:
+            spec.append((list(value), _flatten(value.values(), leaves)))
+        elif (kind in SUPPORTED_NODES or issubclass(kind, tuple)) and kind is not torch.Size:  # torch makes it a tuple
+            inside, theirs = tree_flatten(value)
+            leaves += inside
+            spec.append(theirs)
+        else:
+            leaves.append(value)
+            spec.append(None)
+    return spec
+
+
+def _unflatten(leaves: Iterator[Any], spec: Spec) -> list[Any]:
+    values: list[Any] = []
+    for one in spec:
+        if one is None:
+            values.append(next(leaves))
+        elif isinstance(one, TreeSpec):
+            values.append(tree_unflatten(list(islice(leaves, one.num_leaves)), one))
+        else:
+            kind, inside = one
+            held = _unflatten(leaves, inside)
+            values.append(dict(zip(kind, held, strict=True)) if isinstance(kind, list) else kind(held))
+    return values

@@ -38,7 +38,8 @@ _KERNELS = [
 """Of each kernel of attention: what reads whether it may be used, and what sets it."""
 
 _ALLOWED = [get for get, _ in _KERNELS]
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_REQUIRES_GRAD, _DEVICE, _TYPE = map(operator.attrgetter, ("requires_grad", "device", "type"))
+_HOST = ("cpu", "meta")
 
 
 class ForwardContext:
@@ -63,8 +64,8 @@ class ForwardContext:
         self._watched = engine.guard.watch_all(self._own, run.compared)
         self._moved = moved
         # Also of its weights: a block may move its inputs, or be called with none.
-        devices = {x.device for x in (*inputs, *self._state.tensors) if x.device.type not in ("cpu", "meta")}
-        self._kinds = {"cpu", run.device_type, *(device.type for device in devices)}
+        devices = [x for x in {*map(_DEVICE, inputs), *map(_DEVICE, self._state.tensors)} if x.type not in _HOST]
+        self._kinds = {"cpu", run.device_type, *map(_TYPE, devices)}
         self._generators, self._casts = generators(devices), _casts(self._kinds)
         self._random = states(self._generators)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
@@ -87,9 +88,9 @@ class ForwardContext:
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.put_back(instead, tensors=not self._moved)
-            self._set_flags(self._flags)
+            self._set_flags(self._flags, flags)
             restore(self._generators, self._random, randoms)
-            _set_attention_kernels(self._kernels)
+            _set_attention_kernels(self._kernels, kernels)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
                 if self._casts != casts:
@@ -104,15 +105,17 @@ class ForwardContext:
         finally:
             torch.set_autocast_cache_enabled(caches)
             now.put_back(tensors=not self._moved)
-            self._set_flags(flags)
+            self._set_flags(flags, list(map(_REQUIRES_GRAD, self._leaves)))
             restore(self._generators, randoms, states(self._generators))
-            _set_attention_kernels(kernels)
+            _set_attention_kernels(kernels, _attention_kernels())
             numerics.undo()
 
     def _check_tensors(self, varies: Varies) -> dict[int, torch.Tensor]:
         """Return id → replacement of tensors whose memory changed since: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
         for tensor, watched in zip(self._own, self._watched, strict=True):
+            if watched.as_it_was(tensor):
+                continue
             if (same := watched.same) is not True:
                 failed = functools.partial(_changed, tensor.shape, self._run.block.name, varies())
                 self._run.engine.trust.require(same, failed)
@@ -122,8 +125,8 @@ class ForwardContext:
                 instead[id(tensor)] = nn.Parameter(copy, requires) if isinstance(tensor, nn.Parameter) else copy
         return instead
 
-    def _set_flags(self, flags: list[bool]) -> None:
-        if flags == list(map(_REQUIRES_GRAD, self._leaves)):
+    def _set_flags(self, flags: list[bool], now: list[bool]) -> None:
+        if flags == now:
             return
         for tensor, requires_grad in zip(self._leaves, flags, strict=True):
             if tensor.requires_grad is not requires_grad and tensor.is_leaf:
@@ -168,7 +171,7 @@ def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:
     return {
         kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
         for kind in kinds
-        if torch.amp.is_autocast_available(kind)
+        if torch._C._is_autocast_available(kind)
     }
 
 
@@ -185,9 +188,9 @@ def _attention_kernels() -> tuple[list[bool], list[int]]:
     return list(map(operator.call, _ALLOWED)), torch._C._get_sdp_priority_order()
 
 
-def _set_attention_kernels(kernels: tuple[list[bool], list[int]]) -> None:
+def _set_attention_kernels(kernels: tuple[list[bool], list[int]], now: tuple[list[bool], list[int]]) -> None:
     allowed, order = kernels
-    if kernels == _attention_kernels():
+    if kernels == now:
         return
     if torch._C._get_sdp_priority_order() != order:
         torch._C._set_sdp_priority_order(order)

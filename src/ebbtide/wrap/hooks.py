@@ -61,6 +61,7 @@ class offloading:
                 self._engine.end_block(run, checkpointed=self._checkpointed)
         finally:
             run.close()  # an open run references its own tickets
+        self._run = None
 
 
 def _close_checkpoints(error: BaseException) -> None:

@@ -86,7 +86,16 @@ class Reruns:
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
 
-    def decide(self, block: Block, module: nn.Module, seen: Tally, called: Called, *, tried: bool = False) -> bool:
+    def decide(
+        self,
+        block: Block,
+        module: nn.Module,
+        seen: Tally,
+        called: Called,
+        state: State | None = None,
+        *,
+        tried: bool = False,
+    ) -> bool:
         """Whether this call of a block is checkpointed.
 
         Args:
@@ -94,6 +103,7 @@ class Reruns:
             module: Its module.
             seen: Bytes that blocks of the kind saved when they last ran without a checkpoint.
             called: Its call.
+            state: From ``before``.
             tried: Checkpoint it if this process alone may decide, to measure the time.
         """
         if self._names is not None:
@@ -103,7 +113,7 @@ class Reruns:
         again = self._chosen(block, seen.input_bytes, seen.must_keep)
         allowed = again and self._allowed(block.kind, called)
         groups = self._collectives.groups(block, module)
-        if (seen.input_bytes or groups) and self._possible(block):
+        if (seen.input_bytes or groups) and (state is not None or self._possible(block)):
             doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
             no = ONCE if seen.input_bytes else UNSEEN
             wish = AGAIN if allowed else LATER if doubtful else NEVER if again else no

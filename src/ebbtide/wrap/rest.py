@@ -72,7 +72,8 @@ class Rest:
             kwargs: The model's keyword arguments.
         """
         timer = self._engine.timer
-        if timer is None:
+        if timer is None or not (timer.wanted or timer.unhooked or self._scopes):
+            self._state = None
             return False
         if timer.wanted and not self._plain.ran:
             self._measured = self._shapes

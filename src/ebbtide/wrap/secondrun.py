@@ -34,13 +34,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_unflatten
 
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sample, nearly_equal
 from ebbtide.engine.run import BlockRun
-from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error, version_probe
-from ebbtide.wrap.called import Called
+from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
+from ebbtide.wrap.called import Called, unflatten
 from ebbtide.wrap.rerun import Varies
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
@@ -127,9 +126,10 @@ class SecondRun:
         self._lock = RLock()  # autograd reads in a thread for each device
         # torch.utils.checkpoint.set_checkpoint_early_stop(False): blocks whose tail must run again.
         self._early_stop = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
-        self._sampled = run.compared is Compared.SAMPLE
+        self._sampled, self._compared = run.compared is Compared.SAMPLE, run.compared is not Compared.NOT
         self._casts = any(map(torch.is_autocast_enabled, {"cpu", run.device_type}))
-        self._empty = torch.empty(0, device="cpu")  # whatever the default device
+        self._empty: torch.Tensor | None = None  # of the device of the latest dropped tensor
+        self._place = "(block)", run.block.name
 
     @property
     def restored(self) -> None:
@@ -148,24 +148,31 @@ class SecondRun:
         """Drop a saved tensor of the first forward: the pack hook."""
         if type(tensor) is FakeTensor and not self._simulated:
             return tensor
-        run, parameter = self.run, type(tensor) is torch.nn.Parameter
+        run, kind = self.run, type(tensor)
+        parameter = kind is torch.nn.Parameter
         sample = host_sample(tensor) if self._sampled and not parameter else None
-        if sample is None or type(tensor._base) not in _NO_PARAMETER:
-            weight = parameter or run.weights.include(tensor)
+        plain = sample is not None or (kind is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested)
+        if plain and type(tensor._base) in _NO_PARAMETER:
+            keys, storage = run.weights.keys, tensor.untyped_storage()
+            weight = run.weights.hold(storage) if keys is None else storage._cdata in keys
         else:
-            weight = run.weights.hold(tensor.untyped_storage())
+            weight = parameter or run.weights.include(tensor)
         if weight:
             self._dropped.append(None)
-            place = "(block)", run.block.name
-            return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
+            return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=self._place)
         if self._casts:
             self._note_cast(tensor)
-        if sample is None:
-            dropped = self._drop(tensor)
-        else:
+        probe = None
+        if plain and not tensor.is_inference():
+            empty = self._empty
+            if empty is None or empty.device != tensor.device:
+                empty = self._empty = run.engine.empty(tensor)
             probe = tensor.detach()
-            probe.data = self._empty  # [Note: version probe]
-            dropped = _Dropped(tensor, probe, sample)
+            probe.data = empty  # [Note: version probe]
+        fingerprint = sample
+        if sample is None and self._compared and _has_only_values(tensor):
+            fingerprint = run.engine.trust.fingerprint(tensor, run.compared)
+        dropped = _Dropped(tensor, probe, fingerprint)
         self._dropped.append(weakref.ref(dropped))
         return dropped
 
@@ -177,14 +184,6 @@ class SecondRun:
             source = node.next_functions[0][0]
             if source is not None and source.name() == "torch::autograd::AccumulateGrad":
                 pass_.cast = weakref.ref(base)
-
-    def _drop(self, tensor: torch.Tensor) -> _Dropped:
-        """Drop a tensor of which there is no sample."""
-        run = self.run
-        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
-        probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
-        fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
-        return _Dropped(tensor, probe, fingerprint)
 
     # Backward
 
@@ -247,10 +246,12 @@ class SecondRun:
     def _run_with(self, save: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run the forward, whose saved tensors ``save`` receives until it raises."""
         # Outside of inference mode, as where ``Engine.unpack`` restores: what is made in it has no version.
-        with _lock, torch.inference_mode(False), torch.enable_grad(), _outside_vmap():
+        with _lock, torch.inference_mode(False), torch.no_grad(), _outside_vmap():
             self._position = 0
-            inputs = {id(x): self._argument(x) for x in self._leaves if isinstance(x, _Input)}
-            args, kwargs = tree_unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
+            found = [(x, self.run.engine.unpack(x.ticket)) for x in self._leaves if isinstance(x, _Input)]
+            torch._C._set_grad_enabled(True)
+            inputs = {id(x): _argument(x, tensor) for x, tensor in found}
+            args, kwargs = unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
             cast = self.run.pass_.cast
 
             def forward() -> None:
@@ -302,16 +303,6 @@ class SecondRun:
         self._run_with(save)
         return near and not equal
 
-    def _argument(self, leaf: _Input) -> torch.Tensor:
-        """Return an argument as the block received it, detached from its graph."""
-        with torch.no_grad():
-            tensor = self.run.engine.unpack(leaf.ticket)
-        if not leaf.requires_grad:
-            return tensor  # as autograd saves it, with its class and attributes
-        tensor = tensor.detach().requires_grad_()
-        plain = tensor.layout is torch.strided and not tensor.is_nested
-        return tensor.view_as(tensor) if plain and not leaf.is_leaf else tensor
-
     def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
         if type(tensor) is FakeTensor and not self._simulated:
@@ -356,6 +347,15 @@ def _outside_vmap() -> Generator[None]:
     finally:
         for _ in range(depth - 1):
             torch._C._vmapmode_increment_nesting()
+
+
+def _argument(leaf: _Input, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an argument as the block received it, detached from its graph."""
+    if not leaf.requires_grad:
+        return tensor  # as autograd saves it, with its class and attributes
+    tensor = tensor.detach().requires_grad_()
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.view_as(tensor) if plain and not leaf.is_leaf else tensor
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

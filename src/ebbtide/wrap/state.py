@@ -13,12 +13,11 @@ the block's last forward. So a state is used again where all its containers stil
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType, MemberDescriptorType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_writeable, size_of
+from ebbtide.wrap.contents import Contents, Slots
 from ebbtide.wrap.roles import Role, has_attributes, role, slots_of
 
 MOST = 4000
@@ -41,12 +41,7 @@ ELEMENTS_OF_A_MODULE = 256
 PROVEN = 2
 """Forwards that found the state of the one before: what a later one changes is found by the next."""
 
-_SIZED = (dict, OrderedDict, set, list)
-"""Classes whose instances' length is certainly the number of what they hold."""
-
 _COPIED = (dict, OrderedDict, defaultdict, list, set, deque)
-_MAPPINGS = (dict, OrderedDict)
-_VALUES = operator.methodcaller("values")
 
 
 class State:
@@ -70,7 +65,7 @@ class State:
         self._held: list[tuple[Any, Any]] = []  # each container and its contents
         self._objects: list[Any] = []
         self._attributes: list[Any] = []  # the dictionary of each object's attributes
-        self._known: _Known | None = None
+        self._contents: Contents | None = None
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = [value for own in attributes for value in own.values() if _is_file(value)]
         self.large_arrays: list[Any] = []
@@ -120,7 +115,7 @@ class State:
                     if has_attributes(kind):
                         pending.append(self._attributes_of(value))
                     if slots := slots_of(kind):
-                        pending += _followed(self._hold(_Slots(value, slots)).values())
+                        pending += _followed(self._hold(Slots(value, slots)).values())
                 case Role.PLAIN | Role.FILE:  # a class may return a dictionary of another type
                     continue
         return bool(pending)
@@ -162,7 +157,7 @@ class State:
             return True
         self.tensors = [instead.get(id(t), t) for t in self.tensors]
         self._held = [(instead.get(id(c), c), _exchanged(then, instead)) for c, then in self._held]
-        self._known = None
+        self._contents = None
         return True
 
     def versioned(self) -> list[torch.Tensor]:
@@ -171,9 +166,9 @@ class State:
 
     def same(self) -> bool:
         """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""
-        if self._known is None:
-            self._known = _Known(self._held)
-        return self._known.same() and all(map(operator.is_, map(vars, self._objects), self._attributes))
+        if self._contents is None:
+            self._contents = Contents(self._held, self._objects, self._attributes)
+        return self._contents.same()
 
     def now(self) -> State:
         """Return the current contents of the same containers."""
@@ -195,7 +190,7 @@ class State:
         for container, then in self._held:
             if isinstance(container, HeldArray):
                 container.restore(then)
-            elif isinstance(container, _Slots):
+            elif isinstance(container, Slots):
                 container.put_back(_exchanged(then, instead), tensors)
             elif not then and not len(container):
                 continue  # most are: each module has a dozen dictionaries of hooks
@@ -240,59 +235,6 @@ class States:
         self.last[module] = state
 
 
-class _Known:
-    """What containers hold, by identity, in as few calls as can be: it is called some hundred times per step.
-
-    Args:
-        held: Containers and their contents, which keep what they hold alive: an id says nothing of a dead object.
-    """
-
-    def __init__(self, held: list[tuple[Any, Any]]) -> None:
-        self._empty = [container for container, then in held if not then and type(container) in _SIZED]
-        empty = set(map(id, self._empty))
-        filled = [(container, then) for container, then in held if id(container) not in empty]
-        plain = [(container, then) for container, then in filled if type(container) in _MAPPINGS]
-        self._mappings = [container for container, _ in plain]
-        self._lengths = [len(then) for _, then in plain]
-        self._keys = [key for _, then in plain for key in then]
-        self._values = [value for _, then in plain for value in then.values()]
-        self._rest = [(container, _ids(then)) for container, then in filled if type(container) not in _MAPPINGS]
-
-    def same(self) -> bool:
-        """Whether they hold the same objects in the same order."""
-        keys, values = itertools.chain.from_iterable(self._mappings), map(_VALUES, self._mappings)
-        return (
-            not any(map(len, self._empty))
-            and list(map(len, self._mappings)) == self._lengths
-            and all(map(operator.is_, keys, self._keys))
-            and all(map(operator.is_, itertools.chain.from_iterable(values), self._values))
-            and all(_ids(container) == ids for container, ids in self._rest)
-        )
-
-
-class _Slots:
-    """The slots of an object, as a container."""
-
-    def __init__(self, value: Any, slots: tuple[MemberDescriptorType, ...]) -> None:
-        self._value, self._slots = value, slots
-
-    def copy(self) -> dict[MemberDescriptorType, Any]:
-        held: dict[MemberDescriptorType, Any] = {}
-        for slot in self._slots:
-            with contextlib.suppress(AttributeError):  # an empty one
-                held[slot] = slot.__get__(self._value)
-        return held
-
-    def put_back(self, then: Mapping[MemberDescriptorType, Any], tensors: bool) -> None:
-        for slot, now in self.copy().items():
-            if slot not in then:
-                slot.__delete__(self._value)
-            elif tensors or not _is_tensor(now):
-                slot.__set__(self._value, then[slot])
-        for slot in then.keys() - self.copy().keys():
-            slot.__set__(self._value, then[slot])
-
-
 def _copied(container: Any) -> Any:
     """Return the contents of a container, by the built-in methods and not those of a subclass."""
     if type(container) is dict:
@@ -309,17 +251,6 @@ def _length(container: Any) -> int:
     """Return the number of elements of a container, by the built-in methods and not those of a subclass."""
     base: Any = next(base for base in (dict, list, set, deque, tuple) if isinstance(container, base))
     return base.__len__(container)
-
-
-def _ids(container: Any) -> list[int]:
-    """Return the ids of what a container holds, by the built-in methods and not those of a subclass."""
-    if isinstance(container, _Slots):
-        container = container.copy()
-    if isinstance(container, dict):
-        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        return [*map(id, base.keys(container)), *map(id, base.values(container))]
-    base = next(base for base in (list, set, deque) if isinstance(container, base))
-    return list(map(id, base.__iter__(container)))
 
 
 def _is_file(value: Any) -> bool:

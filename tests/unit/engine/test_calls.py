@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import ebbtide
 from ebbtide.base.events import Bus
@@ -62,15 +63,24 @@ def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:
     assert 5 * SAVED < calls <= most * SAVED
 
 
-def test_calls_for_each_checkpointed_block() -> None:
+@pytest.mark.parametrize(
+    ("sampled", "of_a_block", "of_a_tensor"),
+    [
+        # Pack, its sample, what is left of it; saved and compared; unpack.
+        pytest.param(True, 268, 6, id="host"),
+        # What a device computes is compared in one block of many: no sample.
+        pytest.param(False, 219, 4, id="device"),
+    ],
+)
+def test_calls_for_each_checkpointed_block(sampled: bool, of_a_block: int, of_a_tensor: int) -> None:
     """What a second forward costs the host besides its operators: for each block, and for each tensor that it drops.
 
     Without copies of its inputs, whose waits vary.
     """
-    few, many = (_calls_of_a_checkpointed_block(operators) for operators in (10, 60))
+    few, many = (_calls_of_a_checkpointed_block(operators, sampled=sampled) for operators in (10, 60))
     # Each operator saves its operand and its result.
-    assert many - few == 7 * 2 * 50, "pack, its sample, its storage, its ticket; saved and compared; unpack"
-    assert few - 7 * 2 * 10 == 265
+    assert many - few == of_a_tensor * 2 * 50
+    assert few - of_a_tensor * 2 * 10 == of_a_block
 
 
 class _Layer(nn.Module):
@@ -91,13 +101,13 @@ class _Layer(nn.Module):
         return x
 
 
-def _calls_of_a_checkpointed_block(operators: int) -> int:
+def _calls_of_a_checkpointed_block(operators: int, *, sampled: bool) -> int:
     """Return the calls of our functions for one checkpointed block and step, once steps repeat."""
     torch.manual_seed(0)
     model = nn.Sequential(*(_Layer(operators) for _ in range(BLOCKS)))
     x, calls = torch.randn(64, 64), 0
-    parts = "wrap/", "engine/fingerprint", "engine/guard", "engine/weights"
-    roots = tuple(f"{ebbtide.__path__[0]}/{part}" for part in parts)
+    parts = "wrap/", "engine/fingerprint", "engine/guard", "engine/weights", "engine/trust", "engine/engine"
+    roots = *(f"{ebbtide.__path__[0]}/{part}" for part in parts), pytree.__file__
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
@@ -105,6 +115,7 @@ def _calls_of_a_checkpointed_block(operators: int) -> int:
 
     with ebbtide.enable_activation_offloading(model, policy=Minimal(), min_bytes=0) as handle:
         for step in range(8):
+            handle._engine.trust.fingerprints = sampled or step < 2
             sys.setprofile(count if step == 7 else None)
             try:
                 model(x).sum().backward()

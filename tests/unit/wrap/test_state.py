@@ -78,6 +78,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an object": lambda block: setattr(block.free, "value", 2),
     "an object's dictionary": _replace_attributes,
     "a list in a tuple": lambda block: block.inside[0].append(1),
+    "an attribute of an ordered dictionary": lambda block: setattr(block[1]._forward_hooks, "note", 1),
     "an empty dictionary": lambda block: block[1]._buffers.update(one=torch.ones(1)),
 }
 
@@ -99,6 +100,15 @@ def test_a_state_is_not_used_again_after_a_change(change: str) -> None:
     later = states.before(block)
     assert later is not first
     assert later.same()
+
+
+def test_keys_of_other_classes_are_compared_by_identity() -> None:
+    block, (one, other) = _block(), torch.ones(2, 2)
+    block.dict = {one: 1}
+    state = State(block.modules())
+    assert state.same()
+    block.dict[other] = block.dict.pop(one)  # to compare two such keys would raise
+    assert not state.same()
 
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if change != "an object's dictionary"])
