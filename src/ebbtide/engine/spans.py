@@ -55,6 +55,7 @@ class Span:
         saved_bytes: What its blocks saved.
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
+        compares: Recipes were compared before their first use in it, which takes time that later passes do not.
     """
 
     seconds: float
@@ -62,6 +63,7 @@ class Span:
     saved_bytes: int
     blocks: tuple[BlockSpan, ...] = ()
     system_seconds: float | None = None
+    compares: bool = False
 
 
 @dataclass(slots=True)
@@ -75,14 +77,16 @@ class _Block:
 class _Open:
     """A pass that is timed."""
 
-    def __init__(self, pass_: Pass, began: Timestamp) -> None:
+    def __init__(self, pass_: Pass, began: Timestamp, unsure: int) -> None:
         self.pass_, self.began = weakref.ref(pass_), began
+        self.unsure = unsure  # how often a recipe had had no verdict when it began
         self.reached: Timestamp | None = None  # the gradient of the first block's input is there
         self.ended: Timestamp | None = None
         self.peak_bytes: int | None = None
         self.system_seconds: float | None = None  # when it began; then its own
         self.saved_bytes: int | None = None  # also None: not to be timed
         self.counted = False  # whether its bytes were
+        self.compares = False
         self.alone = True  # no other pass ran in between, and no backward raised
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
@@ -104,6 +108,7 @@ class SpanTimer:
         done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
         resumes: Called with this timer when a pause ends; returns whether passes are timed again.
+        unsure: Returns how often a recipe had no verdict so far.
 
     Attributes:
         tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
@@ -117,8 +122,9 @@ class SpanTimer:
         *,
         memory: bool,
         resumes: Callable[[SpanTimer], bool] = lambda timer: True,
+        unsure: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._meter, self._done, self._memory, self._resumes = meter, done, memory, resumes
+        self._meter, self._done, self._memory, self._resumes, self._unsure = meter, done, memory, resumes, unsure
         self.wanted, self.paused = False, 0  # ``wanted``: passes are timed now
         self._open: _Open | None = None
         self._closed: deque[_Open] = deque()
@@ -157,7 +163,7 @@ class SpanTimer:
             peak_bytes = self._meter.take_peak_bytes(device) if self._memory else None
             if self._latest is not None and peak_bytes is not None:
                 self.tail_peak_bytes = max(self.tail_peak_bytes or 0, peak_bytes)
-            self._open = _Open(run.pass_, self._meter.timestamp(device))
+            self._open = _Open(run.pass_, self._meter.timestamp(device), self._unsure())
             self._open.system_seconds = self._meter.system_seconds() if self._memory else None
         now, before = self._open, self._open.pass_()
         if before is not run.pass_:
@@ -185,7 +191,7 @@ class SpanTimer:
         """
         now = self._open  # blocks called without the model's forward: the next pass ends it, after its backward
         if now is not None and (now.ended is None or not now.counted):
-            now.saved_bytes, now.counted = saved_bytes, True
+            now.saved_bytes, now.counted, now.compares = saved_bytes, True, self._unsure() > now.unsure
         if self.paused and not self.wanted:
             self.paused -= 1
             self.wanted = not self.paused and self._resumes(self)
@@ -248,6 +254,7 @@ class SpanTimer:
             saved_bytes=saved_bytes,
             blocks=blocks,
             system_seconds=found.system_seconds,
+            compares=found.compares,
         )
 
     def _seconds(self, edges: list[Edges]) -> float:

@@ -101,6 +101,7 @@ class Trust:
         self._unread: list[tuple[torch.Tensor, _Failed]] = []  # of this backward
         self._coming: deque[tuple[_Letter, list[_Failed]]] = deque()  # of earlier ones, oldest first
         self.fingerprints = True
+        self.unsure = 0  # how often there was no verdict yet
         self.demoted: dict[Site, str] = {}
 
     # Before a recipe is used
@@ -123,6 +124,7 @@ class Trust:
         verdict = self._verdicts.get(key)
         if verdict is not None:
             return verdict
+        self.unsure += 1
         if key not in self._unanswered:
             try:
                 answer = self._compare(entry, base, run)

@@ -133,7 +133,10 @@ class MeasuredPlan(Explained):
             return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
 
         timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
-        timer.spans = SpanTimer(meter, weakly(self.saw_span), memory=memory, resumes=weakly(self._looks_again))
+        timer.spans = SpanTimer(
+            meter, weakly(self.saw_span), memory=memory, resumes=weakly(self._looks_again),
+            unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
+        )  # fmt: skip
         timer.marks = True
         timer.outdated = lambda: (found := plan()) is not None and found._lacks_state()
         self._timer = engine.timer = timer

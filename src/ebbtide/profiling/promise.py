@@ -64,6 +64,9 @@ LEAST_NOISE = 0.01
 
 UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks than the measured one"
 
+COMPARING = 5
+"""Most further passes that do not count because recipes are compared in them. Where lengths vary, some always are."""
+
 ALONE = 0.03
 """Assumed relative error of a single block without hooks."""
 
@@ -198,6 +201,7 @@ class Check:
         self._noise = max(noise, LEAST_NOISE)
         self._steps = deque[Measured](maxlen=LATEST)
         self._settling, self._needed = SETTLING, CHECKED  # passes until those that count, and of those to a verdict
+        self._comparing = COMPARING
         self.looks = 0  # later ones, after the first verdict
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
@@ -211,8 +215,9 @@ class Check:
         self._unused += 1
         if span is None:
             return None
-        if self._settling:
-            self._settling, self._unused = self._settling - 1, 0
+        if self._settling or (span.compares and self._comparing):
+            self._comparing -= not self._settling
+            self._settling, self._unused = max(self._settling - 1, 0), 0
             return None
         found = None if self.budget_bytes is not None else compared(span, self.solution)
         if found is not None:

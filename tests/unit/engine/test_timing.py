@@ -389,6 +389,18 @@ def test_a_pass_that_is_not_to_be_timed_stays_so_when_a_later_one_ends_without_b
     assert found == [None]
 
 
+def test_a_pass_in_which_a_recipe_had_no_verdict_says_so() -> None:
+    scene, unsure = Spans(), [0]
+    scene.timer.spans._unsure = lambda: unsure[0]
+    for new in (3, 0, 1, 0, 0):
+        pass_ = Pass()
+        runs = scene.forward(pass_, "a", seconds=1.0, between=0.0)
+        unsure[0] += new
+        scene.timer.pass_ends(100)
+        scene.backward(runs)
+    assert [span.compares for span in scene.told] == [True, False, True]
+
+
 def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
     scene = Spans(memory=True)
     for peak in (70, 9, 30, 20):

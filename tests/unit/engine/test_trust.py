@@ -220,3 +220,13 @@ def test_a_recipe_on_another_device_is_left_out() -> None:
     recipe = Expr(torch.ones_like, (), key=("made elsewhere",))
     assert not trust.holds(("block",), entry, recipe, base, lambda: torch.ones(4, device="meta"))
     assert trust.demoted[site] == "made on meta, not on cpu"
+
+
+def test_no_verdict_is_missing_once_all_recipes_were_compared() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(64), nn.GELU()) for _ in range(3)])
+    x, seen = torch.randn(64, 64), list[int]()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0", "1", "2"], min_bytes=0) as handle:
+        for _ in range(4):
+            model(x).sum().backward()
+            seen.append(handle._engine.trust.unsure)
+    assert 0 < seen[0] and seen[1] == seen[2] == seen[3]

@@ -25,7 +25,9 @@ from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
 from ebbtide.profiling.promise import (
     ADDED,
+    AGREE,
     CHECKED,
+    COMPARING,
     CORRECTIONS,
     FIRST_LOOK,
     LEAST_NOISE,
@@ -601,13 +603,29 @@ def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
     assert alone is not None and alone.low_seconds < alone.seconds < alone.high_seconds
 
 
-def judged_after(plan: MeasuredPlan, *slower: float) -> int:
+def judged_after(plan: MeasuredPlan, *slower: float, settled: bool = False) -> int:
     """Return after how many passes no more are wanted, or the plan changes; 0: not yet."""
     before = plan.table
-    for number, one in enumerate((99.0, *slower)):  # the first settles
+    for number, one in enumerate(slower if settled else (99.0, *slower), int(settled)):  # the first settles
         if not plan.saw_span(span_of(plan, one, plain=(3, 5, 7, 9))) or plan.table is not before:
             return number
     return 0
+
+
+def test_passes_in_which_recipes_are_compared_do_not_count_for_some_time() -> None:
+    plan = judged_plan()
+    before = plan.table
+    slow = replace(span_of(plan, 5.0, plain=(3, 5, 7, 9)), compares=True)
+    assert plan.saw_span(slow)  # settles
+    for _ in range(COMPARING):
+        assert plan.saw_span(slow)
+    assert plan.table is before and plan._check is not None and not plan._check._steps
+    assert judged_after(plan, *[1.05] * CHECKED, settled=True) == CHECKED
+    assert "missed its promise" not in plan.explain()
+    other = judged_plan()
+    for _ in range(SETTLING + COMPARING + AGREE):
+        other.saw_span(slow)
+    assert "correction 1" in other.explain(), "some always compare"
 
 
 def test_that_a_promise_is_kept_takes_all_passes_to_show() -> None:
