@@ -163,7 +163,8 @@ def test_what_only_devices_compute_is_recomputed(node: str, dtype: torch.dtype) 
         expected = step(model)
     except NotImplementedError as error:  # no such kernel for this dtype
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
-    if not all(_same(expected, step(model)) for _ in range(3)):  # CUDA sums this gradient in any order
+    in_any_order = x.device.type == "cuda" and node.startswith("AvgPool3D")  # documented; it may repeat by chance
+    if in_any_order or not all(_same(expected, step(model)) for _ in range(3)):
         pytest.skip("plain training does not repeat its bits")
     with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0", "1"], min_bytes=0) as handle:
         for _ in range(3):

@@ -1247,6 +1247,13 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
+        "price: passes in which recipes are compared judge a plan",
+        "ebbtide/profiling/promise.py",
+        "if self._settling or (span.compares and self._comparing):",
+        "if self._settling:",
+        PRICES,
+    ),
+    Mutant(
         "price: a checkpointed block has the hooks of all its tensors",
         "ebbtide/planner/profile.py",
         "return CHECKPOINT_HOOKS * self.hook_seconds",
