@@ -365,7 +365,7 @@ def test_checkpoints_are_set_aside_when_training_begins_and_not_before(
 
     trainer = SimpleNamespace(
         model=None, args=SimpleNamespace(world_size=1), train_dataset=[0], mean_over_processes=None,
-        record_with=lambda _recorder: None, train=train,
+        record_with=lambda _recorder: None, train=train, add_callback=id, remove_callback=id,
     )  # fmt: skip
     monkeypatch.setattr("ebbtide_recipes.skeleton.precision.warn_of_lost_steps", lambda *_: None)
     with pytest.raises(ValueError, match="began"):
