@@ -17,7 +17,7 @@ from ebbtide.base.errors import ConfigError
 _OF_BLOCKS = "forward_seconds", "backward_seconds", "forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes"
 
 CHECKPOINT_HOOKS = 1 / 3
-"""Cost of the hooks of a checkpointed block, relative to those of one that keeps everything: a third of the calls."""
+"""Assumed cost of the hooks of a checkpointed block, relative to those of one that keeps everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,14 +140,11 @@ class Rest:
         """
         order, kept = self._plain.order, self._plain.counted
         first = next((place for place, name in enumerate(order) if name not in kept), len(order))
-        stay = (
-            {  # each starts the prefetches of those before it
-                name
-                for place, name in enumerate(order)
-                if place > first and not kept.keys() >= set(order[place : place + 2])
-            }
-            | set(order[-1:] if first < len(order) else ())
-        )
+        stay = {  # the next one does not run plain, or there is none: each starts the prefetches of those before it
+            name
+            for place, name in enumerate(order)
+            if place > first and kept.keys().isdisjoint(order[place + 1 : place + 2])
+        }
         for module, scope in scopes:
             name = scope.block.name
             if name in unhooked and name in kept and name not in stay and _ours(module, scope):

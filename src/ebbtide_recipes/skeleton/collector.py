@@ -2,8 +2,8 @@
 
 [Note: the collector] Training allocates thousands of Python objects a step, more with saved tensors offloaded, and that
 is what makes Python search the entire heap for cycles every few steps. Most of the heap are modules, configs and data
-that live as long as the training: half a million objects, a third of a second, in which the device may wait. After the
-first step, which makes what later steps keep, these are frozen: no longer searched (``gc.freeze``).
+that live as long as the training, and the device may wait meanwhile. After the first step, which makes what later steps
+keep, these are frozen: no longer searched (``gc.freeze``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Freezer(TrainerCallback):
         """Freeze what is alive after the first step, unless somebody has frozen something."""
         if not self.frozen and gc.get_freeze_count() < FROZEN_BY_PYTHON:
             gc.collect()
+            self.frozen = True  # before: an interrupt in between leaves nothing frozen for good
             gc.freeze()
-            self.frozen = True
 
 
 @contextmanager
