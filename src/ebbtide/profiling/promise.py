@@ -4,8 +4,9 @@
 Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
 ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
-hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it; otherwise
-``CHECKED`` passes decide, by the lower end of what their median may be (``interval``). So that luck does not last,
+hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it. Otherwise
+``CHECKED`` passes decide if their median keeps it, or if the lower end of what their median may be (``interval``) is
+above it; between the two, up to ``LATEST`` passes are awaited, and then the median decides. So that luck does not last,
 passes at growing distances are added to those of a plan that stays, and it is judged again; that may only lead to a
 plan that keeps more. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured
 steps, are compared with them, once: the promise is missed if all but the fastest took longer than promised, by more
@@ -36,7 +37,7 @@ from ebbtide.planner.solve import Solution
 from ebbtide.profiling.baseline import quartile
 
 CHECKED = 5
-"""Most timed passes before a plan is first judged."""
+"""Timed passes before a plan is first judged, unless it clearly misses its promise."""
 
 AGREE = 2
 """Passes that must agree that a promise was clearly missed: one may have been disturbed."""
@@ -51,7 +52,7 @@ FIRST_LOOK, APART = 16, 4
 """Passes after which a kept promise is judged again, and by how many times that distance grows each time."""
 
 ADDED, LATEST = 3, 11
-"""Passes that each later verdict adds, and most passes, the latest ones, that it is made from."""
+"""Passes that each later verdict adds, and most passes, the latest ones, that a verdict is made from."""
 
 LEAST_PRICE = 0.25
 """Lowest share to which a price falls at once when a plan took less time than predicted."""
@@ -254,7 +255,7 @@ class Check:
         if not self.by_blocks:
             self._steps.clear()  # whole steps
         self._steps.append(found)
-        self.by_blocks, self._needed = True, self._needed - 1
+        self.by_blocks, self._needed = True, max(self._needed - 1, 0)
         plain, limit = self.solution.profile.step_seconds, self.allowed_seconds * (1 + LEAST_NOISE)
         promised = max(self.allowed_seconds, plain * (1 + LEAST_NOISE))  # steps that near are equal to plain ones
         low, high = interval(step.seconds for step in self._steps)
@@ -262,7 +263,10 @@ class Check:
         missed = self.measured is None and clear >= max(AGREE, len(self._steps) - lucky)
         if self._needed and not missed:
             return None
-        self.too_slow, self.measured = missed or low > promised, self._summary(low, high)
+        above, missed = median(step.seconds for step in self._steps) > promised, missed or low > promised
+        if above and not missed and len(self._steps) < LATEST:
+            return None
+        self.too_slow, self.measured = missed or above, self._summary(low, high)
         return self.measured
 
     def look_again(self) -> int:
@@ -327,7 +331,7 @@ class Check:
         elif measured is None and self.hopeless:
             parts.append(UNJUDGED)
         elif measured is None:
-            parts.append(f"not measured yet ({len(self._steps)} of at most {CHECKED} steps)")
+            parts.append(f"not measured yet ({len(self._steps)} of at most {LATEST} steps)")
         else:
             peak = "" if measured.peak_bytes is None else f", peak {format_size(measured.peak_bytes)}"
             if peak and self.reserved_bytes is not None:
