@@ -7,10 +7,12 @@ import contextlib
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +27,8 @@ from ebbtide.cli.lockstep import why_alone
 from ebbtide.track import MemoryReader
 
 MIB = 1 << 20
+LOCKSTEP = "lockstep"
+"""The note of a row that numbers the lockstep it was taken in."""
 CASE_SECONDS = 240.0
 """A case that takes longer is stopped, and its row says so."""
 
@@ -168,21 +172,27 @@ class _Running:
 
 
 def against_plain(rows: Sequence[Row]) -> list[list[float]]:
-    """Return, for each row, its timed steps divided by those of the plain row before it, step by step.
+    """Return, for each row, its timed steps divided by ordinary training's of its lockstep, step by step.
+
+    If several runs of a lockstep are ordinary training, by their mean: equal runs differ (suite ``equal``).
 
     Args:
-        rows: As a book has them: the cases of each lockstep begin with ordinary training.
+        rows: As a book has them. A lockstep without ordinary training is divided by that of the one before.
     """
-    found: list[list[float]] = []
-    plain: Row | None = None
+    plain: dict[int, list[list[float]]] = defaultdict(list)
+    numbers: list[int] = []
     for row in rows:
-        plain = row if row.case.way == "plain" else plain
-        paired = plain is not None and len(plain.seconds) == len(row.seconds)
-        found.append(
-            [own / other for own, other in zip(row.seconds, plain.seconds, strict=True)]
-            if paired and plain is not None
-            else []
-        )
+        is_plain = row.case.way == "plain"
+        before = numbers[-1] if numbers else 0
+        numbers.append(row.notes.get(LOCKSTEP, before + is_plain))  # older results: ordinary training came first
+        if is_plain and row.seconds:
+            plain[numbers[-1]].append(row.seconds)
+    found: list[list[float]] = []
+    for row, number in zip(rows, numbers, strict=True):
+        known = [runs for earlier, runs in plain.items() if earlier <= number]
+        equal_length = [seconds for seconds in (known[-1] if known else []) if len(seconds) == len(row.seconds)]
+        yardstick = [statistics.fmean(step) for step in zip(*equal_length, strict=True)]
+        found.append([own / other for own, other in zip(row.seconds, yardstick, strict=bool(yardstick))])
     return found
 
 
@@ -204,6 +214,7 @@ class Book:
         self._suite, self._text, self._about = suite, text, about
         self._folder = folder or result_folder(suite)
         self._ends = time.monotonic() + 60 * minutes
+        self._locksteps = 0
 
     @property
     def late(self) -> bool:
@@ -241,7 +252,9 @@ class Book:
             next(found) if reason is None else Row(case=case, status=reason)
             for case, reason in zip(cases, why, strict=True)
         ]
+        self._locksteps += 1
         for row in rows:
+            row.notes[LOCKSTEP] = self._locksteps
             self.add(row)
         return rows
 

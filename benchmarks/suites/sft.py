@@ -114,7 +114,7 @@ def main() -> None:
             "\n".join(text),
         )
         (folder / "readme.md").write_text("\n".join(readme_table(result.modes)) + "\n")
-        shown = [m for m in names if m not in ("ebbtide-minimal", "plain-malloc")]
+        shown = [m for m in names if m not in ("ebbtide-minimal", "plain-again", "plain-malloc")]
         runs = [load_run(out / f"round-{given.rounds}" / mode) for mode in shown]
         (folder / "timeline.svg").write_text(timeline_svg(runs))
         shutil.copy(out / "report.html", folder / "report.html")

@@ -36,6 +36,7 @@ MODES: dict[str, tuple[str, str]] = {
     "checkpointing": ("false", "true"),
     "ebbtide": ("true", "false"),
     "ebbtide-minimal": ("true", "true"),
+    "plain-again": ("false", "false"),
     "plain-malloc": ("false", "false"),
 }
 """Mode → values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""

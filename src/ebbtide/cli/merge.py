@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any, TypeVar, cast
 
 from ebbtide.report.table import saved_percent
@@ -13,6 +13,9 @@ Summary = Mapping[str, Any]
 Rounds = Mapping[int, Mapping[str, Summary]]
 """Summaries of the successful children, by round and mode."""
 
+
+ORDINARY = ("plain", "plain-again")
+"""Modes that are ordinary training as users have it."""
 
 QUARTILES_FROM = 5
 """From this many values on, the spread is the quartiles; below, the extremes."""
@@ -65,18 +68,21 @@ def medians(values: Sequence[Any]) -> Any:
 
 
 def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
-    """Compare step times with plain's; ``low`` and ``high`` as in ``spread_of``.
+    """Compare step times with ordinary training's; ``low`` and ``high`` as in ``spread_of``.
 
     Pairs are close in time, so a machine that slows down is not counted as a mode's cost: steps of the same turn, or
-    medians of a round whose runs followed one another.
+    medians of a round whose runs followed one another. If a round has two runs of ordinary training, their mean counts.
     """
     ratios: list[float] = []
     for by_mode in rounds.values():
-        ours, plain = by_mode.get(mode, {}), by_mode.get("plain", {})
-        if in_lockstep(ours, plain):
-            ratios += [own / other for own, other in zip(ours["step_seconds"], plain["step_seconds"], strict=True)]
-        elif ours.get("step_seconds_median") is not None and plain.get("step_seconds_median"):
-            ratios.append(ours["step_seconds_median"] / plain["step_seconds_median"])
+        ours, plain = by_mode.get(mode, {}), [by_mode[name] for name in ORDINARY if name in by_mode]
+        if plain and in_lockstep(ours, *plain):
+            others = map(fmean, zip(*(summary["step_seconds"] for summary in plain), strict=True))
+            ratios += [own / other for own, other in zip(ours["step_seconds"], others, strict=True)]
+            continue
+        others = [summary["step_seconds_median"] for summary in plain if summary.get("step_seconds_median")]
+        if ours.get("step_seconds_median") is not None and others:
+            ratios.append(ours["step_seconds_median"] / fmean(others))
     return spread(ratios) if ratios else None
 
 

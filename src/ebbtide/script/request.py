@@ -23,7 +23,7 @@ NOTES_FILE = "notes.jsonl"
 SITE = Path(__file__).with_name("site")
 """The first folder on ``PYTHONPATH``."""
 
-Switched = Literal["plain", "checkpointing", "ebbtide", "ebbtide-minimal", "plain-malloc"]
+Switched = Literal["plain", "checkpointing", "ebbtide", "ebbtide-minimal", "plain-again", "plain-malloc"]
 
 
 @dataclass(frozen=True, kw_only=True)

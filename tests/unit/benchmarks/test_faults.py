@@ -24,6 +24,17 @@ def row(way: str, seconds: float, faults: int, tokens: int = 256) -> Row:
     )
 
 
+def test_ordinary_training_first_and_last_is_one_yardstick() -> None:
+    rows = [row("plain", 3.0, 100), row("ebbtide auto", 4.0, 120), row("plain", 1.0, 100)]
+    later = [row("ebbtide keep", 1.0, 120)]  # a lockstep without ordinary training
+    for number, group in enumerate((rows, later), start=1):
+        for one in group:
+            one.notes["lockstep"] = number
+    assert [ratios[0] for ratios in against_plain([*rows, *later])] == [1.5, 2.0, 0.5, 0.5]
+    rows[2].seconds.clear()
+    assert [ratios[:1] for ratios in against_plain(rows)] == [[1.0], [4 / 3], []]
+
+
 def test_every_way_is_known_and_plain_is_first() -> None:
     assert [way_named(way).name for way in WAYS] == list(WAYS) and WAYS[0] == "plain"
 

@@ -42,6 +42,20 @@ def test_step_times_are_compared_within_a_round():
     assert step_ratio({1: {"ebbtide": summary()}}, "ebbtide") is None
 
 
+def test_ordinary_training_twice_is_one_yardstick():
+    """Of two equal runs, one may be slower throughout."""
+
+    def steps(*seconds):
+        return summary(seconds[0], step_seconds=list(seconds), lockstep=True)
+
+    rounds = {1: {"plain": steps(3.0, 6.0), "ebbtide": steps(2.2, 4.4), "plain-again": steps(1.0, 2.0)}}
+    for mode, ratio in (("ebbtide", 1.1), ("plain", 1.5), ("plain-again", 0.5)):
+        assert step_ratio(rounds, mode) == {key: pytest.approx(ratio) for key in ("median", "low", "high")}
+    one_by_one = {1: {mode: summary(found["step_seconds"][0]) for mode, found in rounds[1].items()}}
+    assert step_ratio(one_by_one, "ebbtide")["median"] == pytest.approx(1.1)
+    assert step_ratio({1: {"ebbtide": steps(1.0)}}, "ebbtide") is None
+
+
 @pytest.mark.parametrize(
     ("plain", "ours", "equal"),
     [
