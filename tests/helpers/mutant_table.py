@@ -1186,8 +1186,15 @@ MUTANTS = (
     Mutant(
         "price: noise shows that a promise is missed",
         "ebbtide/profiling/promise.py",
-        "self.too_slow, self.measured = missed or low > promised,",
-        "self.too_slow, self.measured = missed or high > promised,",
+        "missed or low > promised",
+        "missed or high > promised",
+        PRICES,
+    ),
+    Mutant(
+        "price: a plan whose median misses the promise stays after five passes",
+        "ebbtide/profiling/promise.py",
+        "        if above and not missed and len(self._steps) < LATEST:\n            return None\n",
+        "        above = False\n",
         PRICES,
     ),
     Mutant(
@@ -1207,15 +1214,15 @@ MUTANTS = (
     Mutant(
         "price: a backward behind copies shows the machine's speed",
         "ebbtide/profiling/promise.py",
-        "pairs[: next(offloads, len(pairs))]",
-        "pairs",
+        "for found, block in quiet_backwards]",
+        "for found, block in plain]",
         PRICES,
     ),
     Mutant(
         "price: a forward during copies shows the machine's speed",
         "ebbtide/profiling/promise.py",
-        "plain = quiet or [pair",
-        "plain = [pair",
+        "quiet_forwards or plain",
+        "plain",
         PRICES,
     ),
     Mutant(
@@ -1247,9 +1254,9 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
-        "price: passes in which recipes are compared judge a plan",
+        "price: passes in which recipes are verified judge a plan",
         "ebbtide/profiling/promise.py",
-        "if self._settling or (span.compares and self._comparing):",
+        "if self._settling or (span.verifies and self._verifying):",
         "if self._settling:",
         PRICES,
     ),

@@ -36,7 +36,7 @@ DETAILS_END = "details-end"
 
 SCHEMA = 1
 SETTLING = 1
-"""Steps after a new plan whose time does not count: its recipes are compared, and allocators get new sizes."""
+"""Steps after a new plan whose time does not count: its recipes are verified, and allocators get new sizes."""
 
 BOTH_PHASE = "forward and backward"
 """The phase of a step whose forward and backward cannot be distinguished."""

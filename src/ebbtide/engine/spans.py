@@ -55,7 +55,7 @@ class Span:
         saved_bytes: What its blocks saved.
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
-        compares: Recipes were compared before their first use in it, which takes time that later passes do not.
+        verifies: Recipes were verified before their first use in it, which takes time that later passes do not.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Span:
     saved_bytes: int
     blocks: tuple[BlockSpan, ...] = ()
     system_seconds: float | None = None
-    compares: bool = False
+    verifies: bool = False
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class _Open:
         self.system_seconds: float | None = None  # when it began; then its own
         self.saved_bytes: int | None = None  # also None: not to be timed
         self.counted = False  # whether its bytes were
-        self.compares = False
+        self.verifies = False
         self.alone = True  # no other pass ran in between, and no backward raised
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
@@ -191,7 +191,7 @@ class SpanTimer:
         """
         now = self._open  # blocks called without the model's forward: the next pass ends it, after its backward
         if now is not None and (now.ended is None or not now.counted):
-            now.saved_bytes, now.counted, now.compares = saved_bytes, True, self._unsure() > now.unsure
+            now.saved_bytes, now.counted, now.verifies = saved_bytes, True, self._unsure() > now.unsure
         if self.paused and not self.wanted:
             self.paused -= 1
             self.wanted = not self.paused and self._resumes(self)
@@ -254,7 +254,7 @@ class SpanTimer:
             saved_bytes=saved_bytes,
             blocks=blocks,
             system_seconds=found.system_seconds,
-            compares=found.compares,
+            verifies=found.verifies,
         )
 
     def _seconds(self, edges: list[Edges]) -> float:

@@ -91,6 +91,9 @@ class _Step:
         self.offloaded: dict[tuple[int, int], _Offloaded] = {}
         self.served_bytes = 0
         self._place = 0  # whose forward or backward runs: it has the stalls
+        self.forwards: list[tuple[float, float]] = []  # of each block, when it begins and ends
+        self.backwards: dict[int, tuple[float, float]] = {}
+        self.copies_in: list[tuple[float, float]] = []
         self._out_free = self._in_free = 0.0
         moved = [
             sum(u.moved_bytes for u, a in zip(block.units, actions, strict=True) if a is Action.OFFLOAD)
@@ -143,7 +146,10 @@ class _Step:
         return True
 
     def cancel_copy_out(self, saved: _Offloaded) -> bool:
-        return saved.begins > self.now
+        if saved.begins <= self.now:
+            return False
+        saved.begins = saved.done = math.inf
+        return True
 
     def is_stored(self, saved: _Offloaded) -> bool:
         return not saved.on_device
@@ -151,6 +157,7 @@ class _Step:
     def copy_in(self, group: Sequence[_Offloaded]) -> int:
         begins = max(self.now, self._in_free, *(each.done for each in group))
         self._in_free = begins + sum(each.nbytes for each in group) / self.profile.rates.in_bytes_per_second
+        self.copies_in.append((begins, self._in_free))
         for each in group:
             each.arrives = self._in_free
         return 0
@@ -161,7 +168,7 @@ class _Step:
     # Forward
 
     def forward(self, place: int) -> None:
-        self._place = place
+        self._place, began = place, self.now
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.forward_seconds / max(len(block.units), 1)
         level = self.held
@@ -181,6 +188,7 @@ class _Step:
             self.now += block.forward_seconds
         self._copy_out.begin()
         self._copy_out.retire()
+        self.forwards.append((began, self.now))
         self.see(level, block.forward_base_bytes, "forward", block.name)
 
     # Backward
@@ -202,7 +210,7 @@ class _Step:
             self._block_backward(place, coming)
 
     def _block_backward(self, place: int, coming: CopyIn[_Offloaded]) -> None:
-        self._place = place
+        self._place, began = place, self.now
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
         back = 0  # recomputed or prefetched, and not yet released
@@ -228,6 +236,7 @@ class _Step:
             self.now += slice_seconds
         if not block.units:
             self.now += block.backward_seconds
+        self.backwards[place] = began, self.now
         self.see(level, base, "backward", block.name)
         # Its graph is freed, and so are the bytes kept for it.
         self.held -= _more_inputs(block, actions)
@@ -263,11 +272,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     Returns:
         Its time, its stalls and its memory.
     """
-    step = _Step(profile, assignment)
-    for place in range(len(profile.blocks)):
-        step.forward(place)
-    step.head()
-    step.backward()
+    step = _run(profile, assignment)
     by_action = dict.fromkeys(Action, 0)
     recomputed, moved = 0.0, 0
     for place, number, unit in profile.units():
@@ -292,3 +297,30 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         served_bytes=step.served_bytes,
         recomputed_bytes=by_action[Action.RECOMPUTE] + by_action[Action.CHECKPOINT],
     )
+
+
+def _run(profile: Profile, assignment: Assignment) -> _Step:
+    step = _Step(profile, assignment)
+    for place in range(len(profile.blocks)):
+        step.forward(place)
+    step.head()
+    step.backward()
+    return step
+
+
+def without_copies(profile: Profile, assignment: Assignment) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the places of the blocks during whose forward, and during whose backward, nothing is copied.
+
+    Args:
+        profile: The step.
+        assignment: For each block of the profile, the action of each of its units.
+    """
+    step = _run(profile, assignment)
+    copies = [(saved.begins, saved.done) for saved in step.offloaded.values() if saved.done < math.inf]
+    copies += step.copies_in
+
+    def quiet(part: tuple[float, float]) -> bool:
+        return not any(begins < part[1] and part[0] < ends for begins, ends in copies)
+
+    forwards = frozenset(place for place, part in enumerate(step.forwards) if quiet(part))
+    return forwards, frozenset(place for place, part in step.backwards.items() if quiet(part))

@@ -3,14 +3,14 @@
 [Note: the loop]
 Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
-ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
-hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it. Otherwise
-``CHECKED`` passes decide if their median keeps it, or if the lower end of what their median may be (``interval``) is
-above it; between the two, up to ``LATEST`` passes are awaited, and then the median decides. So that luck does not last,
-passes at growing distances are added to those of a plan that stays, and it is judged again; that may only lead to a
-plan that keeps more. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long as the measured
-steps, are compared with them, once: the promise is missed if all but the fastest took longer than promised, by more
-than the measured steps differed.
+ordinary training at the same machine speed, and their ratio is judged (``from_blocks``). The spread of the blocks
+without hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it.
+Otherwise ``CHECKED`` passes decide if their median keeps it, or if the lower end of what their median may be
+(``interval``) is above it; between the two, up to ``LATEST`` passes are awaited, and then the median decides. So that
+luck does not last, passes at growing distances are added to those of a plan that stays, and it is judged again; that
+may only lead to a plan that keeps more. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long
+as the measured steps, are compared with them, once: the promise is missed if all but the fastest took longer than
+promised, by more than the measured steps differed.
 
 After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
 more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
@@ -21,7 +21,7 @@ that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this indepe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -33,6 +33,7 @@ from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timing import GROWTH
 from ebbtide.planner.charges import Work, charged, scaled
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.simulate import without_copies
 from ebbtide.planner.solve import Solution
 from ebbtide.profiling.baseline import quartile
 
@@ -65,8 +66,11 @@ LEAST_NOISE = 0.01
 
 UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks than the measured one"
 
-COMPARING = 5
-"""Most further passes that do not count because recipes are compared in them. Where lengths vary, some always are."""
+VERIFYING = 5
+"""Most further passes that do not count because recipes are verified in them. Where lengths vary, some always are."""
+
+SLOWER = 2
+"""Copies that take up to this many times as long as predicted do not disturb the comparison with ordinary training."""
 
 ALONE = 0.03
 """Assumed relative error of a single block without hooks."""
@@ -100,7 +104,7 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
     return ordered[skipped], ordered[-1 - skipped]
 
 
-def compared(span: Span, solution: Solution) -> Measured | None:
+def from_blocks(span: Span, solution: Solution) -> Measured | None:
     """Return the time of a plan from one pass, by comparing its blocks with those that ran without hooks.
 
     Times are scaled to the machine's speed in the measured step.
@@ -118,18 +122,12 @@ def compared(span: Span, solution: Solution) -> Measured | None:
         span, solution = _known(span, solution)
     profile = solution.profile
     pairs = list(zip(span.blocks, profile.blocks, strict=True))
-    # Only blocks before those that offload: during the others copies run, which ordinary training has not.
-    offloads = (
-        place
-        for place, actions in enumerate(solution.assignment)
-        if Action.OFFLOAD in actions and not span.blocks[place].plain
-    )
-    quiet = [pair for pair in pairs[: next(offloads, len(pairs))] if pair[0].plain]
-    plain = quiet or [pair for pair in pairs if pair[0].plain]
-    forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in plain])
+    plain = [pair for pair in pairs if pair[0].plain]
+    quiet_forwards, quiet_backwards = ([pairs[place] for place in places] for places in _quiet(span, solution))
+    forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in quiet_forwards or plain])
     if forwards is None:
         return None
-    backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet])
+    backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet_backwards])
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
     plain_forward = sum(block.forward_seconds for block in profile.blocks)
     plain_backward = sum(block.backward_seconds for block in profile.blocks)
@@ -141,6 +139,25 @@ def compared(span: Span, solution: Solution) -> Measured | None:
 
     longest, middle, shortest = map(seconds, forwards, backwards or forwards)
     return Measured(seconds=middle, low_seconds=shortest, high_seconds=longest, peak_bytes=span.peak_bytes)
+
+
+def _quiet(span: Span, solution: Solution) -> Iterator[list[int]]:
+    """Return the blocks without hooks during whose forward, and backward, no copies run, as in ordinary training.
+
+    Copies may be slower than predicted.
+    """
+    rates = solution.profile.rates
+    slower = replace(
+        rates,
+        out_bytes_per_second=rates.out_bytes_per_second / SLOWER,
+        in_bytes_per_second=rates.in_bytes_per_second / SLOWER,
+    )
+    ran = [
+        (Action.KEEP,) * len(actions) if block.plain else actions
+        for block, actions in zip(span.blocks, solution.assignment, strict=True)
+    ]
+    for places in without_copies(replace(solution.profile, rates=slower), ran):
+        yield [place for place in sorted(places) if span.blocks[place].plain]
 
 
 def _same_blocks(span: Span, solution: Solution) -> bool:
@@ -202,7 +219,7 @@ class Check:
         self._noise = max(noise, LEAST_NOISE)
         self._steps = deque[Measured](maxlen=LATEST)
         self._settling, self._needed = SETTLING, CHECKED  # passes until those that count, and of those to a verdict
-        self._comparing = COMPARING
+        self._verifying = VERIFYING
         self.looks = 0  # later ones, after the first verdict
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
@@ -216,11 +233,11 @@ class Check:
         self._unused += 1
         if span is None:
             return None
-        if self._settling or (span.compares and self._comparing):
-            self._comparing -= not self._settling
+        if self._settling or (span.verifies and self._verifying):
+            self._verifying -= not self._settling
             self._settling, self._unused = max(self._settling - 1, 0), 0
             return None
-        found = None if self.budget_bytes is not None else compared(span, self.solution)
+        found = None if self.budget_bytes is not None else from_blocks(span, self.solution)
         if found is not None:
             self._unused = 0
             return self._judge(found)

@@ -398,7 +398,7 @@ def test_a_pass_in_which_a_recipe_had_no_verdict_says_so() -> None:
         unsure[0] += new
         scene.timer.pass_ends(100)
         scene.backward(runs)
-    assert [span.compares for span in scene.told] == [True, False, True]
+    assert [span.verifies for span in scene.told] == [True, False, True]
 
 
 def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
