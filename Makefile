@@ -13,7 +13,7 @@ TESTS ?=
 SOURCES := src tests benchmarks docs/site_hooks.py
 
 # Five steps or more warm up, the last measures activation memory, and those between are timed; the modes run in lockstep.
-DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 16 --packing true
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 20 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal,plain-again
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead equal bound faults sft sft_types families scaling examples loading
