@@ -1191,6 +1191,13 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
+        "price: after a miss only what the plan did becomes dearer",
+        "ebbtide/profiling/promise.py",
+        "        all_kinds=True,\n",
+        "",
+        PRICES,
+    ),
+    Mutant(
         "price: a plan whose median misses the promise stays after five passes",
         "ebbtide/profiling/promise.py",
         "        if above and not missed and len(self._steps) < LATEST:\n            return None\n",

@@ -4,7 +4,8 @@
 A step with offloading takes longer than the plain step plus its recomputes: hooks, fresh memory, shared cores and
 links. This unexplained time cannot be attributed to single copies or recomputes, so it is charged to all in proportion
 to their prices, with copies in both directions counted as if none were hidden. The charge for copies is split into host
-time per storage, and the rest per byte.
+time per storage, and the rest per byte. After a plan that took longer than predicted, kinds of work that it did not
+have become dearer by the same factor: else the next plan has those instead, and takes as long.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Work:
         recompute_seconds: Price of the recomputes.
         moved_bytes: Bytes across the link, each way.
         crossings: Storages across it, both ways together.
-        checkpoints: The recomputes are those of checkpointed blocks, too, whose price then changes like that of others.
+        all_kinds: Whether copies, and checkpointed blocks, become dearer even if there were none.
         hook_seconds: Price of the hooks, if it may be wrong, too; 0: it was measured by itself.
     """
 
     recompute_seconds: float
     moved_bytes: int
     crossings: int
-    checkpoints: bool = False
+    all_kinds: bool = False
     hook_seconds: float = 0.0
 
 
@@ -46,15 +47,16 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
         The profile; None if there was nothing to charge.
     """
     rates = profile.rates
-    moving = work.moved_bytes * (1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second)
+    both_ways = 1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second
+    moving = work.moved_bytes * both_ways
     total = moving + work.recompute_seconds + work.hook_seconds
     if total <= 0 or extra_seconds <= 0:
         return None
     factor = extra_seconds / total
-    checkpoints, hooks = (1 + factor if work.checkpoints else 1.0), (1 + factor if work.hook_seconds else 1.0)
+    checkpoints, hooks = (1 + factor if work.all_kinds else 1.0), (1 + factor if work.hook_seconds else 1.0)
     return replace(
         profile,
-        rates=_charged_rates(rates, work, factor * moving, host_seconds),
+        rates=_charged_rates(rates, work, factor * both_ways, host_seconds),
         blocks=tuple(
             replace(
                 block,
@@ -100,11 +102,15 @@ def _with_recomputes(units: tuple[Unit, ...], factor: float) -> tuple[Unit, ...]
     )
 
 
-def _charged_rates(rates: Rates, work: Work, seconds: float, host_seconds: float) -> Rates:
-    if not work.moved_bytes:
+def _charged_rates(rates: Rates, work: Work, each_byte: float, host_seconds: float) -> Rates:
+    """Return rates at which copying a byte, both ways together, takes ``each_byte`` seconds more of compute time."""
+    if not (work.moved_bytes or work.all_kinds):
         return rates
+    seconds = each_byte * work.moved_bytes
     each = min(host_seconds, seconds / work.crossings) if work.crossings else 0.0
-    by_byte = max(seconds - each * work.crossings, 0.0) / (2 * work.moved_bytes)  # rounding may go below 0
+    by_byte = each_byte / 2
+    if each:
+        by_byte = max(seconds - each * work.crossings, 0.0) / (2 * work.moved_bytes)  # rounding may go below 0
     return replace(
         rates,
         handling_seconds=rates.handling_seconds + each,

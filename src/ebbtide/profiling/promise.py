@@ -376,7 +376,7 @@ def recalibrated(check: Check) -> Profile | None:
         recompute_seconds=predicted.recompute_seconds,
         moved_bytes=predicted.moved_bytes,
         crossings=0,
-        checkpoints=any(Action.CHECKPOINT in actions for actions in check.solution.assignment),
+        all_kinds=True,
         hook_seconds=check.solution.hook_seconds,
     )
     return charged(profile, work, measured.seconds - predicted.step_seconds)

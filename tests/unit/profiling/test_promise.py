@@ -38,6 +38,7 @@ from ebbtide.profiling.promise import (
     Measured,
     from_blocks,
     loosened,
+    recalibrated,
 )
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
@@ -328,6 +329,26 @@ def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
     for one in (*[99.0] * SETTLING, *[missed] * CHECKED):
         plan.saw_span(Span(seconds=one, peak_bytes=None, saved_bytes=40 * 101 * MB))
     assert before / 2 < checkpointed() < before
+
+
+def test_after_a_miss_work_that_the_plan_did_not_do_is_no_way_out() -> None:
+    """Else a plan that recomputes is followed by one that offloads as much, and takes as long."""
+    check = judged_plan()._check
+    assert check is not None
+    profile = check.solution.profile
+    recomputes = [
+        tuple(Action.KEEP if one.recompute_seconds is None else Action.RECOMPUTE for one in block.units)
+        for block in profile.blocks
+    ]
+    only = Search(profile).simulated(recomputes)
+    assert only.predicted.recompute_seconds > 0 == only.predicted.moved_bytes
+    missed = Check(only, allowed_seconds=check.allowed_seconds, noise=0.0)
+    seconds = only.predicted.step_seconds + only.predicted.recompute_seconds
+    missed.measured = Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds)
+    found = recalibrated(missed)
+    assert found is not None
+    assert found.rates.handling_seconds_per_byte > profile.rates.handling_seconds_per_byte
+    assert found.blocks[0].checkpoint_factor > profile.blocks[0].checkpoint_factor
 
 
 def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
