@@ -1191,7 +1191,7 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
-        "price: after a miss only what the plan did becomes dearer",
+        "price: after a miss only what the plan did costs more",
         "ebbtide/profiling/promise.py",
         "        all_kinds=True,\n",
         "",

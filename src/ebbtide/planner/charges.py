@@ -5,7 +5,7 @@ A step with offloading takes longer than the plain step plus its recomputes: hoo
 links. This unexplained time cannot be attributed to single copies or recomputes, so it is charged to all in proportion
 to their prices, with copies in both directions counted as if none were hidden. The charge for copies is split into host
 time per storage, and the rest per byte. After a plan that took longer than predicted, kinds of work that it did not
-have become dearer by the same factor: else the next plan has those instead, and takes as long.
+have cost more by the same factor: else the next plan has those instead, and takes as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Work:
         recompute_seconds: Price of the recomputes.
         moved_bytes: Bytes across the link, each way.
         crossings: Storages across it, both ways together.
-        all_kinds: Whether copies, and checkpointed blocks, become dearer even if there were none.
+        all_kinds: Whether copies, and checkpointed blocks, cost more even if there were none.
         hook_seconds: Price of the hooks, if it may be wrong, too; 0: it was measured by itself.
     """
 

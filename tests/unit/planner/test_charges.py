@@ -18,7 +18,7 @@ def test_rounding_charges_no_byte_with_less_than_nothing() -> None:
         assert found.rates.handling_seconds > 0 and found.rates.handling_seconds_per_byte >= 0
 
 
-def test_kinds_of_work_that_a_step_did_not_have_become_dearer_only_where_the_cause_is_unknown() -> None:
+def test_kinds_of_work_that_a_step_did_not_have_cost_more_only_where_the_cause_is_unknown() -> None:
     """One second of recomputes took two; a gigabyte that is copied out and in takes one second."""
     block = BlockProfile(name="0", kind="Layer", forward_seconds=1.0, backward_seconds=2.0, units=())
     profile = Profile(blocks=(block,), rates=Rates(out_bytes_per_second=2e9, in_bytes_per_second=2e9))
