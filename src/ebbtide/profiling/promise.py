@@ -12,7 +12,7 @@ may only lead to a plan that keeps more. Without such blocks, or with a memory b
 as the measured steps, are compared with them, once: the promise is missed if all but the fastest took longer than
 promised, by more than the measured steps differed.
 
-After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
+After a miss, unexplained time is charged to all kinds of work (``ebbtide.planner.charges``), and the new plan keeps
 more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
 budget that was exceeded is reduced by the excess. A plan that kept its promise with time to spare is followed by one
 that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this independently.
