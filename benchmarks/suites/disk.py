@@ -1,10 +1,14 @@
-"""How much of raw direct I/O the disk tier reaches.
+"""How much of raw direct I/O the disk tier reaches, and what direct I/O costs compute.
 
 Raw is one thread that writes or reads blocks of one size, one after the other, with direct I/O, between aligned memory
 and a file: as much memory as the tier's (all of it is written; a few blocks are read into repeatedly). The tier moves
 tensors of that size: all copied out, then waited for; and taken one by one with a few prefetched ahead, each dropped
 before the next. Both alternate, and swap which goes first, so that other load on the machine affects both. The first
-pair warms up (a file's blocks are written once) and is not counted.
+pair warms up (a file's blocks are written once) and is not counted. Raw uses small pages, as torch's tensors on a CPU;
+the tier writes from such and reads into huge ones.
+
+Then a thread does raw I/O while matrices are multiplied with all processors, from or into small pages, and huge ones:
+the time that this adds to the multiplications, for each MiB that was moved meanwhile.
 
     python -m benchmarks.suites.disk [--path DIR] [--pairs 7] [--out DIR]
 """
@@ -14,29 +18,98 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import mmap
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.results_folder import hardware, interleaved, result_folder, summary, write_result
 from ebbtide.store.aligned import BackingFile
-from ebbtide.store.buffers import Buffer, view_memory
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.location import check_directory, default_directory, filesystem_of
+from ebbtide.store.pages import use_huge_pages
 
 MIB = 1 << 20
 GOAL = 0.9
 AHEAD = 4
+PIECE_BYTES = 9 * MIB // 4
+"""Of a saved tensor of 384 tokens and 1536 features, in float32."""
+
+Moved = tuple[float, int]
+"""Seconds of the multiplications, and bytes moved meanwhile."""
+
+
+def memory_of(nbytes: int, *, huge: bool) -> mmap.mmap:
+    """Return written memory in small or huge pages."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes, often=True)
+    else:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory[:] = b"1" * nbytes
+    return memory
+
+
+def multiply() -> float:
+    """Return the seconds of multiplications like those of a block's feed-forward part."""
+    x, up, down = torch.randn(384, 576), torch.randn(576, 1536), torch.randn(1536, 576)
+    started = time.perf_counter()
+    for _ in range(60):
+        x = nn.functional.normalize(nn.functional.silu(x @ up) @ down)
+    return time.perf_counter() - started
+
+
+def multiplied_while(move: Callable[[int], int] | None, total_bytes: int) -> Moved:
+    """Multiply while a thread moves pieces of a file by ``move``, which takes an offset; None: alone."""
+    stopped, moved = threading.Event(), 0
+
+    def run() -> None:
+        nonlocal moved
+        while move is not None and not stopped.is_set():
+            moved += move(moved % total_bytes)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    seconds = multiply()
+    stopped.set()
+    thread.join()
+    return seconds, moved
+
+
+def cost_to_compute(directory: Path, total_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """Return, for each kind of page and way, the milliseconds that a MiB adds to compute each round, and its rate."""
+    file = BackingFile(directory)
+    total_bytes = total_bytes // PIECE_BYTES * PIECE_BYTES
+    file.grow(0, total_bytes)
+    found: dict[str, list[float]] = {}
+    try:
+        memories = {"small": memory_of(8 * MIB, huge=False), "huge": memory_of(8 * MIB, huge=True)}
+        for index in range(0, total_bytes, PIECE_BYTES):
+            os.pwritev(file.fd, [memoryview(memories["small"])[:PIECE_BYTES]], index)
+        for round_ in range(rounds + 1):
+            alone, _ = multiplied_while(None, total_bytes)
+            for pages, memory in memories.items():
+                for way, call in (("out", os.pwritev), ("in", os.preadv)):
+                    view = memoryview(memory)[:PIECE_BYTES]
+                    seconds, moved = multiplied_while(lambda at, c=call, v=view: c(file.fd, [v], at), total_bytes)  # type: ignore[misc]
+                    if round_:
+                        found.setdefault(f"{pages}_{way}_cost", []).append(1e3 * (seconds - alone) / (moved / MIB))
+                        found.setdefault(f"{pages}_{way}_rate", []).append(moved / seconds)
+    finally:
+        file.close()
+    return found
 
 
 def raw_rates(file: BackingFile, size_bytes: int, total_bytes: int) -> tuple[float, float]:
     """Return bytes per second of raw writes and reads of blocks of ``size_bytes``."""
     count = total_bytes // size_bytes
-    memory = Buffer(total_bytes, 0)
-    ctypes.memset(memory.address, 1, total_bytes)
-    views = [view_memory(memory.address + i * size_bytes, size_bytes) for i in range(count)]
+    memory = memoryview(memory_of(total_bytes, huge=False))
+    views = [memory[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
     rates: list[float] = []
     for call, ring in ((os.pwritev, count), (os.preadv, AHEAD + 1)):
         started = time.perf_counter()
@@ -83,7 +156,11 @@ def measure(directory: Path, size_bytes: int, total_bytes: int, pairs: int) -> d
         file.close()
 
 
-def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float]]]) -> str:
+def report(
+    result: dict[str, object],
+    sizes: dict[str, dict[str, dict[str, float]]],
+    costs: dict[str, dict[str, float]],
+) -> str:
     """Return the README of a results folder."""
     lines = [
         f"# Disk tier against raw direct I/O: {result['hardware']}",
@@ -101,6 +178,20 @@ def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float
             cells = [f"{x['median'] / MIB:.0f} ({x['q1'] / MIB:.0f} to {x['q3'] / MIB:.0f})" for x in (raw, tier)]
             share = f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
             lines.append(f"| {size} | {way} | {cells[0]} | {cells[1]} | {share} |")
+    lines += [
+        "",
+        "The same pieces of 2.25 MiB, raw, beside matrices that are multiplied with all processors:",
+        "",
+        "| pages | way | MiB/s | milliseconds that a MiB adds to compute |",
+        "| --- | --- | --- | --- |",
+    ]
+    for pages in ("small", "huge"):
+        for way in ("out", "in"):
+            rate, cost = (costs[f"{pages}_{way}_{x}"] for x in ("rate", "cost"))
+            lines.append(
+                f"| {pages} | {way} | {rate['median'] / MIB:.0f} ({rate['q1'] / MIB:.0f} to {rate['q3'] / MIB:.0f}) "
+                f"| {cost['median']:.3f} ({cost['q1']:.3f} to {cost['q3']:.3f}) |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -122,6 +213,8 @@ def main() -> None:
             found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
         runs[f"{size_mib} MiB"] = found
         sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
+    compute = cost_to_compute(directory, options.total_mib * MIB, options.pairs)
+    costs = {name: summary(values) for name, values in compute.items()}
     folder = options.out or result_folder("disk", directory)
     result: dict[str, object] = {
         "suite": "disk",
@@ -132,8 +225,9 @@ def main() -> None:
         "pairs": options.pairs,
         "summary": sizes,
         "runs_bytes_per_second": runs,
+        "cost_to_compute": compute,
     }
-    text = report(result, sizes)
+    text = report(result, sizes, costs)
     write_result(folder, result, text)
     print(text)
 

@@ -8,6 +8,7 @@ MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
 HOOKED = ("tests/unit/planner/test_hooked.py",)
 REST = ("tests/unit/wrap/test_rest.py",)
+BUFFERS = ("tests/unit/store/test_buffers.py",)
 PRICES = (
     "tests/unit/profiling/test_measured.py",
     "tests/unit/profiling/test_promise.py",
@@ -540,6 +541,20 @@ MUTANTS = (
         "if saved is None or reference in self._requested or reference in grouped:",
         "if saved is None or reference in self._requested:",
         ("tests/unit/schedule/test_copies.py",),
+    ),
+    Mutant(
+        "reads: memory is used again while its tensor lives",
+        "ebbtide/store/buffers.py",
+        "        weakref.finalize(self._loan, chunk.given_back.append, (offset, mapped)).atexit = False\n",
+        "        chunk.given_back.append((offset, mapped))\n",
+        BUFFERS,
+    ),
+    Mutant(
+        "reads: memory of dead tensors is not used again",
+        "ebbtide/store/buffers.py",
+        "        while self.given_back:\n",
+        "        while False:\n",
+        BUFFERS,
     ),
     Mutant(
         "groups: a slot that is named twice is copied in twice",

@@ -1,12 +1,16 @@
 """Memory for bytes read back from disk.
 
+[Note: memory for reads]
 Fresh pages cost more than the read itself: the kernel must clear and map each one (measured: 60 to 70 ms of processor
-time for 256 MiB read into fresh memory, 10 ms into used memory). So when a tensor dies, its memory is kept for the next
-read of that size, up to a limit, until ``trim``.
+time for 256 MiB read into fresh memory, 10 ms into used memory). And a read into small pages, which lie anywhere in
+memory, is many small transfers: into huge pages it is faster, and takes less time from compute (suite ``disk``). So
+reads share chunks of huge pages, and what dies makes room for the next read. From one backward to the next chunks are
+kept up to a share of what the backward read, so that they take little of the memory that offloading saves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -15,7 +19,13 @@ from collections import deque
 
 import torch
 
-from ebbtide.store.extents import round_up
+from ebbtide.store.extents import Extents, round_up
+from ebbtide.store.pages import HUGE_PAGE_BYTES, use_huge_pages
+
+_CHUNK_BYTES = 4 * HUGE_PAGE_BYTES
+
+KEPT = 1 / 8
+"""Share of what a backward read that chunks may hold until the next one."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -35,18 +45,15 @@ class Buffer:
     Args:
         nbytes: Bytes of the tensor.
         shift: Distance of its first byte from a page boundary.
-        pool: Receives the memory when the tensor's storage dies; ``None``: the system does.
+        pool: Has the memory, and gets it back when the tensor's storage dies; ``None``: it comes from the system.
     """
 
     def __init__(self, nbytes: int, shift: int, pool: BufferPool | None = None) -> None:
         mapped = round_up(shift + nbytes, mmap.PAGESIZE)
-        memory = pool.find(mapped) if pool else None
-        if memory is None:
-            memory = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # The storage keeps the array alive, not the map: when the array dies, the map can be reused.
-        self._loan = _array(mapped).from_buffer(memory)
-        if pool:
-            weakref.finalize(self._loan, pool.give, memory).atexit = False
+        chunk, offset = (pool.chunk_for(mapped) if pool else None) or (_Chunk(mapped), 0)
+        # The storage keeps the array alive, not the chunk: when the array dies, its place can be reused.
+        self._loan = _array(mapped).from_buffer(chunk.memory, chunk.begin + offset)
+        weakref.finalize(self._loan, chunk.given_back.append, (offset, mapped)).atexit = False
         self._nbytes, self._shift = nbytes, shift
         self.address = ctypes.addressof(self._loan) + shift
 
@@ -55,52 +62,71 @@ class Buffer:
         return torch.frombuffer(self._loan, dtype=torch.uint8, count=self._nbytes, offset=self._shift)
 
 
-class BufferPool:
-    """Spare maps, newest last, at most ``limit_bytes``.
+class _Chunk:
+    """Memory for several reads; unmapped when it is referenced no more, and the last of its tensors is dead.
 
-    Storages die in any thread, even through the garbage collector inside ``find``, and an interrupt may come at any
-    point, so there is no lock. Operations of a ``deque`` are atomic; the byte count may drift a little until ``trim``.
+    Attributes:
+        memory: The map.
+        begin: Where in it the chunk begins.
+        extents: Its free places; of the thread that reads.
+        given_back: Places whose tensors are dead, and that ``extents`` still counts as used. Storages die in any
+            thread, even through the garbage collector, and an interrupt may come at any point; a deque's ``append`` is
+            atomic.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._spare: deque[mmap.mmap] = deque()
-        self._spare_bytes = 0
+    __slots__ = ("begin", "extents", "given_back", "memory")
+
+    def __init__(self, nbytes: int) -> None:
+        spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
+        self.memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.begin = -address % HUGE_PAGE_BYTES if spare else 0
+        if spare:
+            use_huge_pages(address + self.begin, nbytes, often=True)
+        self.extents = Extents(mmap.PAGESIZE)
+        self.extents.grow(nbytes)
+        self.given_back: deque[tuple[int, int]] = deque()
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Return where a free place begins, now used; None if there is none."""
+        while self.given_back:
+            self.extents.release(*self.given_back.popleft())
+        return self.extents.reserve(nbytes)
+
+
+class BufferPool:
+    """Chunks for the reads of one thread. See [Note: memory for reads]."""
+
+    def __init__(self) -> None:
+        self._chunks: list[_Chunk] = []
+        self._taken_bytes = 0  # since the last ``trim``
 
     @property
-    def spare_bytes(self) -> int:
-        """Bytes kept for later."""
-        return sum(map(len, self._spare.copy()))
+    def size_bytes(self) -> int:
+        """Bytes of the chunks, used or not."""
+        return sum([chunk.extents.size_bytes for chunk in self._chunks.copy()])
 
-    def find(self, mapped_bytes: int) -> mmap.mmap | None:
-        """Return a spare map of exactly this size, or ``None``."""
-        for memory in reversed(self._spare.copy()):
-            if len(memory) == mapped_bytes:
-                try:
-                    self._spare.remove(memory)
-                except ValueError:  # dropped meanwhile as the oldest
-                    continue
-                self._spare_bytes -= mapped_bytes
-                return memory
-        return None
-
-    def give(self, memory: mmap.mmap) -> None:
-        """Keep an unused map; the oldest are freed when there are too many."""
-        self._spare.append(memory)
-        self._spare_bytes += len(memory)
-        while self._spare_bytes > self._limit_bytes:
-            try:
-                self._spare_bytes -= len(self._spare.popleft())
-            except IndexError:
-                self._spare_bytes = 0
-
-    def trim(self, *, limit_bytes: int | None = None) -> None:
-        """Free all spare maps.
+    def chunk_for(self, nbytes: int) -> tuple[_Chunk, int]:
+        """Return a chunk, and a place in it that is used from now on.
 
         Args:
-            limit_bytes: The limit from now on; ``None``: unchanged.
+            nbytes: Its size, a multiple of the page size.
         """
-        if limit_bytes is not None:
-            self._limit_bytes = limit_bytes
-        self._spare.clear()
-        self._spare_bytes = 0
+        self._taken_bytes += nbytes
+        for chunk in self._chunks.copy():
+            if (offset := chunk.reserve(nbytes)) is not None:
+                return chunk, offset
+        chunk = _Chunk(round_up(nbytes, _CHUNK_BYTES))
+        self._chunks.append(chunk)
+        return chunk, chunk.reserve(nbytes) or 0
+
+    def trim(self, *, all_chunks: bool = False) -> None:
+        """Forget chunks beyond ``KEPT`` of what was read since the last call.
+
+        Args:
+            all_chunks: Forget all.
+        """
+        limit_bytes, self._taken_bytes = 0 if all_chunks else KEPT * self._taken_bytes, 0
+        while self._chunks and self.size_bytes > limit_bytes:
+            with contextlib.suppress(IndexError):  # trimmed in another thread, too
+                self._chunks.pop()

@@ -205,11 +205,12 @@ class DiskTier(Streamless):
         return all(slot.parked for slot in slots)
 
     def trim(self) -> None:
-        """Free spare read buffers, and the memory of ``return_freed_memory``."""
+        """Free spare memory of reads, and the memory of ``return_freed_memory``."""
+        trims_heap = self._trims_heap()
         if self._work.usable:
             self._work.measure()
-            self._work.pool.trim()
-        if self._trims_heap():
+            self._work.pool.trim(all_chunks=trims_heap)
+        if trims_heap:
             trim_heap()
 
     def return_freed_memory(self, when: Callable[[], bool] = lambda: True, *, at_once: bool = False) -> None:

@@ -47,7 +47,7 @@ class DiskWork:
 
     def __init__(self, file: BackingFile, room: Room, *, window_bytes: int, counters: TierCounters) -> None:
         self._file, self._room, self._window_bytes, self._counters = file, room, window_bytes, counters
-        self.pool = BufferPool(window_bytes // 4)
+        self.pool = BufferPool()
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # Three conditions, so that the end of a write wakes its waiters and not an idle reader.
@@ -303,7 +303,7 @@ class DiskWork:
                     self._written(self._writes.popleft())
                 self._reads.clear()
                 self._room.close()
-                self.pool.trim(limit_bytes=0)
+                self.pool.trim(all_chunks=True)
             self._wake_all()
         self._trash.clear()
 

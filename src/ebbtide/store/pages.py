@@ -84,7 +84,7 @@ def give_pages(address: int, nbytes: int) -> int:
     return 0 if _libc().madvise(ctypes.c_void_p(begin), length, _POPULATE_WRITE) == 0 else ctypes.get_errno()
 
 
-def use_huge_pages(address: int, nbytes: int) -> bool:
+def use_huge_pages(address: int, nbytes: int, *, often: bool = False) -> bool:
     """Let the system back memory that was not used yet with huge pages, where whole ones fit in.
 
     One fault then clears 2 MiB instead of 4 KiB: a fifth to a half of the time, except where the host has to back them
@@ -93,6 +93,7 @@ def use_huge_pages(address: int, nbytes: int) -> bool:
     Args:
         address: Address of memory that is mapped.
         nbytes: Its size.
+        often: It will be used again and again, so that it hardly matters what the first use costs.
 
     Returns:
         Whether the system accepted that; it may still use small pages, and does if huge ones are off (``"never"``).
@@ -101,7 +102,7 @@ def use_huge_pages(address: int, nbytes: int) -> bool:
         return False
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-    if length < HUGE_PAGE_BYTES or host_reclaims_pages():
+    if length < HUGE_PAGE_BYTES or (host_reclaims_pages() and not often):
         return False
     return _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _HUGE_PAGE) == 0
 

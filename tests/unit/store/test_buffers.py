@@ -5,63 +5,110 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import mmap
 import os
+import re
 import resource
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from ebbtide.store.buffers import Buffer, BufferPool
-from ebbtide.store.pages import fetch_pages, give_pages
+from ebbtide.store.pages import HUGE_PAGE_BYTES, fetch_pages, give_pages
+
+CHUNK = 8 << 20
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages"
+)
 
 
 def test_memory_of_a_dead_tensor_is_used_again() -> None:
-    pool = BufferPool(1 << 20)
+    pool = BufferPool()
     first = Buffer(5000, 64, pool).tensor()
     address, view = first.data_ptr(), first.view(torch.int32)
     del first
-    assert pool.spare_bytes == 0  # the view still holds it
+    other = Buffer(6000, 128, pool)
+    assert abs(other.address - address) >= 5000  # the view still holds it
     del view
-    assert pool.spare_bytes == 8192
     again = Buffer(6000, 128, pool)
     assert again.address == address + 64
-    assert pool.spare_bytes == 0
+    assert pool.size_bytes == CHUNK
 
 
-def test_the_oldest_go_when_there_are_too_many() -> None:
-    pool = BufferPool(3 * 4096)
-    buffers = [Buffer(4096, 0, pool) for _ in range(3)] + [Buffer(8192, 0, pool)]
+def test_tensors_of_all_sizes_share_chunks() -> None:
+    pool = BufferPool()
+    tensors = [Buffer(nbytes, 64, pool).tensor().fill_(n) for n, nbytes in enumerate((3 << 20, 100, 900_000, 1 << 20))]
+    assert pool.size_bytes == CHUNK
+    assert [int(t[-1]) for t in tensors] == [0, 1, 2, 3]
+    spans = sorted((t.data_ptr() // mmap.PAGESIZE, -(-(t.data_ptr() + t.numel()) // mmap.PAGESIZE)) for t in tensors)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), "they share a page"
+    large = Buffer(CHUNK + 1, 0, pool)
+    assert pool.size_bytes == CHUNK + 2 * CHUNK
+    del large
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("pooled", [True, False])
+def test_chunks_may_have_huge_pages_and_begin_at_one(pooled: bool) -> None:
+    buffer = Buffer(4 << 20, 64, BufferPool() if pooled else None)
+    assert (buffer.address - 64) % HUGE_PAGE_BYTES == 0
+    assert "hg" in _flags_at(buffer.address)
+
+
+def _flags_at(address: int) -> list[str]:
+    """Return what the kernel notes of the mapping at an address."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            here = begin <= address < end
+        elif here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("nothing is mapped there")
+
+
+def test_chunks_stay_for_the_next_backward_up_to_an_eighth_of_what_was_read() -> None:
+    pool = BufferPool()
+    buffers = [Buffer(CHUNK // 2, 0, pool) for _ in range(4)]
+    address = buffers[0].address
+    assert pool.size_bytes == 2 * CHUNK
     while buffers:
-        buffers.pop(0)
-    gc.collect()
-    assert pool.spare_bytes == 3 * 4096
-    assert pool.find(8192) is not None and pool.find(4096) is not None and pool.find(4096) is None
+        buffers.pop()
+    for _ in range(12):  # one after the other: together eight times a chunk
+        assert Buffer(CHUNK // 2, 0, pool).address == address
+    pool.trim()
+    assert pool.size_bytes == CHUNK
+    assert Buffer(CHUNK // 2, 0, pool).address == address
+    pool.trim()  # less was read
+    assert pool.size_bytes == 0
+    Buffer(CHUNK // 2, 0, pool)
+    pool.trim(all_chunks=True)
+    assert pool.size_bytes == 0
 
 
-def test_a_map_that_is_dropped_while_it_is_looked_for_is_not_found() -> None:
-    pool = BufferPool(1 << 20)
-    Buffer(4096, 0, pool)
-
-    class Taken(type(pool._spare)):  # type: ignore[misc]
-        def copy(self) -> Taken:
-            found = Taken(self)
-            self.clear()  # like another thread's ``give``, which drops the oldest
-            return found
-
-    pool._spare = Taken(pool._spare)
-    assert pool.find(4096) is None
-
-
-def test_trim_empties_and_can_close() -> None:
-    pool = BufferPool(1 << 20)
-    kept = Buffer(4096, 0, pool)
-    Buffer(4096, 0, pool)
-    assert pool.spare_bytes == 4096
-    pool.trim(limit_bytes=0)
+def test_a_tensor_outlives_its_pool_and_then_its_memory_is_unmapped() -> None:
+    pool = BufferPool()
+    kept = Buffer(4096, 0, pool).tensor().fill_(7)
+    memory = weakref.ref(pool._chunks[0].memory)
+    pool.trim(all_chunks=True)
+    assert pool.size_bytes == 0 and int(kept.sum()) == 7 * 4096
     del kept
-    assert pool.spare_bytes == 0
+    gc.collect()
+    assert memory() is None
+
+
+def test_places_return_from_any_thread() -> None:
+    pool = BufferPool()
+    for _ in range(3):
+        held = [Buffer(1 << 20, 0, pool).tensor() for _ in range(8)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+    assert pool.size_bytes == CHUNK
 
 
 def test_memory_is_mapped_in_at_once_and_keeps_its_contents() -> None:
