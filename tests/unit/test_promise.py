@@ -562,8 +562,11 @@ def test_minimal_checkpoints_kinds_whose_recipes_were_not_faster(monkeypatch: py
     tiny = build("llama")
     plain = tiny.step()
     with ebbtide.enable_activation_offloading(tiny.model, policy="minimal", min_bytes=0, verify=True) as handle:
+        window, with_recipes = handle._engine._window, 0
         for _ in range(COUNTED + 2):
             assert not differences(plain, tiny.step())
+            with_recipes = with_recipes or window._block_bytes
         assert handle.stats().checkpointed_blocks == len(tiny.block_list())
+        assert 0 < window._block_bytes < with_recipes, "the window follows what the blocks offload now"
         drain()
         assert_nothing_left(handle._engine)

@@ -12,6 +12,8 @@ need the memory of one block.
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
@@ -56,6 +58,7 @@ class MinimalPlan(PolicyPlan):
         super().__init__(policy, rule.name, rule.text)
         self._tier, self._bus, self._steps = tier, bus, 0
         self._timer: StepTimer | None = None
+        self._engine: Callable[[], Engine | None] = lambda: None
         self._second_run: dict[str, str] = {}  # kind of block → why it is checkpointed
 
     def watch(self, engine: Engine) -> None:
@@ -63,6 +66,7 @@ class MinimalPlan(PolicyPlan):
         meter = meter_for(self._tier)
         timer = StepTimer(meter, weakly(self.saw_step), waited=dict[str, float], memory=False)
         self._timer = engine.timer = timer
+        self._engine = weakref.ref(engine)
         timer.marks = True  # so both are measured in the same parts
         timer.want()
 
@@ -101,6 +105,8 @@ class MinimalPlan(PolicyPlan):
             )
             logger.info("%s blocks are checkpointed: %s", kind, self._second_run[kind])
         if self._second_run:
+            if (engine := self._engine()) is not None:
+                engine.plan_changed()
             self._bus.emit("plan", name=self.name, text=self.explain())
 
 

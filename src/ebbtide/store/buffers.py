@@ -5,7 +5,8 @@ Fresh pages cost more than the read itself: the kernel must clear and map each o
 time for 256 MiB read into fresh memory, 10 ms into used memory). And a read into small pages, which lie anywhere in
 memory, is many small transfers: into huge pages it is faster, and takes less time from compute (suite ``disk``). So
 reads share chunks of huge pages, and what dies makes room for the next read. From one backward to the next chunks are
-kept up to a share of what the backward read, so that they take little of the memory that offloading saves.
+kept up to a share of what the backward read, so that they take little of the memory that offloading saves; and all that
+it used, if the host takes freed memory back: to back and clear a huge page again takes it milliseconds.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from collections import deque
 import torch
 
 from ebbtide.store.extents import Extents, round_up
-from ebbtide.store.pages import HUGE_PAGE_BYTES, use_huge_pages
-
-_CHUNK_BYTES = 4 * HUGE_PAGE_BYTES
+from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, use_huge_pages
 
 KEPT = 1 / 8
 """Share of what a backward read that chunks may hold until the next one."""
@@ -116,17 +115,20 @@ class BufferPool:
         for chunk in self._chunks.copy():
             if (offset := chunk.reserve(nbytes)) is not None:
                 return chunk, offset
-        chunk = _Chunk(round_up(nbytes, _CHUNK_BYTES))
+        chunk = _Chunk(round_up(nbytes, HUGE_PAGE_BYTES))
         self._chunks.append(chunk)
         return chunk, chunk.reserve(nbytes) or 0
 
     def trim(self, *, all_chunks: bool = False) -> None:
-        """Forget chunks beyond ``KEPT`` of what was read since the last call.
+        """Forget chunks. See [Note: memory for reads].
 
         Args:
-            all_chunks: Forget all.
+            all_chunks: Keep none, even if the next backward will need them.
         """
-        limit_bytes, self._taken_bytes = 0 if all_chunks else KEPT * self._taken_bytes, 0
+        taken_bytes, self._taken_bytes = 0 if all_chunks else self._taken_bytes, 0
+        if taken_bytes and host_reclaims_pages():
+            return
+        limit_bytes = KEPT * taken_bytes
         while self._chunks and self.size_bytes > limit_bytes:
             with contextlib.suppress(IndexError):  # trimmed in another thread, too
                 self._chunks.pop()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,7 +40,7 @@ def tried(found: TimedStep, recipes: Sequence[float], second: Sequence[float]) -
 def watched() -> tuple[MinimalPlan, Any]:
     """Return a plan and the timer through which it sees steps."""
     plan = MinimalPlan(Minimal(), tier(), Bus())
-    engine: Any = SimpleNamespace(timer=None)
+    engine: Any = Mock(timer=None)
     plan.watch(engine)
     return plan, engine.timer
 

@@ -20,7 +20,7 @@ import torch
 from ebbtide.store.buffers import Buffer, BufferPool
 from ebbtide.store.pages import HUGE_PAGE_BYTES, fetch_pages, give_pages
 
-CHUNK = 8 << 20
+CHUNK = HUGE_PAGE_BYTES
 needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages"
 )
@@ -42,12 +42,12 @@ def test_memory_of_a_dead_tensor_is_used_again() -> None:
 def test_tensors_of_all_sizes_share_chunks() -> None:
     pool = BufferPool()
     tensors = [Buffer(nbytes, 64, pool).tensor().fill_(n) for n, nbytes in enumerate((3 << 20, 100, 900_000, 1 << 20))]
-    assert pool.size_bytes == CHUNK
+    assert pool.size_bytes == 2 * CHUNK + CHUNK
     assert [int(t[-1]) for t in tensors] == [0, 1, 2, 3]
     spans = sorted((t.data_ptr() // mmap.PAGESIZE, -(-(t.data_ptr() + t.numel()) // mmap.PAGESIZE)) for t in tensors)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), "they share a page"
     large = Buffer(CHUNK + 1, 0, pool)
-    assert pool.size_bytes == CHUNK + 2 * CHUNK
+    assert pool.size_bytes == 2 * CHUNK + CHUNK + 2 * CHUNK
     del large
 
 
@@ -71,6 +71,12 @@ def _flags_at(address: int) -> list[str]:
     raise AssertionError("nothing is mapped there")
 
 
+@pytest.fixture
+def host_keeps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: False)
+
+
+@pytest.mark.usefixtures("host_keeps_pages")
 def test_chunks_stay_for_the_next_backward_up_to_an_eighth_of_what_was_read() -> None:
     pool = BufferPool()
     buffers = [Buffer(CHUNK // 2, 0, pool) for _ in range(4)]
@@ -84,6 +90,18 @@ def test_chunks_stay_for_the_next_backward_up_to_an_eighth_of_what_was_read() ->
     assert pool.size_bytes == CHUNK
     assert Buffer(CHUNK // 2, 0, pool).address == address
     pool.trim()  # less was read
+    assert pool.size_bytes == 0
+
+
+def test_all_chunks_stay_where_the_host_takes_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: True)
+    pool = BufferPool()
+    for _ in range(2):
+        buffers = [Buffer(CHUNK // 2, 0, pool) for _ in range(4)]
+        del buffers
+        pool.trim()
+        assert pool.size_bytes == 2 * CHUNK
+    pool.trim()  # nothing was read
     assert pool.size_bytes == 0
     Buffer(CHUNK // 2, 0, pool)
     pool.trim(all_chunks=True)
@@ -104,7 +122,7 @@ def test_a_tensor_outlives_its_pool_and_then_its_memory_is_unmapped() -> None:
 def test_places_return_from_any_thread() -> None:
     pool = BufferPool()
     for _ in range(3):
-        held = [Buffer(1 << 20, 0, pool).tensor() for _ in range(8)]
+        held = [Buffer(1 << 20, 0, pool).tensor() for _ in range(2)]
         thread = threading.Thread(target=held.clear)
         thread.start()
         thread.join()
