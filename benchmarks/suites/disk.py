@@ -8,7 +8,8 @@ pair warms up (a file's blocks are written once) and is not counted. Raw uses sm
 the tier writes from such and reads into huge ones.
 
 Then a thread does raw I/O while matrices are multiplied with all processors, from or into small pages, and huge ones:
-the time that this adds to the multiplications, for each MiB that was moved meanwhile.
+the time that this adds to the multiplications, for each MiB that was moved meanwhile. And fresh memory is written,
+some seconds after as much was freed: what a first use of either kind of page costs.
 
     python -m benchmarks.suites.disk [--path DIR] [--pairs 7] [--out DIR]
 """
@@ -40,6 +41,9 @@ AHEAD = 4
 PIECE_BYTES = 9 * MIB // 4
 """Of a saved tensor of 384 tokens and 1536 features, in float32."""
 
+UNUSED_SECONDS = 3.0
+"""A host that takes freed memory back has done so by then."""
+
 Moved = tuple[float, int]
 """Seconds of the multiplications, and bytes moved meanwhile."""
 
@@ -51,8 +55,17 @@ def memory_of(nbytes: int, *, huge: bool) -> mmap.mmap:
         use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes, often=True)
     else:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    memory[:] = b"1" * nbytes
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, nbytes)
     return memory
+
+
+def first_use(nbytes: int, *, huge: bool) -> float:
+    """Return the milliseconds that the first use of a MiB of fresh memory takes, long after as much was freed."""
+    memory_of(nbytes, huge=huge).close()
+    time.sleep(UNUSED_SECONDS)
+    started = time.perf_counter()
+    memory_of(nbytes, huge=huge).close()
+    return 1e3 * (time.perf_counter() - started) / (nbytes / MIB)
 
 
 def multiply() -> float:
@@ -100,6 +113,8 @@ def cost_to_compute(directory: Path, total_bytes: int, rounds: int) -> dict[str,
                     if round_:
                         found.setdefault(f"{pages}_{way}_cost", []).append(1e3 * (seconds - alone) / (moved / MIB))
                         found.setdefault(f"{pages}_{way}_rate", []).append(moved / seconds)
+            for pages in memories:
+                found.setdefault(f"{pages}_fresh", []).append(first_use(32 * MIB, huge=pages == "huge"))
     finally:
         file.close()
     return found
@@ -185,6 +200,7 @@ def report(
         "| pages | way | MiB/s | milliseconds that a MiB adds to compute |",
         "| --- | --- | --- | --- |",
     ]
+    first: list[str] = []
     for pages in ("small", "huge"):
         for way in ("out", "in"):
             rate, cost = (costs[f"{pages}_{way}_{x}"] for x in ("rate", "cost"))
@@ -192,6 +208,12 @@ def report(
                 f"| {pages} | {way} | {rate['median'] / MIB:.0f} ({rate['q1'] / MIB:.0f} to {rate['q3'] / MIB:.0f}) "
                 f"| {cost['median']:.3f} ({cost['q1']:.3f} to {cost['q3']:.3f}) |"
             )
+        fresh = costs[f"{pages}_fresh"]
+        first.append(f"{fresh['median']:.2f} ({fresh['q1']:.2f} to {fresh['q3']:.2f}) in {pages} pages")
+    lines += [
+        "",
+        f"Milliseconds for the first use of a MiB, {UNUSED_SECONDS:g} s after as much was freed: {', '.join(first)}.",
+    ]
     return "\n".join(lines) + "\n"
 
 
