@@ -23,6 +23,9 @@ import torch
 from ebbtide.store.extents import Extents, round_up
 from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, use_huge_pages
 
+CHUNK_BYTES = 8 * HUGE_PAGE_BYTES
+"""Of a chunk; only the pages in use take memory, since the first place that is free is taken."""
+
 KEPT = 1 / 8
 """Share of what a backward read that chunks may hold until the next one."""
 
@@ -49,7 +52,7 @@ class Buffer:
 
     def __init__(self, nbytes: int, shift: int, pool: BufferPool | None = None) -> None:
         mapped = round_up(shift + nbytes, mmap.PAGESIZE)
-        chunk, offset = (pool.chunk_for(mapped) if pool else None) or (_Chunk(mapped), 0)
+        chunk, offset = (pool.chunk_for(mapped) if pool else None) or (_Chunk(mapped, often=False), 0)
         # The storage keeps the array alive, not the chunk: when the array dies, its place can be reused.
         self._loan = _array(mapped).from_buffer(chunk.memory, chunk.begin + offset)
         weakref.finalize(self._loan, chunk.given_back.append, (offset, mapped)).atexit = False
@@ -75,13 +78,13 @@ class _Chunk:
 
     __slots__ = ("begin", "extents", "given_back", "memory")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, often: bool) -> None:
         spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
         self.memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.begin = -address % HUGE_PAGE_BYTES if spare else 0
         if spare:
-            use_huge_pages(address + self.begin, nbytes, often=True)
+            use_huge_pages(address + self.begin, nbytes, often=often)
         self.extents = Extents(mmap.PAGESIZE)
         self.extents.grow(nbytes)
         self.given_back: deque[tuple[int, int]] = deque()
@@ -115,7 +118,7 @@ class BufferPool:
         for chunk in self._chunks.copy():
             if (offset := chunk.reserve(nbytes)) is not None:
                 return chunk, offset
-        chunk = _Chunk(round_up(nbytes, HUGE_PAGE_BYTES))
+        chunk = _Chunk(round_up(nbytes, CHUNK_BYTES), often=True)
         self._chunks.append(chunk)
         return chunk, chunk.reserve(nbytes) or 0
 

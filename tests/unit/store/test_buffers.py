@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ebbtide.store.buffers import CHUNK_BYTES as CHUNK
 from ebbtide.store.buffers import Buffer, BufferPool
 from ebbtide.store.pages import HUGE_PAGE_BYTES, fetch_pages, give_pages
 
-CHUNK = HUGE_PAGE_BYTES
 needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages"
 )
@@ -42,21 +42,25 @@ def test_memory_of_a_dead_tensor_is_used_again() -> None:
 def test_tensors_of_all_sizes_share_chunks() -> None:
     pool = BufferPool()
     tensors = [Buffer(nbytes, 64, pool).tensor().fill_(n) for n, nbytes in enumerate((3 << 20, 100, 900_000, 1 << 20))]
-    assert pool.size_bytes == 2 * CHUNK + CHUNK
+    assert pool.size_bytes == CHUNK
     assert [int(t[-1]) for t in tensors] == [0, 1, 2, 3]
     spans = sorted((t.data_ptr() // mmap.PAGESIZE, -(-(t.data_ptr() + t.numel()) // mmap.PAGESIZE)) for t in tensors)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), "they share a page"
     large = Buffer(CHUNK + 1, 0, pool)
-    assert pool.size_bytes == 2 * CHUNK + CHUNK + 2 * CHUNK
+    assert pool.size_bytes == CHUNK + 2 * CHUNK
     del large
 
 
 @needs_huge_pages
-@pytest.mark.parametrize("pooled", [True, False])
-def test_chunks_may_have_huge_pages_and_begin_at_one(pooled: bool) -> None:
+@pytest.mark.parametrize(("pooled", "reclaimed"), [(True, True), (True, False), (False, True), (False, False)])
+def test_chunks_may_have_huge_pages_and_begin_at_one(
+    pooled: bool, reclaimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is used once has none where their first use is costly."""
+    monkeypatch.setattr("ebbtide.store.pages.host_reclaims_pages", lambda: reclaimed)
     buffer = Buffer(4 << 20, 64, BufferPool() if pooled else None)
     assert (buffer.address - 64) % HUGE_PAGE_BYTES == 0
-    assert "hg" in _flags_at(buffer.address)
+    assert ("hg" in _flags_at(buffer.address)) == (pooled or not reclaimed)
 
 
 def _flags_at(address: int) -> list[str]:

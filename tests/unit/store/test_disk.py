@@ -175,22 +175,22 @@ def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
     assert tier._work._room.size_bytes <= 256 * MIB
     assert len(tier._work._room._extents._free) == 1  # one free place: all neighbours merged
     del taken
-    assert tier._work.pool.size_bytes == 2 * MIB  # memory was used again
+    assert tier._work.pool.size_bytes == 16 * MIB  # memory was used again
     tier.trim()
-    assert tier._work.pool.size_bytes == 2 * MIB  # much was read, so a little is kept
+    assert tier._work.pool.size_bytes == 16 * MIB  # much was read, so a little is kept
     tier.trim()
     assert tier._work.pool.size_bytes == 0
 
 
 def test_memory_of_reads_goes_at_once_where_freed_memory_is_returned(tier: DiskTier) -> None:
-    for _ in range(300):
+    for _ in range(500):
         slot = tier.park(noise(300_000))
         slot.take()
         slot.free()
     tier.trim()
-    assert tier._work.pool.size_bytes == 2 * MIB
+    assert tier._work.pool.size_bytes == 16 * MIB
     tier.return_freed_memory()
-    for _ in range(300):
+    for _ in range(500):
         slot = tier.park(noise(300_000))
         slot.take()
         slot.free()
