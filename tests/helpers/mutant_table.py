@@ -545,14 +545,14 @@ MUTANTS = (
     Mutant(
         "reads: memory is used again while its tensor lives",
         "ebbtide/store/buffers.py",
-        "        weakref.finalize(self._loan, chunk.given_back.append, (offset, mapped)).atexit = False\n",
-        "        chunk.given_back.append((offset, mapped))\n",
+        "        weakref.finalize(self._loan, chunk.returned.append, (offset, mapped)).atexit = False\n",
+        "        chunk.returned.append((offset, mapped))\n",
         BUFFERS,
     ),
     Mutant(
         "reads: memory of dead tensors is not used again",
         "ebbtide/store/buffers.py",
-        "        while self.given_back:\n",
+        "        while self.returned:\n",
         "        while False:\n",
         BUFFERS,
     ),

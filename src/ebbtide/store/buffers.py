@@ -55,7 +55,7 @@ class Buffer:
         chunk, offset = (pool.chunk_for(mapped) if pool else None) or (_Chunk(mapped, often=False), 0)
         # The storage keeps the array alive, not the chunk: when the array dies, its place can be reused.
         self._loan = _array(mapped).from_buffer(chunk.memory, chunk.begin + offset)
-        weakref.finalize(self._loan, chunk.given_back.append, (offset, mapped)).atexit = False
+        weakref.finalize(self._loan, chunk.returned.append, (offset, mapped)).atexit = False
         self._nbytes, self._shift = nbytes, shift
         self.address = ctypes.addressof(self._loan) + shift
 
@@ -71,12 +71,12 @@ class _Chunk:
         memory: The map.
         begin: Where in it the chunk begins.
         extents: Its free places; of the thread that reads.
-        given_back: Places whose tensors are dead, and that ``extents`` still counts as used. Storages die in any
+        returned: Places whose tensors are dead, and that ``extents`` still counts as used. Storages die in any
             thread, even through the garbage collector, and an interrupt may come at any point; a deque's ``append`` is
             atomic.
     """
 
-    __slots__ = ("begin", "extents", "given_back", "memory")
+    __slots__ = ("begin", "extents", "returned", "memory")
 
     def __init__(self, nbytes: int, *, often: bool) -> None:
         spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
@@ -87,12 +87,12 @@ class _Chunk:
             use_huge_pages(address + self.begin, nbytes, often=often)
         self.extents = Extents(mmap.PAGESIZE)
         self.extents.grow(nbytes)
-        self.given_back: deque[tuple[int, int]] = deque()
+        self.returned: deque[tuple[int, int]] = deque()
 
     def reserve(self, nbytes: int) -> int | None:
         """Return where a free place begins, now used; None if there is none."""
-        while self.given_back:
-            self.extents.release(*self.given_back.popleft())
+        while self.returned:
+            self.extents.release(*self.returned.popleft())
         return self.extents.reserve(nbytes)
 
 
