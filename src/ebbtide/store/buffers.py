@@ -74,9 +74,10 @@ class _Chunk:
         returned: Places whose tensors are dead, and that ``extents`` still counts as used. Storages die in any
             thread, even through the garbage collector, and an interrupt may come at any point; a deque's ``append`` is
             atomic.
+        used: Whether a place was taken since the pool was trimmed.
     """
 
-    __slots__ = ("begin", "extents", "returned", "memory")
+    __slots__ = ("begin", "extents", "memory", "returned", "used")
 
     def __init__(self, nbytes: int, *, often: bool) -> None:
         spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
@@ -88,12 +89,15 @@ class _Chunk:
         self.extents = Extents(mmap.PAGESIZE)
         self.extents.grow(nbytes)
         self.returned: deque[tuple[int, int]] = deque()
+        self.used = False
 
     def reserve(self, nbytes: int) -> int | None:
         """Return where a free place begins, now used; None if there is none."""
         while self.returned:
             self.extents.release(*self.returned.popleft())
-        return self.extents.reserve(nbytes)
+        offset = self.extents.reserve(nbytes)
+        self.used = self.used or offset is not None
+        return offset
 
 
 class BufferPool:
@@ -128,10 +132,10 @@ class BufferPool:
         Args:
             all_chunks: Keep none, even if the next backward will need them.
         """
-        taken_bytes, self._taken_bytes = 0 if all_chunks else self._taken_bytes, 0
-        if taken_bytes and host_reclaims_pages():
-            return
-        limit_bytes = KEPT * taken_bytes
-        while self._chunks and self.size_bytes > limit_bytes:
-            with contextlib.suppress(IndexError):  # trimmed in another thread, too
-                self._chunks.pop()
+        limit_bytes, self._taken_bytes = KEPT * self._taken_bytes, 0
+        reclaimed = host_reclaims_pages()
+        for chunk in reversed(self._chunks.copy()):  # the first ones are used first
+            if all_chunks or not chunk.used or (not reclaimed and self.size_bytes > limit_bytes):
+                with contextlib.suppress(ValueError):  # trimmed in another thread, too
+                    self._chunks.remove(chunk)
+            chunk.used = False
