@@ -1,12 +1,12 @@
 """Memory for bytes read back from disk.
 
 [Note: memory for reads]
-Fresh pages cost more than the read itself: the kernel must clear and map each one (measured: 60 to 70 ms of processor
-time for 256 MiB read into fresh memory, 10 ms into used memory). And a read into small pages, which lie anywhere in
-memory, is many small transfers: into huge pages it is faster, and takes less time from compute (suite ``disk``). So
-reads share chunks of huge pages, and what dies makes room for the next read. From one backward to the next chunks are
-kept up to a share of what the backward read, so that they take little of the memory that offloading saves; and all that
-it used, if the host takes freed memory back: to back and clear a huge page again takes it milliseconds.
+Fresh pages cost as much as the read itself: the kernel must clear and map each one. And a read into small pages, which
+lie anywhere in memory, is many small transfers: into huge pages it is faster, and takes less time from compute (suite
+``disk`` measures both). So reads share chunks of huge pages, and what dies makes room for the next read. From one
+backward to the next chunks are kept up to a share of what the backward read, so that they take little of the memory
+that offloading saves; and all that it used, if the host takes freed memory back: to back and clear a huge page again
+takes it milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 import torch
 
 from ebbtide.store.extents import Extents, round_up
-from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, use_huge_pages
+from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, map_memory, use_huge_pages
 
 CHUNK_BYTES = 8 * HUGE_PAGE_BYTES
 """Of a chunk; only the pages in use take memory, since the first place that is free is taken."""
@@ -80,12 +80,9 @@ class _Chunk:
     __slots__ = ("begin", "extents", "memory", "returned", "used")
 
     def __init__(self, nbytes: int, *, often: bool) -> None:
-        spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
-        self.memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.begin = -address % HUGE_PAGE_BYTES if spare else 0
-        if spare:
-            use_huge_pages(address + self.begin, nbytes, often=often)
+        self.memory, self.begin = map_memory(nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory, self.begin))
+        use_huge_pages(address, nbytes, often=often)
         self.extents = Extents(mmap.PAGESIZE)
         self.extents.grow(nbytes)
         self.returned: deque[tuple[int, int]] = deque()

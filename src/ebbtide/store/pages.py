@@ -54,6 +54,24 @@ def populate(address: int, nbytes: int, memory: object) -> None:
                 raise RuntimeError(f"cannot back memory with pages: {os.strerror(problem)}")
 
 
+def map_memory(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map fresh memory that begins at a huge page, if it is as large as one.
+
+    Args:
+        nbytes: Its size, a multiple of the page size.
+
+    Returns:
+        The map, which has room for it, and where in the map it begins.
+
+    Raises:
+        OSError: The system has no addresses for it.
+    """
+    spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
+    memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return memory, -address % HUGE_PAGE_BYTES if spare else 0
+
+
 def near_processors(root: Path = _PROCESSORS) -> set[int]:
     """Return the processors on which the caller may run that share its memory node; if unknown, all on which it may
     run.

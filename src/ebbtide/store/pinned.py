@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ebbtide.store.extents import round_up
-from ebbtide.store.pages import HUGE_PAGE_BYTES, populate
+from ebbtide.store.pages import map_memory, populate
 
 _PORTABLE = 1
 """Pinned for all devices of the process, not only the current one."""
@@ -67,10 +67,7 @@ class _Mapping:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
-        spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
-        self.memory = mmap.mmap(-1, self.nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.offset = -address % HUGE_PAGE_BYTES if spare else 0
+        self.memory, self.offset = map_memory(self.nbytes)
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # pinning costs time per page
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):
