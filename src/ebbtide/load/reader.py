@@ -354,10 +354,10 @@ def cached_share(fd: int) -> float:
 
 def _sampled_share(fd: int, size_bytes: int) -> float:
     """Return which part of a sample of places in a file can be read without waiting; 1 where that is unknown."""
-    begin, cached = random.Random().random(), 0  # a read that fails still makes the kernel fetch its page
+    draw, cached = random.Random(), 0
     for sample in range(_SAMPLES):
-        try:
-            place = int((sample + begin) * size_bytes / _SAMPLES)
+        try:  # places drawn apart: a read that fails still makes the kernel fetch its page, for the next look
+            place = int((sample + draw.random()) * size_bytes / _SAMPLES)
             cached += os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT)
         except BlockingIOError:
             pass

@@ -196,22 +196,24 @@ def test_exact_spans_are_runs_that_tile_the_box(data: st.DataObject) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root takes another user's rights")
 def test_how_much_is_cached_of_a_file_of_another_user(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(bytes(16 << 20))
+    (tmp_path / "x").write_bytes(bytes(4 << 20))
     fd = os.open(tmp_path / "x", os.O_RDONLY)
     os.fsync(fd)
+    looks = []
     try:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
         os.seteuid(65534)
         cached = cached_share(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        dropped = [cached_share(fd) for _ in range(3)]
+        for _ in range(40):  # a second look must not find the pages of the first one: one of 16 at each place
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            looks += [cached_share(fd), cached_share(fd)]
     except OSError as error:
         pytest.skip(f"this file system has no reads without waiting ({error})")
     finally:
         os.seteuid(0)
         os.close(fd)
     assert cached == 1
-    assert max(dropped) < 0.5  # also of the second rank that looks
+    assert max(looks) < 0.6  # also of the second rank that looks
 
 
 @pytest.mark.parametrize(("error", "share"), [(errno.EAGAIN, 0.0), (errno.EOPNOTSUPP, 1.0)])
