@@ -29,6 +29,7 @@ from ebbtide.track import MemoryReader
 MIB = 1 << 20
 LOCKSTEP = "lockstep"
 """The note of a row that numbers the lockstep it was taken in."""
+COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
 CASE_SECONDS = 240.0
 """A case that takes longer is stopped, and its row says so."""
 
@@ -85,6 +86,19 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
     finally:
         for each in running:
             each.end()
+
+
+def compact_memory() -> bool:
+    """Join the machine's free memory into large pieces, so that equal processes get equal memory (decision 23).
+
+    Returns:
+        Whether it was permitted: root may do so on Linux, outside of most containers.
+    """
+    try:
+        COMPACT_MEMORY.write_text("1")
+    except OSError:
+        return False
+    return True
 
 
 def _run_alone(case: Case, limit_seconds: float) -> Row:
@@ -215,6 +229,7 @@ class Book:
         self._folder = folder or result_folder(suite)
         self._ends = time.monotonic() + 60 * minutes
         self._locksteps = 0
+        self._compacted = False
 
     @property
     def late(self) -> bool:
@@ -247,6 +262,7 @@ class Book:
         why = [absent(way_named(case.way), accelerated=torch.accelerator.is_available()) for case in cases]
         why = ["not reached: the suite's time was up" if reason is None and self.late else reason for reason in why]
         present = [case for case, reason in zip(cases, why, strict=True) if reason is None]
+        self._compacted = not torch.accelerator.is_available() and compact_memory()
         found = iter(run_in_lockstep(present, limit_seconds=min(CASE_SECONDS, left)) if present else [])
         rows = [
             next(found) if reason is None else Row(case=case, status=reason)
@@ -272,6 +288,7 @@ class Book:
             "suite": self._suite,
             "hardware": hardware(RESULTS),
             "device": device_name(),
+            "memory_compacted": self._compacted,
             **self._about,
             "rows": [asdict(r) for r in self.rows],
         }

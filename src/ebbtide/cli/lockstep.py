@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,15 @@ from ebbtide.cli.progress import RunProgress, RunReader
 
 GROWTH = 1.25
 """A run's memory after its first step, times this, is expected to be its peak."""
+
+_FREE_PIECES = Path("/proc/buddyinfo")
+_HUGE_ORDER = 9
+
+_FIRST_SLOW = (
+    "The first run may be up to a fifth slower than equal ones: it gets the memory that is free in small pieces\n"
+    "({size}), which this virtual machine's host backs by small pages\n"
+    "hint: as root, `echo 1 > /proc/sys/vm/compact_memory` before a comparison joins the pieces"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +64,7 @@ def run_round(
     """
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
+        small_bytes = small_free_bytes()
         alone: bool | None = True if len(starts) == 1 or not lockstep else None
         for number, start in enumerate(starts, start=1):
             reader = progress.begin(start.what, start.folder)
@@ -71,6 +82,8 @@ def run_round(
                 alone = reason is not None
                 if reason is not None:
                     report(f"The runs follow one another: {reason}.")
+                elif is_first_slow(small_bytes, child.most_bytes):
+                    report(_FIRST_SLOW.format(size=format_size(small_bytes)))
             if outcome is None and alone:
                 child.release()
                 outcome = child.follow(lambda: bool(progress.look()))
@@ -114,6 +127,35 @@ def _step(child: Child, reader: RunReader, progress: RunProgress) -> Ended | Non
         return reader.waits > before
 
     return child.follow(over)
+
+
+def small_free_bytes(pieces: Path = _FREE_PIECES) -> int:
+    """Return how much of the free memory lies in pieces smaller than a huge page; 0 where that is unknown.
+
+    Args:
+        pieces: Lists, for each zone of memory, the number of its free pieces of 1, 2, 4, ... pages.
+    """
+    try:
+        zones = [line.partition("zone")[2].split()[1:] for line in pieces.read_text().splitlines()]
+        pages = sum(int(number) << order for zone in zones for order, number in enumerate(zone[:_HUGE_ORDER]))
+    except (OSError, ValueError):
+        return 0
+    return pages * mmap.PAGESIZE
+
+
+def is_first_slow(small_bytes: int, one_bytes: int) -> bool:
+    """Whether the run that starts first may get much slower memory than the others.
+
+    The system hands out small free pieces before it divides large ones. The host of a virtual machine that reclaims
+    free huge pages backs these anew, and it backed the small pieces long ago, by small pages of its own.
+
+    Args:
+        small_bytes: Free memory in small pieces before the first run.
+        one_bytes: The first run's memory.
+    """
+    from ebbtide.store.pages import host_reclaims_pages  # it imports torch, which starting a run does not need
+
+    return host_reclaims_pages() and 2 * small_bytes > one_bytes
 
 
 def why_alone(one_bytes: int, *, runs: int, device: str, processes: int = 1) -> str | None:
