@@ -154,7 +154,7 @@ def main() -> None:
 
         for _ in range(given.rounds):
             ways = following()
-            run([*ways, "plain"])  # equal runs differ, and those that start first are slower: compare with their mean
+            run([*ways, "plain"])  # equal runs differ: compare with their mean
             if later := following()[len(ways) :]:  # in the first round: budgets, now that there are peaks
                 run(["plain", *later, "plain"])
     book.close()

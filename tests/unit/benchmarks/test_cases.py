@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks import case as case_module
 from benchmarks import cases as cases_module
 from benchmarks.case import Case, CopyCount, Row, digests, most_allocated, run
-from benchmarks.cases import Book, against_plain, run_in_lockstep, table
+from benchmarks.cases import Book, against_plain, compact_memory, run_in_lockstep, table
 from benchmarks.peers import Prepared, Way, absent, all_ways
 from benchmarks.shapes import Shape
 from benchmarks.suites.longest import longest
@@ -131,9 +131,12 @@ def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
         return [Row(case=case, seconds=[2.0, 1.0, 3.0], peak_bytes=2_000_000) for case in cases]
 
     monkeypatch.setattr(cases_module, "run_in_lockstep", runs)
+    monkeypatch.setattr(cases_module, "COMPACT_MEMORY", tmp_path / "compact_memory")
     book = Book("trial", tmp_path, 1.0, report, {"small": True})
     book.run(Case(way="plain", model="tiny", tokens=128))
-    assert [r["status"] for r in json.loads((tmp_path / "run.json").read_text())["rows"]] == ["ok"]
+    first = json.loads((tmp_path / "run.json").read_text())
+    assert [r["status"] for r in first["rows"]] == ["ok"]
+    assert first["memory_compacted"] and (tmp_path / "compact_memory").read_text() == "1"
     book.run(Case(way="torchtune", model="tiny", tokens=128))
     book._ends = 0.0
     book.run(Case(way="save_on_cpu", model="tiny", tokens=128))
@@ -141,6 +144,11 @@ def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
     assert [r["status"].split(":")[0] for r in found][::2] == ["ok", "not reached"] and len(ran) == 1
     assert found[1]["status"].startswith(("not installed", "not run"))
     assert "| plain | 2.000 (1.500 to 2.500) | 1.000 | 2 | 1.00 | 0 | 0 | ok |" in (tmp_path / "README.md").read_text()
+
+
+def test_memory_that_may_not_be_compacted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases_module, "COMPACT_MEMORY", tmp_path)  # a folder: nobody may write it as a file
+    assert not compact_memory()
 
 
 def test_cases_in_lockstep_take_each_step_together() -> None:

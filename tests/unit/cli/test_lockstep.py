@@ -1,6 +1,7 @@
 """The runs of a round go in lockstep, and the obstacles to it."""
 
 import io
+import mmap
 import os
 import sys
 import threading
@@ -11,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, read_events
-from ebbtide.cli.lockstep import Start, run_round, why_alone
+from ebbtide.cli import lockstep as lockstep_module
+from ebbtide.cli.lockstep import Start, is_first_slow, run_round, small_free_bytes, why_alone
 from ebbtide.cli.merge import merge
 from ebbtide.cli.progress import RunProgress
 from ebbtide.store import share as share_module
@@ -26,7 +28,7 @@ GIB = 1 << 30
 class Round:
     """A round of children; ``said`` is the printed text, ``log`` the children's output."""
 
-    def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True):
+    def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True, small_bytes=0):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300)
 
@@ -43,13 +45,15 @@ class Round:
         starts = [start(mode, factor) for mode, factor in FACTORS.items()]
         progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
         self.reasons = []
-        run_round(
-            starts,
-            progress,
-            ended=ended or self.outcomes.__setitem__,
-            lockstep=lockstep,
-            report=self.reasons.append,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lockstep_module, "small_free_bytes", lambda: small_bytes)
+            run_round(
+                starts,
+                progress,
+                ended=ended or self.outcomes.__setitem__,
+                lockstep=lockstep,
+                report=self.reasons.append,
+            )
 
     @property
     def steps(self):
@@ -121,6 +125,34 @@ def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     # Medians of steps 2 to 4 of each run.
     merged = {mode["mode"]: mode for mode in merge({1: alone.summaries()}, list(FACTORS), {})}
     assert merged["checkpointing"]["step_ratio"]["median"] == 1.5
+
+
+def test_free_memory_in_small_pieces_is_read_of_all_zones(tmp_path):
+    pieces = tmp_path / "buddyinfo"
+    pieces.write_text(
+        "Node 0, zone      DMA      1      0      0      0      0      0      0      0      1      1      3\n"
+        "Node 0, zone   Normal      2      1      0      0      0      0      0      0      0    822    719\n"
+    )
+    assert small_free_bytes(pieces) == (1 + 256 + 2 + 2) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("text", ["", "Node 0, zone DMA one two", None])
+def test_free_memory_in_pieces_of_unknown_size_warns_of_nothing(tmp_path, text):
+    if text is not None:
+        (tmp_path / "buddyinfo").write_text(text)
+    assert small_free_bytes(tmp_path / "buddyinfo") == 0
+
+
+@pytest.mark.parametrize(("reclaims", "small", "slow"), [(True, 6, True), (True, 5, False), (False, 60, False)])
+def test_the_first_run_is_slow_where_it_gets_what_the_host_backs_by_small_pages(monkeypatch, reclaims, small, slow):
+    monkeypatch.setattr("ebbtide.store.pages.host_reclaims_pages", lambda: reclaims)
+    assert is_first_slow(small * GIB, 10 * GIB) is slow
+
+
+def test_a_first_run_that_gets_slow_memory_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("ebbtide.store.pages.host_reclaims_pages", lambda: True)
+    (reason,) = Round(tmp_path, small_bytes=9 * GIB).reasons
+    assert "first run" in reason and "9.0 GiB" in reason and "hint: as root" in reason
 
 
 def test_runs_that_may_write_the_same_files_follow_one_another(tmp_path):
