@@ -117,8 +117,9 @@ class Plan(Protocol):
 
     Building a recipe is the largest host cost per saved tensor. A plan that can tell in advance that it will not
     recompute a storage, such as a table, may define ``needs_recipe(candidate) -> bool``: where it returns False, no
-    recipe is built and ``choose`` must not return RECOMPUTE. One that never reads ``Candidate.kept_bytes`` may set
-    ``reads_kept_bytes = False``: then they are not counted for it.
+    recipe is built and ``choose`` must not return RECOMPUTE. One with blocks in which nothing is recomputed may define
+    ``recomputes_in(block_name) -> bool``: where it returns False, no operands of recipes are noted. One that never
+    reads ``Candidate.kept_bytes`` may set ``reads_kept_bytes = False``: then they are not counted for it.
     """
 
     @property

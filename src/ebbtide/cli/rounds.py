@@ -7,8 +7,8 @@ compared: after each step a child waits for a byte on a pipe (``track.lockstep``
 on an accelerator, with several processes, and as scripts (which may write the same files), they run one after the
 other, and medians of a round are compared. The order of modes rotates. Equal processes differ, too, and on some virtual
 machines the one that starts first is slower (``is_first_slow``): of one round, ordinary training is better the mean of
-two runs, the first and the last (``plain-again``). Memory is sampled by this process in the same way for all modes. Every child gets the caller's
-environment unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
+two runs, the first and the last (``plain-again``). Memory is sampled by this process in the same way for all modes.
+Every child gets the caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
 """
 
 from __future__ import annotations

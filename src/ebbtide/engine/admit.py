@@ -54,7 +54,9 @@ class Admission(RunRecord):
         self.running: list[Running] = []  # modules of the block, innermost last
         self._sites = Sites(block, engine.known_sites.setdefault(block.name, Known()))
         self.weights = Weights(engine.weights, block.weights)
-        self.recipes = engine.plan.recomputes  # operands of recipes are noted
+        self.recipes = engine.plan.recomputes
+        recomputes_in: Callable[[str], bool] | None = getattr(engine.plan, "recomputes_in", None)
+        self.notes = self.recipes and (recomputes_in is None or recomputes_in(block.name))  # operands of recipes
         self._allowed = STORAGE_ACTIONS if self.recipes else _WITHOUT_RECIPES
         self._reads_kept: bool = getattr(engine.plan, "reads_kept_bytes", True)
         self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)

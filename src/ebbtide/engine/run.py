@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from ebbtide.base.actions import Action, Site
@@ -30,8 +32,13 @@ class BlockRun(Replay):
             tensor: The saved tensor.
             outer: The saved tensor that it is inside of. See [Note: wrapper subclasses].
         """
-        if outer is not None or not self.replays:
+        if outer is not None:
             return self._pack(tensor, outer)
+        if not self.replays:
+            began = time.perf_counter()
+            ticket = self._pack(tensor, outer)
+            self.pack_seconds += time.perf_counter() - began
+            return ticket
         position = self._sites.position
         if type(tensor) is torch.nn.Parameter:
             return LightTicket(tensor, weight=True, checked=self.engine.weights.checked, place=position.place)
@@ -52,7 +59,7 @@ class BlockRun(Replay):
                 tally.packs += 1
                 tally.replayed += 1
                 tally.saved += memo.layout.logical_bytes
-                if self.recipes and (builder := self.builder) is not None:
+                if self.notes and (builder := self.builder) is not None:
                     node = tensor.grad_fn
                     if node is None or tensor._base is not None:
                         self._note(tensor, ticket)
@@ -74,7 +81,7 @@ class BlockRun(Replay):
         engine = self.engine
         layout = self._light(tensor, outer)
         if not isinstance(layout, Layout):
-            if self.recipes and isinstance(layout, LightTicket) and tensor.grad_fn is not None:
+            if self.notes and isinstance(layout, LightTicket) and tensor.grad_fn is not None:
                 self._note(tensor, layout)
             return layout
         storage = tensor.untyped_storage()
@@ -93,7 +100,7 @@ class BlockRun(Replay):
         tally = self.tally
         tally.packs += 1
         tally.saved += layout.logical_bytes
-        if self.recipes:
+        if self.notes:
             self._note(tensor, ticket)
         return ticket
 

@@ -39,6 +39,7 @@ class TimedBlock:
         checkpointed: Its forward ran a second time in backward, so its units are its inputs.
         checkpointable: Its forward could run a second time in backward.
         input_bytes: Bytes that it would keep for that: those of its inputs that need a gradient.
+        pack_seconds: Time in the pack hook, without replays; 0 on an accelerator, which does not wait for the host.
     """
 
     name: str
@@ -54,6 +55,7 @@ class TimedBlock:
     checkpointed: bool = False
     checkpointable: bool = False
     input_bytes: int = 0
+    pack_seconds: float = 0.0
 
     @property
     def saved_bytes(self) -> int:

@@ -80,6 +80,7 @@ class _Block:
     checkpointed: bool = False
     checkpointable: bool = False
     input_bytes: int = 0
+    pack_seconds: float = 0.0
     forward: _Stretches = field(default_factory=_Stretches)
     backward: _Stretches = field(default_factory=_Stretches)
     units: list[TimedUnit] = field(default_factory=list[TimedUnit])  # without their prices
@@ -241,6 +242,7 @@ class StepTimer:
         if self._pass is not None and block is not None:
             if not isinstance(run, PlainRun):
                 block.checkpointable, block.input_bytes = run.checkpointable, run.tally.input_bytes
+                block.pack_seconds = run.pack_seconds
             self._cut(self._pass.between)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
@@ -378,6 +380,7 @@ class StepTimer:
                 checkpointed=block.checkpointed,
                 checkpointable=block.checkpointable,
                 input_bytes=block.input_bytes,
+                pack_seconds=block.pack_seconds if self._where is None or self._where.type == "cpu" else 0.0,
             )
             for block in found.blocks
         )  # fmt: skip

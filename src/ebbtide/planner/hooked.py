@@ -4,8 +4,9 @@
 A block with anything offloaded or recomputed has hooks, which cost host time for each saved tensor, whatever its
 action. A block that keeps everything has none. So offloading and recomputing more in fewer blocks may save more within
 the same slowdown. The search runs for the first n blocks, whose bytes stay longest, for several n, each within the
-slowdown left after the hooks of n blocks; all other blocks keep everything. A checkpointed block has hooks for its
-inputs only: where the host limits the step, a second forward may cost less than the hooks of recipes, so plans that
+slowdown left after the hooks of n blocks; all other blocks keep everything. Hooks cost more in a block in which
+anything is recomputed, so each n is searched twice, with recomputes and without any. A checkpointed block has hooks for
+its inputs only: where the host limits the step, a second forward may cost less than the hooks of recipes, so plans that
 checkpoint the first blocks are tried, too. If hooks cost nothing, or were not measured, there is one search over all
 blocks.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.profile import RECOMPUTE_HOOKS, Profile
 from ebbtide.planner.solve import GRAIN, Search, Solution
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
@@ -40,9 +41,11 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
     found += [plan for plan in map(with_hooks, fitting) if plan.predicted.overhead_seconds <= limit]
     counts = {*FEW, *(round(part * len(profile.blocks)) for part in PARTS)}
     for count in sorted(count for count in counts if 0 < count <= len(profile.blocks)):
-        left = slack - sum(block.hook_seconds for block in profile.blocks[:count])
-        if left > 0:
-            assignment = Search(_first(profile, count)).least_memory(left).assignment
+        hooks = sum(block.hook_seconds for block in profile.blocks[:count])
+        for left, recomputes in ((slack - RECOMPUTE_HOOKS * hooks, True), (slack - hooks, False)):
+            if left <= 0:
+                continue
+            assignment = Search(_first(profile, count, recomputes=recomputes)).least_memory(left).assignment
             candidate = with_hooks(search.simulated(assignment))
             if candidate.predicted.overhead_seconds <= limit:  # later executions of a block share actions
                 found.append(candidate)
@@ -63,10 +66,21 @@ def with_hooks(found: Solution) -> Solution:
     )
 
 
-def _first(profile: Profile, count: int) -> Profile:
-    """Return a profile in which all but the first blocks must keep their tensors."""
+def _first(profile: Profile, count: int, *, recomputes: bool) -> Profile:
+    """Return a profile in which all but the first blocks must keep their tensors.
+
+    Args:
+        profile: The step.
+        count: The number of first blocks.
+        recomputes: Whether anything may be recomputed in those.
+    """
     blocks = list(profile.blocks)
-    for place, block in enumerate(blocks[count:], count):
-        units = (replace(unit, movable=False, recompute_seconds=None, recompute_flops=None) for unit in block.units)
-        blocks[place] = replace(block, units=tuple(units), checkpointable=False)
+    for place, block in enumerate(blocks):
+        first = place < count
+        if not (first and recomputes):
+            units = (
+                replace(unit, movable=unit.movable and first, recompute_seconds=None, recompute_flops=None)
+                for unit in block.units
+            )
+            blocks[place] = replace(block, units=tuple(units), checkpointable=block.checkpointable and first)
     return replace(profile, blocks=tuple(blocks))

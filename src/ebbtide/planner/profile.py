@@ -19,6 +19,10 @@ _OF_BLOCKS = "forward_seconds", "backward_seconds", "forward_base_bytes", "backw
 CHECKPOINT_HOOKS = 1 / 3
 """Assumed cost of the hooks of a checkpointed block, relative to those of one that keeps everything."""
 
+RECOMPUTE_HOOKS = 1.75
+"""The same of a block in which something is recomputed: what operands of recipes are is noted for all of its tensors.
+Measured on a CPU, of a block that saves 38 tensors: 2.1 ms where everything is kept, 3.7 where some is recomputed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
@@ -61,6 +65,8 @@ class BlockProfile:
         """Return the cost of its hooks under actions for its units."""
         if Action.CHECKPOINT in actions:
             return CHECKPOINT_HOOKS * self.hook_seconds
+        if Action.RECOMPUTE in actions:
+            return RECOMPUTE_HOOKS * self.hook_seconds
         return self.hook_seconds if any(action is not Action.KEEP for action in actions) else 0.0
 
     @property

@@ -80,6 +80,8 @@ class TablePlan(Explained):
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
     _inputs: Mapping[str, Action] = field(init=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
+    _recomputes: Mapping[str, bool] = field(init=False, compare=False)
+    """Block → whether anything in it is recomputed."""
 
     def __post_init__(self) -> None:
         checkpointed = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
@@ -88,6 +90,10 @@ class TablePlan(Explained):
             if name in checkpointed and action is not Action.CHECKPOINT:
                 inputs[name] = action
         object.__setattr__(self, "_inputs", inputs)
+        recomputes: dict[str, bool] = {}
+        for (name, _), action in self.actions.items():
+            recomputes[name] = recomputes.get(name, False) or action is Action.RECOMPUTE
+        object.__setattr__(self, "_recomputes", recomputes)
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
@@ -119,6 +125,10 @@ class TablePlan(Explained):
         if candidate.block_name in self._inputs or action not in (Action.KEEP, Action.OFFLOAD):
             return True
         return action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes
+
+    def recomputes_in(self, block_name: str) -> bool:
+        """Whether anything in a block is recomputed; True for an unknown block, which follows the heuristic."""
+        return self._recomputes.get(block_name, True)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: saved tensors are decided one by one."""

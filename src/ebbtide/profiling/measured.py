@@ -173,6 +173,12 @@ class MeasuredPlan(Explained):
             return False
         return self._measures or self.table is None or self.table.needs_recipe(candidate)
 
+    def recomputes_in(self, block_name: str) -> bool:
+        """Whether anything in a block may be recomputed."""
+        if block_name in self._kept_under_hooks:
+            return False
+        return self._measures or self.table is None or self.table.recomputes_in(block_name)
+
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: saved tensors are decided one by one."""
         return Action.KEEP

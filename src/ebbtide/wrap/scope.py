@@ -134,7 +134,7 @@ class Scope:
         running = run.leave()
         if (
             leaf
-            and run.recipes
+            and run.notes
             and running is not None
             and isinstance(output, torch.Tensor)
             and run.builder is not None
