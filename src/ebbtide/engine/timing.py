@@ -37,7 +37,7 @@ from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import Edges, SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
-from ebbtide.store.meter import Meter, Timestamp
+from ebbtide.store.meter import HostMeter, Meter, Timestamp
 
 Prepare = Callable[[], Callable[[], object] | None]
 
@@ -380,7 +380,7 @@ class StepTimer:
                 checkpointed=block.checkpointed,
                 checkpointable=block.checkpointable,
                 input_bytes=block.input_bytes,
-                pack_seconds=block.pack_seconds if self._where is None or self._where.type == "cpu" else 0.0,
+                pack_seconds=block.pack_seconds if isinstance(meter, HostMeter) else 0.0,
             )
             for block in found.blocks
         )  # fmt: skip

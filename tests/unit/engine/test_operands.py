@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import ebbtide
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import ModifiedInPlaceError
-from tests.helpers.engines import in_thread
+from tests.helpers.engines import ByTable, in_thread
 from tests.helpers.twice import Stack, check, check_refused, only_biases, sgd, step_of, train, two_losses
 
 
@@ -464,3 +465,29 @@ def test_a_convolution_that_is_called_with_another_bias() -> None:
 
     convolved = step_of(lambda model: model(torch.randn(2, 4, 16)).square().mean())
     check(lambda: sgd(Stack(Convolves(), Convolves(), Convolves())), step)
+
+
+# Blocks in which a plan recomputes nothing
+
+
+class InOneBlock(ByTable):
+    """Recomputes what it can; says that it does so in one block, so in the others no operands are noted."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda c: Action.OFFLOAD if c.recompute_flops is None else Action.RECOMPUTE)
+
+    def recomputes_in(self, block_name: str) -> bool:
+        return block_name == "1"
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_operands_are_noted_where_the_plan_recomputes_something(steps: int) -> None:
+    model, x, plan = nn.Sequential(Mlp(), Mlp(), Mlp()), rows(), InOneBlock()
+    weights = list(model.parameters())
+    expected = torch.autograd.grad(model(x).square().mean(), weights)
+    with ebbtide.enable_activation_offloading(model, policy=plan, min_bytes=0, blocks=["0", "1", "2"]):
+        for _ in range(steps):
+            found = torch.autograd.grad(model(x).square().mean(), weights)
+            assert all(map(torch.equal, found, expected))
+    flops = {c.block_name: c.recompute_flops for c in plan.asked if c.site.node == "SiluBackward0"}
+    assert flops["1"] < flops["0"] == flops["2"], "from another saved tensor; from the block's input"

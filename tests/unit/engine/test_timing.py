@@ -15,6 +15,7 @@ from ebbtide.engine.passes import PlainRun
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import OTHERS, StepTimer
+from ebbtide.store.meter import HostMeter
 
 CPU = torch.device("cpu")
 
@@ -46,8 +47,8 @@ class Clock:
 class Scene:
     """A timer on a clock, and passes whose blocks take preset times."""
 
-    def __init__(self, *, more: bool = False, memory: bool = False) -> None:
-        self.clock, self.found, self.waits = Clock(), list[TimedStep](), dict[str, float]()
+    def __init__(self, *, more: bool = False, memory: bool = False, clock: Any = None) -> None:
+        self.clock, self.found, self.waits = clock or Clock(), list[TimedStep](), dict[str, float]()
         self.timer = StepTimer(
             self.clock, lambda step: self.found.append(step) or more, waited=lambda: dict(self.waits), memory=memory
         )
@@ -98,6 +99,22 @@ def unit(nbytes: int = 8, name: str = "a") -> Candidate:
 
 def storage() -> torch.UntypedStorage:
     return torch.UntypedStorage(8)
+
+
+class HostClock(HostMeter):
+    now, peak = 0.0, 0
+
+
+@pytest.mark.parametrize(("clock", "seconds"), [(HostClock(), 0.5), (Clock(), 0.0)])
+def test_time_in_the_pack_hook_counts_where_compute_waits_for_the_host(clock: Any, seconds: float) -> None:
+    scene, one = Scene(clock=clock), Pass()
+    run: Any = Run(one, "a")
+    scene.timer.block_begins(run)
+    run.pack_seconds = 0.5
+    scene.timer.block_ends(run)
+    scene.backward([run])
+    scene.forward(Pass(), "a")
+    assert [block.pack_seconds for block in scene.found[0].blocks] == [seconds]
 
 
 def test_a_wait_between_two_steps_is_no_part_of_the_tail() -> None:

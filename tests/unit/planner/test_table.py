@@ -77,6 +77,15 @@ def test_a_recipe_is_needed_unless_the_table_has_settled_it() -> None:
     assert needs(found, "elsewhere") and needs(found, "light", block="another.block")
 
 
+def test_operands_are_noted_only_in_blocks_in_which_something_is_recomputed() -> None:
+    found = plan()
+    kept = {key: Action.OFFLOAD if key[0] == "layers.1" else action for key, action in found.actions.items()}
+    assert found.recomputes_in("layers.1") and found.recomputes_in("layers.0")
+    found = replace(found, actions=kept)
+    assert not found.recomputes_in("layers.1") and found.recomputes_in("layers.0")
+    assert found.recomputes_in("unknown"), "by the heuristic, perhaps"
+
+
 @pytest.mark.parametrize("hook_seconds", [0.0, 0.1])
 @pytest.mark.parametrize("names", [1, 2, 3])
 def test_executions_of_one_block_share_actions_and_the_simulated_plan_is_that_of_the_table(

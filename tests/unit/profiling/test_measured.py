@@ -117,9 +117,10 @@ def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     site = Site("Layer", "light", "Node", 0)
     candidate = Candidate(site=site, block_name="layers.1", block=1, bytes_=8, block_input=False, recompute_flops=None)
-    assert plan.needs_recipe(candidate)
+    assert plan.needs_recipe(candidate) and plan.recomputes_in("layers.1")
     plan._kept_under_hooks = frozenset({"layers.1"})
     assert not plan.needs_recipe(candidate) and plan.choose(candidate) is Action.KEEP
+    assert not plan.recomputes_in("layers.1") and plan.recomputes_in("layers.2")
 
 
 def test_steps_that_differ_are_not_mixed() -> None:

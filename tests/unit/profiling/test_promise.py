@@ -20,7 +20,7 @@ from ebbtide.planner.charges import scaled
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import Search
-from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
+from ebbtide.profiling.baseline import HOOKS_OF_PACKS, ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
 from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
 from ebbtide.profiling.promise import (
@@ -195,6 +195,30 @@ def test_times_are_quartiles() -> None:
     found = plain_blocks(before, replace(before, blocks=tuple(blocks)))["Layer"]
     assert (found.forward_seconds, found.backward_seconds) == (pytest.approx(0.65), 1.5)
     assert (found.hooked_forward_seconds, found.hooked_backward_seconds) == (pytest.approx(1.9), 2.5)
+
+
+def test_on_a_cpu_the_price_of_hooks_is_measured_in_the_pack_hook() -> None:
+    """Two blocks keep everything under hooks; by the clock they took no longer than ordinary training."""
+    before = many(12)
+    kept = tuple(replace(unit, action=Action.KEEP) for unit in before.blocks[0].units)
+    blocks = list(before.blocks)
+    blocks[0] = replace(blocks[0], units=(), plain=True)
+    for place, seconds in ((1, 0.2), (2, 0.4)):
+        blocks[place] = replace(blocks[place], units=kept, pack_seconds=seconds)
+    found = plain_blocks(before, replace(before, blocks=tuple(blocks)))["Layer"]
+    assert found.hook_seconds == pytest.approx(0.3 * HOOKS_OF_PACKS)
+    assert found.own_hook_seconds == pytest.approx(0.3 * HOOKS_OF_PACKS * RECOMPUTE_HOOKS)
+    offloaded = replace(found, units=tuple(unit for unit in found.units if unit.action is Action.OFFLOAD))
+    assert offloaded.own_hook_seconds == found.hook_seconds
+
+
+def test_the_hooks_of_recomputes_are_not_charged_again() -> None:
+    """A block took 0.45 s more than plain and its recompute; its hooks take 0.35 s of that."""
+    before, sampled = step(), with_plain(step(), forward=0.8, backward=2.0)
+    found = replace(plain_blocks(before, sampled)["Layer"], hook_seconds=0.35 / RECOMPUTE_HOOKS)
+    profile = against_plain(profile_of(before, RATES, None), {"Layer": found})
+    light = profile.blocks[0].units[0]
+    assert light.recompute_seconds == pytest.approx(0.25 * (1 + 0.1 / 0.45))
 
 
 def test_blocks_count_with_plain_times_and_the_rest_is_charged() -> None:
