@@ -57,8 +57,10 @@ def test_a_single_block_gets_hooks_where_two_would_cost_too_much() -> None:
 
 def test_recomputes_are_left_out_where_they_make_the_hooks_too_expensive() -> None:
     """Hooks of two blocks take 2.3 s where nothing is recomputed, else 4.0 s; 2.4 s are promised."""
-    rates = replace(RATES, out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
-    first, second, *others = shrink_hooked(replace(step(1.15), rates=rates), 0.05).assignment
+    rates = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
+    profile = alike(16, (unit("light", 100 * MB, 0.001), unit("dear", 100 * MB)), rates)
+    profile = replace(profile, blocks=tuple(replace(block, hook_seconds=1.15) for block in profile.blocks))
+    first, second, *others = shrink_hooked(profile, 0.05).assignment
     assert first == second == (Action.OFFLOAD, Action.OFFLOAD) and not any(map(treated, others))
 
 
