@@ -550,6 +550,20 @@ MUTANTS = (
         BUFFERS,
     ),
     Mutant(
+        "reads: chunks that are too small for the next read stay",
+        "ebbtide/store/buffers.py",
+        "if not chunk.extents.used_bytes:",
+        "if False:",
+        BUFFERS,
+    ),
+    Mutant(
+        "reads: the chunk of one large read stays where the host reclaims pages",
+        "ebbtide/store/buffers.py",
+        "limit_bytes = max(KEPT_WHERE_RECLAIMED * taken_bytes, ALWAYS_KEPT_BYTES)",
+        "limit_bytes = 1 << 60",
+        BUFFERS,
+    ),
+    Mutant(
         "reads: memory of dead tensors is not used again",
         "ebbtide/store/buffers.py",
         "        while self.returned:\n",

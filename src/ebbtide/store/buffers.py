@@ -3,9 +3,10 @@
 [Note: memory for reads]
 Fresh pages cost as much as the read itself: the kernel must clear and map each one. And a read into small pages, which
 lie anywhere in memory, is many small transfers: into huge pages it is faster, and takes less time from compute (suite
-``disk`` measures both). So reads share chunks of huge pages, and what dies makes room for the next read. From one
-backward to the next chunks are kept up to a share of what the backward read, so that they take little of the memory
-that offloading saves; and all that it used, if the host takes freed memory back: to back and clear a huge page again
+``disk`` measures both). So reads share chunks of huge pages, and what dies makes room for the next read. A chunk that
+is free and too small for the next read is forgotten, so that in a network whose tensors shrink not each size keeps
+chunks. From one backward to the next chunks are kept up to a share of what the backward read, so that they take little
+of the memory that offloading saves; and more if the host takes freed memory back: to back and clear a huge page again
 takes it milliseconds.
 """
 
@@ -26,8 +27,11 @@ from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, map_memory
 CHUNK_BYTES = 8 * HUGE_PAGE_BYTES
 """Of a chunk; only the pages in use take memory, since the first place that is free is taken."""
 
-KEPT = 1 / 8
-"""Share of what a backward read that chunks may hold until the next one."""
+KEPT, KEPT_WHERE_RECLAIMED = 1 / 8, 1 / 4
+"""Share of what a backward read that chunks may hold until the next one; the same where the host takes memory back."""
+
+ALWAYS_KEPT_BYTES = 4 * CHUNK_BYTES
+"""What they may hold there however little was read."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -119,6 +123,9 @@ class BufferPool:
         for chunk in self._chunks.copy():
             if (offset := chunk.reserve(nbytes)) is not None:
                 return chunk, offset
+        for chunk in self._chunks.copy():
+            if not chunk.extents.used_bytes:
+                self._forget(chunk)
         chunk = _Chunk(round_up(nbytes, CHUNK_BYTES), often=True)
         self._chunks.append(chunk)
         return chunk, chunk.reserve(nbytes) or 0
@@ -129,10 +136,15 @@ class BufferPool:
         Args:
             all_chunks: Keep none, even if the next backward will need them.
         """
-        limit_bytes, self._taken_bytes = KEPT * self._taken_bytes, 0
-        reclaimed = host_reclaims_pages()
+        taken_bytes, self._taken_bytes = self._taken_bytes, 0
+        limit_bytes = KEPT * taken_bytes
+        if host_reclaims_pages():
+            limit_bytes = max(KEPT_WHERE_RECLAIMED * taken_bytes, ALWAYS_KEPT_BYTES)
         for chunk in reversed(self._chunks.copy()):  # the first ones are used first
-            if all_chunks or not chunk.used or (not reclaimed and self.size_bytes > limit_bytes):
-                with contextlib.suppress(ValueError):  # trimmed in another thread, too
-                    self._chunks.remove(chunk)
+            if all_chunks or not chunk.used or self.size_bytes > limit_bytes:
+                self._forget(chunk)
             chunk.used = False
+
+    def _forget(self, chunk: _Chunk) -> None:
+        with contextlib.suppress(ValueError):  # forgotten in another thread, too
+            self._chunks.remove(chunk)

@@ -115,6 +115,38 @@ def test_used_chunks_stay_where_the_host_takes_freed_memory_back(monkeypatch: py
     assert pool.size_bytes == 0
 
 
+@pytest.mark.parametrize("reclaimed", [True, False])
+def test_chunks_that_are_too_small_for_the_next_read_do_not_stay(
+    reclaimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the backward of a network whose tensors shrink: each read is larger than the ones before it."""
+    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: reclaimed)
+    pool = BufferPool()
+    for size in range(1, 9):
+        Buffer(size * CHUNK, 0, pool)
+        assert pool.size_bytes == size * CHUNK
+    kept = Buffer(8 * CHUNK, 0, pool)
+    Buffer(9 * CHUNK, 0, pool)
+    assert pool.size_bytes == 17 * CHUNK, "one is in use"
+    del kept
+    pool.trim()
+    assert pool.size_bytes <= 8 * CHUNK
+
+
+@pytest.mark.parametrize("reclaimed", [True, False])
+def test_the_chunk_of_one_large_read_does_not_stay_for_small_ones(
+    reclaimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: reclaimed)
+    pool = BufferPool()
+    Buffer(20 * CHUNK, 0, pool)
+    pool.trim()
+    for _ in range(2):
+        Buffer(4096, 0, pool)
+        pool.trim()
+    assert pool.size_bytes <= CHUNK
+
+
 def test_a_tensor_outlives_its_pool_and_then_its_memory_is_unmapped() -> None:
     pool = BufferPool()
     kept = Buffer(4096, 0, pool).tensor().fill_(7)
