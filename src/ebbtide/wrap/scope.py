@@ -132,11 +132,5 @@ class Scope:
         if run is None or self._thread != threading.get_ident():
             return
         running = run.leave()
-        if (
-            leaf
-            and run.notes
-            and running is not None
-            and isinstance(output, torch.Tensor)
-            and run.builder is not None
-        ):
+        if leaf and run.notes and running is not None and isinstance(output, torch.Tensor) and run.builder is not None:
             run.builder.note_module(running, output)
