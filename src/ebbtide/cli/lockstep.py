@@ -146,8 +146,8 @@ def small_free_bytes(pieces: Path = _FREE_PIECES) -> int:
 def is_first_slow(small_bytes: int, one_bytes: int) -> bool:
     """Whether the run that starts first may get much slower memory than the others.
 
-    The system hands out small free pieces before it divides large ones. The host of a virtual machine that reclaims
-    free huge pages backs these anew, and it backed the small pieces long ago, by small pages of its own.
+    The system hands out small free pieces before it divides large ones. Where the host of a virtual machine reclaims
+    free huge pages, it backs these again when they are used; small pieces have what backed them first, small pages.
 
     Args:
         small_bytes: Free memory in small pieces before the first run.
