@@ -115,12 +115,15 @@ def test_used_chunks_stay_where_the_host_takes_freed_memory_back(monkeypatch: py
     assert pool.size_bytes == 0
 
 
-@pytest.mark.parametrize("reclaimed", [True, False])
-def test_chunks_that_are_too_small_for_the_next_read_do_not_stay(
-    reclaimed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=[True, False])
+def any_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that reclaims pages, and one that does not."""
+    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: request.param)
+
+
+@pytest.mark.usefixtures("any_host")
+def test_chunks_that_are_too_small_for_the_next_read_do_not_stay() -> None:
     """As in the backward of a network whose tensors shrink: each read is larger than the ones before it."""
-    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: reclaimed)
     pool = BufferPool()
     for size in range(1, 9):
         Buffer(size * CHUNK, 0, pool)
@@ -133,11 +136,8 @@ def test_chunks_that_are_too_small_for_the_next_read_do_not_stay(
     assert pool.size_bytes <= 8 * CHUNK
 
 
-@pytest.mark.parametrize("reclaimed", [True, False])
-def test_the_chunk_of_one_large_read_does_not_stay_for_small_ones(
-    reclaimed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ebbtide.store.buffers.host_reclaims_pages", lambda: reclaimed)
+@pytest.mark.usefixtures("any_host")
+def test_the_chunk_of_one_large_read_does_not_stay_for_small_ones() -> None:
     pool = BufferPool()
     Buffer(20 * CHUNK, 0, pool)
     pool.trim()
