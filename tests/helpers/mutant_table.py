@@ -9,6 +9,7 @@ TRUST = ("tests/unit/engine/test_trust.py",)
 HOOKED = ("tests/unit/planner/test_hooked.py",)
 REST = ("tests/unit/wrap/test_rest.py",)
 BUFFERS = ("tests/unit/store/test_buffers.py",)
+CLAIMS = ("tests/unit/store/test_claims.py",)
 PRICES = (
     "tests/unit/profiling/test_measured.py",
     "tests/unit/profiling/test_promise.py",
@@ -545,8 +546,8 @@ MUTANTS = (
     Mutant(
         "reads: memory is used again while its tensor lives",
         "ebbtide/store/buffers.py",
-        "        weakref.finalize(self._loan, chunk.returned.append, (offset, mapped)).atexit = False\n",
-        "        chunk.returned.append((offset, mapped))\n",
+        "        chunk.places.add(self._loan, (offset, mapped))\n",
+        "        chunk.places.add(type('Dead', (), {})(), (offset, mapped))\n",
         BUFFERS,
     ),
     Mutant(
@@ -566,9 +567,30 @@ MUTANTS = (
     Mutant(
         "reads: memory of dead tensors is not used again",
         "ebbtide/store/buffers.py",
-        "        while self.returned:\n",
-        "        while False:\n",
+        "        self.places.settle(self._release)\n",
+        "",
         BUFFERS,
+    ),
+    Mutant(
+        "claims: nobody keeps them, so no death is noticed",
+        "ebbtide/store/claims.py",
+        "        self._live.add(claim)\n",
+        "",
+        CLAIMS,
+    ),
+    Mutant(
+        "claims: the death of a holder runs Python, which loses interrupts",
+        "ebbtide/store/claims.py",
+        "(holder, self._note_dead)",
+        "(holder, lambda claim: self._note_dead(claim))",
+        CLAIMS,
+    ),
+    Mutant(
+        "claims: a release that was interrupted is forgotten",
+        "ebbtide/store/claims.py",
+        "            release(claim.held)\n",
+        "            self._dead.popleft()\n            self._dead.appendleft(release(claim.held) or claim)\n",
+        CLAIMS,
     ),
     Mutant(
         "groups: a slot that is named twice is copied in twice",

@@ -8,13 +8,16 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.graph
+from torch import nn
 
+import ebbtide
 from ebbtide.engine import Engine
 from ebbtide.engine.run import BlockRun
 from tests.helpers.engines import TIERS
@@ -147,3 +150,26 @@ def test_a_real_signal_at_some_moment_of_a_step(policy: str, tier: str) -> None:
                 pass
             thread.join()
             trainee.assert_recovers()
+
+
+def test_no_signal_during_a_backward_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while torch computes is noticed in the first function in Python, even if that is a destructor."""
+    swallowed, main = list[str](), threading.main_thread().ident or 0
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: swallowed.append(repr(unraisable.object)))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)) for _ in range(8)])
+    rows = torch.randn(512, 256)
+    with ebbtide.enable_activation_offloading(model, policy="offload", target="disk", blocks="*") as handle:
+        for _ in range(3):
+            model(rows).sum().backward()
+        for _ in range(20):
+            begun, loss = time.perf_counter(), model(rows).sum()
+            delay = random.random() * (time.perf_counter() - begun)  # a backward takes longer than its forward
+            timer = threading.Timer(delay, signal.pthread_kill, (main, signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                loss.backward()
+                timer.join(60)
+            timer.join(60)
+            del loss
+        assert handle.stats().offloaded_bytes > 0
+    assert swallowed == []

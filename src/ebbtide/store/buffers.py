@@ -16,11 +16,10 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import weakref
-from collections import deque
 
 import torch
 
+from ebbtide.store.claims import Claims
 from ebbtide.store.extents import Extents, round_up
 from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, map_memory, use_huge_pages
 
@@ -59,7 +58,7 @@ class Buffer:
         chunk, offset = (pool.chunk_for(mapped) if pool else None) or (_Chunk(mapped, often=False), 0)
         # The storage keeps the array alive, not the chunk: when the array dies, its place can be reused.
         self._loan = _array(mapped).from_buffer(chunk.memory, chunk.begin + offset)
-        weakref.finalize(self._loan, chunk.returned.append, (offset, mapped)).atexit = False
+        chunk.places.add(self._loan, (offset, mapped))
         self._nbytes, self._shift = nbytes, shift
         self.address = ctypes.addressof(self._loan) + shift
 
@@ -75,13 +74,11 @@ class _Chunk:
         memory: The map.
         begin: Where in it the chunk begins.
         extents: Its free places; of the thread that reads.
-        returned: Places whose tensors are dead, and that ``extents`` still counts as used. Storages die in any
-            thread, even through the garbage collector, and an interrupt may come at any point; a deque's ``append`` is
-            atomic.
+        places: Offset and size of each place that a tensor has, or had until it died: ``extents`` counts them as used.
         used: Whether a place was taken since the pool was trimmed.
     """
 
-    __slots__ = ("begin", "extents", "memory", "returned", "used")
+    __slots__ = ("begin", "extents", "memory", "places", "used")
 
     def __init__(self, nbytes: int, *, often: bool) -> None:
         self.memory, self.begin = map_memory(nbytes)
@@ -89,16 +86,18 @@ class _Chunk:
         use_huge_pages(address, nbytes, often=often)
         self.extents = Extents(mmap.PAGESIZE)
         self.extents.grow(nbytes)
-        self.returned: deque[tuple[int, int]] = deque()
+        self.places: Claims[tuple[int, int]] = Claims()
         self.used = False
 
     def reserve(self, nbytes: int) -> int | None:
         """Return where a free place begins, now used; None if there is none."""
-        while self.returned:
-            self.extents.release(*self.returned.popleft())
+        self.places.settle(self._release)
         offset = self.extents.reserve(nbytes)
         self.used = self.used or offset is not None
         return offset
+
+    def _release(self, place: tuple[int, int]) -> None:
+        self.extents.release(*place)
 
 
 class BufferPool:

@@ -33,6 +33,7 @@ class DiskSlot:
 
     def __init__(self, tier: DiskTier, work: DiskWork, parcel: Parcel) -> None:
         self._tier, self._work, self._parcel = tier, work, parcel
+        work.claims.add(self, parcel)  # also of one dropped by an interrupt in ``park``
 
     @property
     def parked(self) -> bool:
@@ -96,10 +97,8 @@ class DiskSlot:
         return tensor
 
     def free(self) -> None:
-        """Free the place; at any time, in any thread, repeatedly."""
+        """Free the place; at any time, in any thread, repeatedly. A slot that dies does so, too."""
         self._work.free(self._parcel)
-
-    __del__ = free  # a slot dropped by an interrupt in ``park`` must not keep its place forever
 
 
 class DiskTier(Streamless):
@@ -197,7 +196,7 @@ class DiskTier(Streamless):
         parcel = Parcel(source, self._align_bytes)
         slot = DiskSlot(self, self._work, parcel)
         if parcel.state is ParcelState.QUEUED:
-            self._work.park(parcel, slot)
+            self._work.park(parcel)
         return slot
 
     def have_parked(self, slots: Sequence[DiskSlot]) -> bool:

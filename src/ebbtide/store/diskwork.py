@@ -1,14 +1,15 @@
 """The two threads of the disk tier, and their queues.
 
-[Note: who may hold the lock] One lock guards the queues. ``free()`` is called by dying tickets: in any thread, and
-through the garbage collector even in a thread that already holds the lock. So it never takes the lock: it leaves the
-parcel in ``_dead``, and the next holder of the lock processes it first. (Trying the lock does not help: an interrupt
-right after would leave it locked.) For the same reason no object whose destructor could run foreign code is dropped
-under the lock: sources and targets go to ``_trash``, which is emptied after the lock is released.
+[Note: who may hold the lock] One lock guards the queues. Slots die in any thread, and through the garbage collector
+even in a thread that already holds the lock. So neither their death nor ``free()`` takes the lock: their parcels are
+left in ``claims`` and ``_freed``, and the next holder of the lock processes them first; see [Note: death and
+interrupts]. (Trying the lock does not help: an interrupt right after would leave it locked.) For the same reason no
+object whose destructor could run foreign code is dropped under the lock: sources and targets go to ``_trash``, which is
+emptied after the lock is released.
 
 [Note: who has a place] A live slot has its place. When the slot dies, the place is *draining* while a thread writes or
 reads there (``_writing``, ``_reading``): it is unused but cannot be reassigned. Then it is free. No counter tracks
-this, because an interrupt could corrupt it: ``_audit`` finds dead slots, even if their destructors were interrupted.
+this, because an interrupt could corrupt it: ``_audit`` counts them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ebbtide.base.errors import DiskError, DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import BufferPool
+from ebbtide.store.claims import Claims
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
 from ebbtide.store.room import Parcel, ParcelState, Read, Room, discard
@@ -43,6 +45,10 @@ class DiskWork:
         room: The places in it.
         window_bytes: Most bytes queued to be written before ``park`` waits, and most bytes read ahead.
         counters: Receives the counts.
+
+    Attributes:
+        pool: Memory for reads.
+        claims: The slots' claims to their parcels.
     """
 
     def __init__(self, file: BackingFile, room: Room, *, window_bytes: int, counters: TierCounters) -> None:
@@ -56,7 +62,8 @@ class DiskWork:
         self._done = threading.Condition(self._lock)
         self._writes: deque[Parcel] = deque()
         self._reads: deque[Read] = deque()
-        self._dead: deque[Parcel] = deque()
+        self.claims: Claims[Parcel] = Claims()
+        self._freed: deque[Parcel] = deque()
         self._trash: deque[Any] = deque()
         self._writing: Parcel | None = None
         self._reading: Parcel | None = None
@@ -72,7 +79,7 @@ class DiskWork:
 
     @property
     def usable(self) -> bool:
-        """Whether this process may use the tier; checked first by dead tickets in a forked child."""
+        """Whether this process may use the tier."""
         return not self._closed and os.getpid() == self._pid
 
     def check_usable(self) -> None:
@@ -108,12 +115,11 @@ class DiskWork:
         self._trash.clear()
         return found
 
-    def park(self, parcel: Parcel, slot: object) -> None:
+    def park(self, parcel: Parcel) -> None:
         """Queue a write; waits first if the window is full, or if the disk is full and a place is draining.
 
         Args:
-            parcel: The bytes to write.
-            slot: Its death frees the place.
+            parcel: The bytes to write; its slot is alive meanwhile.
 
         Raises:
             DiskFullError: Budget or disk cannot hold it.
@@ -125,7 +131,7 @@ class DiskWork:
             self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
             for again in (True, False):
                 try:
-                    self._room.place(parcel, slot)
+                    self._room.place(parcel)
                     break
                 except DiskFullError:
                     if not again:
@@ -192,7 +198,7 @@ class DiskWork:
     def free(self, parcel: Parcel) -> None:
         """Free the place once no thread uses it. See [Note: who may hold the lock]."""
         if parcel.state is not ParcelState.DEAD and self.usable:
-            self._dead.append(parcel)
+            self._freed.append(parcel)
 
     def close(self, *, join: bool) -> None:
         """End the threads after their current work, and ``join`` them, except in a finalizer, which could deadlock."""
@@ -241,9 +247,10 @@ class DiskWork:
             self._to_read.notify()
 
     def _settle(self) -> None:
-        while self._dead:
-            self._release_place(self._dead[0])
-            self._dead.popleft()  # last: an interrupted release is repeated
+        while self._freed:
+            self._release_place(self._freed[0])
+            self._freed.popleft()  # last: an interrupted release is repeated
+        self.claims.settle(self._release_place)
 
     def _audit(self) -> int:
         """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""
@@ -299,6 +306,7 @@ class DiskWork:
             self._broken = self._broken or broken
             self._running -= 1
             if self._running == 0:
+                self.claims.clear()
                 while self._writes:
                     self._written(self._writes.popleft())
                 self._reads.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import weakref
 from collections import deque
 from enum import Enum
 from typing import Any
@@ -41,8 +40,8 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "address", "fault", "head", "interior_bytes", "nbytes", "place", "read", "slot", "source",
-        "state", "tail",
+        "__weakref__", "address", "fault", "head", "interior_bytes", "nbytes", "place", "read", "source", "state",
+        "tail",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
@@ -56,13 +55,7 @@ class Parcel:
         self.state = ParcelState.QUEUED if on_disk else ParcelState.PARKED
         self.fault: Fault | None = None
         self.read: Read | None = None
-        self.slot: weakref.ref[object] | None = None  # whose death frees the place
         self.place = -1
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether its slot is dead."""
-        return self.slot is not None and self.slot() is None
 
     def copy_in(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
         """Return the bytes in new memory. See [Note: aligned interior].
@@ -134,18 +127,16 @@ class Room:
         """The parcels with a place."""
         return list(self._owners.values())
 
-    def place(self, parcel: Parcel, slot: object) -> None:
+    def place(self, parcel: Parcel) -> None:
         """Give a parcel a place.
 
         Args:
             parcel: Gets the place.
-            slot: Its slot, which is not kept alive.
 
         Raises:
             DiskFullError: Budget or disk is exceeded.
             DiskError: The file cannot be grown for another reason.
         """
-        parcel.slot = weakref.ref(slot)
         place = self._reserve(parcel.interior_bytes)
         self._owners[place], parcel.place = parcel, place  # no call in between, so an interrupt cannot separate them
 
@@ -156,12 +147,12 @@ class Room:
             self._extents.release(place, parcel.interior_bytes)
 
     def dead(self, *busy: Parcel | None) -> list[Parcel]:
-        """Return the parcels with a place that are dead or whose slots are.
+        """Return the dead parcels with a place.
 
         Args:
             busy: Parcels that may keep a place when they are dead.
         """
-        return [p for p in self.parcels if (p not in busy if p.state is ParcelState.DEAD else p.is_abandoned)]
+        return [p for p in self.parcels if p.state is ParcelState.DEAD and p not in busy]
 
     def mend(self) -> int:
         """Free every place without a parcel, lost by an interrupt. Returns the bytes of dead parcels."""

@@ -61,13 +61,11 @@ class SpillSlot:
         return self._tier.take(self)
 
     def free(self) -> None:
-        """Free its places; at any time, in any thread, repeatedly."""
+        """Free its places; at any time, in any thread, repeatedly. If it dies, they die with it."""
         self.freed = True
         for slot in (self.stage, self.on_disk):
             if slot is not None:
                 slot.free()
-
-    __del__ = free
 
 
 class SpillTier:

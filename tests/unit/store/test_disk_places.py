@@ -15,7 +15,6 @@ import torch
 
 from ebbtide.base.errors import DiskFullError
 from ebbtide.store.disk import DiskSlot, DiskTier
-from ebbtide.store.diskwork import DiskWork
 from ebbtide.store.extents import round_up
 from tests.helpers.handles import training
 from tests.helpers.interrupts import Fuse
@@ -117,26 +116,22 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_slot_whose_destructor_is_interrupted_holds_nothing(
-    tier: DiskTier, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, prefetched: bool
-) -> None:
-    def interrupt(work: DiskWork) -> bool:
-        raise KeyboardInterrupt
-
-    begun, waiting = tier.park(noise(MIB)), tier.park(noise(MIB))
+@pytest.mark.parametrize("nbytes", [MIB, 100])  # the smaller ones are not on disk
+def test_a_dead_slot_holds_nothing(tier: DiskTier, write_gate: Gate, nbytes: int, prefetched: bool) -> None:
+    """Also one that dies while its bytes are written or read."""
+    writing = tier.park(noise(MIB))
     assert write_gate.came.wait(60)
+    slots = [writing, tier.park(noise(nbytes))]
     if prefetched:
-        begun.prefetch()
-        waiting.prefetch()
-    dead = [weakref.ref(begun._parcel), weakref.ref(waiting._parcel)]
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskWork, "usable", property(interrupt))
-        del begun, waiting
+        tier.prefetch(slots)
+    dead = [weakref.ref(slot._parcel) for slot in slots]
+    del slots, writing
     assert tier.used_bytes == 0
     write_gate.open()
     tier.park(noise(MIB)).wait_parked()
     assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
     assert [parcel() for parcel in dead] == [None, None]
+    assert tier._work._ahead_bytes == 0
 
 
 def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[BaseException], str]]:
