@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Generic
 
-from ebbtide.schedule.live import LiveBytes
 from ebbtide.schedule.mover import Mover, SavedT
 from ebbtide.schedule.window import Window
 
@@ -27,20 +26,19 @@ class CopyIn(Generic[SavedT]):
 
     def __init__(self, upcoming: Upcoming[SavedT], window: Window, mover: Mover[SavedT]) -> None:
         self.window, self._mover, self._can_cancel = window, mover, mover.can_cancel
-        self._ahead: LiveBytes = LiveBytes()
-        self._requested: dict[weakref.ref[SavedT], int] = {}  # and not read: the number of the block's run
+        self.ahead_bytes = 0  # requested and not read; what died since is subtracted by ``advance``
+        self._requested: dict[weakref.ref[SavedT], tuple[int, int]] = {}  # bytes, and the number of the block's run
+        self._dead: deque[weakref.ref[SavedT]] = deque()
+        self._note_dead = self._dead.append  # which nothing interrupts; one object for all references
         self._upcoming = upcoming
         self._later: deque[tuple[weakref.ref[SavedT], int]] = deque()  # met already, and comes before those
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes requested and not read."""
-        return self._ahead.total
 
     def advance(self) -> None:
         """Begin as many copies as the window allows, once a group of them fits. See [Note: groups of copies]."""
         group_bytes = 0 if self._can_cancel else self.window.gathered_bytes
-        if (ahead_bytes := self.ahead_bytes) and ahead_bytes > self.window.in_bytes - group_bytes:
+        while self._dead:
+            self._forget(self._dead.popleft())
+        if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - group_bytes:
             return
         while group := self._next_group(group_bytes):
             if not self._begin(group):
@@ -51,7 +49,8 @@ class CopyIn(Generic[SavedT]):
         refused = self._mover.copy_in([saved for saved, _ in group])
         begun = len(group) - refused
         for saved, number in group[:begun]:
-            self._requested[self._ahead.add(saved)] = number
+            self._requested[weakref.ref(saved, self._note_dead)] = saved.nbytes, number
+            self.ahead_bytes += saved.nbytes
         if refused:
             self.window.shrink(self.ahead_bytes)
             self._later.extendleft(reversed([(weakref.ref(saved), number) for saved, number in group[begun:]]))
@@ -61,7 +60,7 @@ class CopyIn(Generic[SavedT]):
         """Return what comes next and fits into the window; of a group at most, if copies are grouped."""
         group: list[tuple[SavedT, int]] = []
         grouped: set[weakref.ref[SavedT]] = set()  # what two blocks saved is in the orders of both
-        ahead_bytes = begun_bytes = self.ahead_bytes
+        ahead_bytes = self.ahead_bytes
         while True:
             if not self._later:
                 references, number = next(self._upcoming, (None, 0))
@@ -81,16 +80,15 @@ class CopyIn(Generic[SavedT]):
             group.append((saved, number))
             grouped.add(reference)
             ahead_bytes += saved.nbytes
-            if ahead_bytes - begun_bytes >= group_bytes:
+            if ahead_bytes - self.ahead_bytes >= group_bytes:
                 break
         return group
 
     def has_read(self, saved: SavedT) -> None:
         """A storage was read: its bytes no longer count as ahead."""
-        self._read_or_dropped(saved)
-        ahead_bytes = self.ahead_bytes
-        free_bytes = self.window.in_bytes - ahead_bytes
-        if not ahead_bytes or self._can_cancel or free_bytes >= self.window.gathered_bytes:
+        self.ahead_bytes -= self._requested.pop(weakref.ref(saved), (0, 0))[0]
+        free_bytes = self.window.in_bytes - self.ahead_bytes
+        if not self.ahead_bytes or self._can_cancel or free_bytes >= self.window.gathered_bytes or self._dead:
             self.advance()
 
     def reach(self, number: int) -> None:
@@ -107,14 +105,11 @@ class CopyIn(Generic[SavedT]):
 
     def _discard(self, first: int) -> None:
         """Discard what was prefetched for the runs of blocks numbered ``first`` and later."""
-        for reference in [r for r, number in self._requested.copy().items() if number >= first]:
+        for reference in [r for r, (_, number) in self._requested.copy().items() if number >= first]:
             saved = reference()
-            if saved is None:
-                self._requested.pop(reference, None)
-            else:
+            if saved is not None:
                 self._mover.discard(saved)
-                self._read_or_dropped(saved)
+            self._forget(reference)
 
-    def _read_or_dropped(self, saved: SavedT) -> None:
-        self._requested.pop(weakref.ref(saved), None)
-        self._ahead.remove(saved)
+    def _forget(self, reference: weakref.ref[SavedT]) -> None:
+        self.ahead_bytes -= self._requested.pop(reference, (0, 0))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -531,13 +530,19 @@ def test_copy_in_skips_resident_and_dead_entries() -> None:
 
 
 def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:
-    entry = away()
-    flow = copy_in(Run([entry]), Window(10), Tier())
+    """And nothing in Python runs as it dies: an interrupt noticed there would be lost."""
+    entries, ran = [away(), away()], list[str]()
+    flow = copy_in(Run(entries[::-1]), Window(10), Tier())
     flow.advance()
-    assert flow.ahead_bytes == 10
-    del entry
-    gc.collect()
-    assert flow.ahead_bytes == 0
+    assert flow.ahead_bytes == 10 and not entries[1].slot.asked
+    sys.setprofile(lambda frame, event, argument: ran.append(event))
+    try:
+        del entries[0]
+    finally:
+        sys.setprofile(None)
+    assert "call" not in ran
+    flow.advance()
+    assert flow.ahead_bytes == 10 and entries[0].slot.asked == ["prefetch"]
 
 
 def test_an_entry_that_dies_in_another_thread_while_all_are_discarded_is_left_out() -> None:
