@@ -37,9 +37,12 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Minimal:
-    """Recompute whatever can be recomputed and offload the rest: the memory of activation checkpointing, or less.
+    """The memory of activation checkpointing, or less, in the fastest of up to three ways.
 
-    Blocks that the recompute rules cover badly are checkpointed. Use it when ``Auto`` does not fit.
+    For each kind of block the first steps compare recipes (what can be recomputed is, the rest is offloaded), a second
+    forward of the whole block, and, without an accelerator and if the disk has room, offloading all that it saves. A
+    kind whose blocks cannot be compared uses recipes, or is checkpointed if they cover it badly. Use it when ``Auto``
+    does not fit. ``handle.explain()`` shows what was measured.
     """
 
 

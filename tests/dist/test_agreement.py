@@ -81,7 +81,7 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, af
     said: list[str] = []
     plan: Any = handle.plan
     if after == "measured":
-        plan._second_run["Block"] = f"a block took {rank} s"
+        plan._why["Block"] = f"checkpointed: a block took {rank} s"
     for _, scope in handle._attachment._scopes if after == "at rest" else ():
         scope.leave()
     with (

@@ -10,6 +10,7 @@ HOOKED = ("tests/unit/planner/test_hooked.py",)
 REST = ("tests/unit/wrap/test_rest.py",)
 BUFFERS = ("tests/unit/store/test_buffers.py",)
 CLAIMS = ("tests/unit/store/test_claims.py",)
+MINIMAL = ("tests/unit/profiling/test_minimal.py", "tests/unit/test_promise.py")
 PRICES = (
     "tests/unit/profiling/test_measured.py",
     "tests/unit/profiling/test_promise.py",
@@ -570,6 +571,55 @@ MUTANTS = (
         "        self.places.settle(self._release)\n",
         "",
         BUFFERS,
+    ),
+    Mutant(
+        "minimal: offloading is tried where it needs more memory than checkpointing",
+        "ebbtide/profiling/minimal.py",
+        "if fits and block.saved_bytes)",
+        "if block.saved_bytes)",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: offloading is tried on a disk without room",
+        "ebbtide/profiling/minimal.py",
+        " or tier.free_bytes < 2 * sum(sizes):",
+        ":",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: a way that seems faster stays",
+        "ebbtide/profiling/minimal.py",
+        "one.high < took[first].low * (1 - FASTER)",
+        "one.middle < took[first].middle",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: steps of other sizes are compared",
+        "ebbtide/profiling/minimal.py",
+        "(alike or way is not Way.OFFLOAD)",
+        "True",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: the first step of a way counts",
+        "ebbtide/profiling/minimal.py",
+        "if self._tried >= len(self._trials):",
+        "if True:",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: memos keep the answers of another way",
+        "ebbtide/profiling/minimal.py",
+        "self._ways, self.current = ways, plan_for(self.policy)",
+        "self._ways = ways",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: a second run is counted as recipes",
+        "ebbtide/engine/spans.py",
+        "not isinstance(run, PlainRun) and run.checkpointed)",
+        "False)",
+        MINIMAL,
     ),
     Mutant(
         "claims: nobody keeps them, so no death is noticed",

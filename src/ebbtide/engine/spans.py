@@ -30,12 +30,14 @@ class BlockSpan:
     Attributes:
         name: Path of the block.
         plain: It ran without hooks.
+        checkpointed: Its forward ran a second time in backward.
         forward_seconds: Of its forward.
         backward_seconds: Of its backward, recomputes and waits for copies included.
     """
 
     name: str
     plain: bool
+    checkpointed: bool = False
     forward_seconds: float
     backward_seconds: float
 
@@ -70,6 +72,7 @@ class Span:
 class _Block:
     name: str
     plain: bool
+    checkpointed: bool
     forward: list[Edges] = field(default_factory=list[Edges])
     backward: list[Edges] = field(default_factory=list[Edges])
 
@@ -173,7 +176,7 @@ class SpanTimer:
             else:
                 now.alone = False  # two graphs are alive: neither is timed
             return
-        block = now.by_run[run] = _Block(run.block.name, plain)
+        block = now.by_run[run] = _Block(run.block.name, plain, not isinstance(run, PlainRun) and run.checkpointed)
         now.blocks.append(block)
         now.cut(now.began if len(now.blocks) == 1 else self._meter.timestamp(device), block.forward)
         now.left = None
@@ -243,6 +246,7 @@ class SpanTimer:
             BlockSpan(
                 name=block.name,
                 plain=block.plain,
+                checkpointed=block.checkpointed,
                 forward_seconds=self._seconds(block.forward),
                 backward_seconds=self._seconds(block.backward),
             )

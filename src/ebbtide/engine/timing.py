@@ -146,7 +146,7 @@ class StepTimer:
         self.recomputes: RecomputeTimer | None = None  # of the pass that is measured, if there is one
         self.marks = False  # note when the gradient of a block's output is there
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
-        self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
+        self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in a timed pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
         self.yardsticks: frozenset[str] = frozenset()  # blocks that do, too, in passes that are timed as a whole
         self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
@@ -180,7 +180,7 @@ class StepTimer:
 
     def tries(self, name: str) -> bool:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""
-        return self.wanted and name in self.checkpointed
+        return (self.wanted or self.spans.wanted) and name in self.checkpointed
 
     # Called by the engine
 

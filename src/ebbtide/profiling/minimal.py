@@ -1,122 +1,264 @@
-"""``Minimal``: recipes where they are cheaper than checkpointing the block, measured per kind of block.
+"""``Minimal``: the fastest way to the memory of checkpointing, measured per kind of block.
 
-[Note: recipes or a second run]
-``Minimal`` promises the memory of activation checkpointing and no more than its time. Recipes usually cost less than a
-second forward, but each has overhead, and a block of many small tensors may spend more on them than on its forward. So
-the two are compared in the same steps: after the first step, every other block of a kind is checkpointed for two steps,
-of which the second counts. From then on the kind is checkpointed unless its recipes were certainly faster: their median
-lower by more than both uncertainties, and by ``FASTER``. Both methods keep the inputs of the blocks for backward and
-need the memory of one block.
+[Note: three ways]
+``Minimal`` promises the memory of activation checkpointing and no more than its time. Three ways lead there. *Recipes*
+recompute single tensors and usually cost less than a second forward; but each has overhead, and a block of many small
+tensors may spend more on them than on its forward. A *second run* of the block is what checkpointing does. *Offloading*
+all that a block saves costs no compute but copies, and its speed depends on the store. So they are compared in the
+model's own steps. After the first step, whose storages are noted, steps alternate: in one every other block of a kind
+is checkpointed and the rest use recipes; in the next all blocks are offloaded, because copies of a few would have the
+store to themselves. The first of each warms up. From then on a kind is checkpointed, unless another way was certainly
+faster: its median lower by more than both uncertainties, and by ``FASTER``. Among those the lowest median wins. Steps
+of other sizes are compared by their time per byte, if they differ by ``GROWTH`` at most.
+
+Recipes and second runs need the memory of the inputs of all blocks and of what one block saves. Offloading needs what
+two blocks save, as their copies are in flight. So it is tried where that is no more, on a CPU, if the disk has room: on
+an accelerator it has not been measured, and host memory for everything is much.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 
-from ebbtide.base.actions import Action, Plan
+from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.weak import weakly
 from ebbtide.config import Auto, Minimal, Policy
 from ebbtide.engine import Engine
+from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import plan_for
 from ebbtide.planner.rules import PolicyPlan
 from ebbtide.profiling.baseline import quartile
 from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.schedule.window import LEAST_WINDOW
+from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import meter_for
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
 
-COUNTED = 3
-"""The counted step: the first warms up the recipes, the second the checkpoints."""
+ROUNDS = 3
+"""Steps of each way; the first one warms up."""
+
+MOST_SKIPPED = 6
+"""Steps that were not timed, because graphs overlap or sizes vary, after which nothing is compared any more."""
 
 FASTER = 0.03
-"""Share by which recipes must certainly be faster than a second forward."""
+"""Share by which a way must certainly be faster than a second forward."""
 
 NOTCH = 1.57
 """Times the interquartile range, over the root of the count: the 95 % uncertainty of a median."""
 
 
+class Way(enum.Enum):
+    """How a block's saved tensors are restored; the first one stands where nothing is certain."""
+
+    SECOND_RUN = "checkpointed"
+    RECIPES = "recomputed by recipes"
+    OFFLOAD = "offloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is tried in a step; all other blocks use recipes.
+
+    Attributes:
+        second_run: Blocks that are checkpointed.
+        offloaded: Kinds of blocks that are offloaded.
+    """
+
+    second_run: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
+
 class MinimalPlan(PolicyPlan):
-    """The plan of ``Minimal``. See [Note: recipes or a second run].
+    """The plan of ``Minimal``. See [Note: three ways].
 
     Args:
         policy: The user's policy.
         tier: The store of offloaded bytes.
-        bus: Receives the plan when kinds of blocks are checkpointed.
+        bus: Receives the plan when it is made.
+
+    Attributes:
+        current: Another object whenever the answers change: see ``StandingPlan``.
     """
 
     def __init__(self, policy: Minimal, tier: Tier, bus: Bus) -> None:
-        rule = plan_for(policy)
+        rule = self.current = plan_for(policy)
         super().__init__(policy, rule.name, rule.text)
-        self._tier, self._bus, self._steps = tier, bus, 0
+        self._tier, self._bus = tier, bus
         self._timer: StepTimer | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
-        self._second_run: dict[str, str] = {}  # kind of block → why it is checkpointed
+        self._kinds: dict[str, str] = {}  # path of a block → its kind
+        self._ways: dict[str, Way] = {}  # kind → the way that was chosen, or is tried now
+        self._why: dict[str, str] = {}  # kind → the times of each way
+        self._trials: list[Trial] = []  # of each round
+        self._tried = self._skipped = 0  # steps with a trial, and those that were not timed
+        self._seconds: defaultdict[tuple[str, Way], list[float]] = defaultdict(list)  # for each byte of the step
+        self._saved_bytes: list[int] = []  # of each step that counts
 
     def watch(self, engine: Engine) -> None:
         """Let an engine measure its steps for this plan."""
-        meter = meter_for(self._tier)
+        meter, watched = meter_for(self._tier), weakref.ref(engine)
         timer = StepTimer(meter, weakly(self.saw_step), waited=dict[str, float], memory=False)
+        timer.spans = SpanTimer(
+            meter, weakly(self.saw_span), memory=False,
+            unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
+        )  # fmt: skip
         self._timer = engine.timer = timer
-        self._engine = weakref.ref(engine)
-        timer.marks = True  # so both are measured in the same parts
+        self._engine = watched
+        timer.marks = True  # so all ways are measured in the same parts
         timer.want()
 
+    def choose(self, candidate: Candidate) -> Action:
+        """Return OFFLOAD in kinds that are offloaded entirely, and as the policy says in others."""
+        offloads = self._ways.get(candidate.site.block_kind) is Way.OFFLOAD
+        return Action.OFFLOAD if offloads else super().choose(candidate)
+
+    def needs_recipe(self, candidate: Candidate) -> bool:
+        """Whether RECOMPUTE may be chosen."""
+        return self._ways.get(candidate.site.block_kind) is not Way.OFFLOAD
+
+    def recomputes_in(self, block_name: str) -> bool:
+        """Whether anything in a block may be recomputed."""
+        return self._ways.get(self._kinds.get(block_name, "")) is not Way.OFFLOAD
+
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        """Return CHECKPOINT for kinds whose recipes cost more than a second forward, and as the heuristic does."""
-        if kind in self._second_run:
-            return Action.CHECKPOINT
-        return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
+        """Return CHECKPOINT or KEEP as was measured, and as the heuristic does where nothing was."""
+        match self._ways.get(kind):
+            case Way.SECOND_RUN:
+                return Action.CHECKPOINT
+            case Way.OFFLOAD:
+                return Action.KEEP
+            case _:
+                return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
 
     def explain(self) -> str:
-        """Describe the plan, and which kinds of blocks are checkpointed by measurement."""
-        lines = (f"{kind} blocks are checkpointed: {why}" for kind, why in self._second_run.items())
-        return "\n".join([super().explain(), *lines])
+        """Describe the plan, and what was measured for each kind of block."""
+        return "\n".join([super().explain(), *(f"{kind} blocks are {why}" for kind, why in self._why.items())])
 
     def saw_step(self, step: TimedStep) -> bool:
-        """Process a measured step; return whether another is wanted."""
-        if self._steps == COUNTED or self._timer is None:
-            return False
-        self._steps += 1
-        if self._steps == 1:
-            self._timer.checkpointed = every_other(step)
-        if self._steps < COUNTED:
-            return bool(self._timer.checkpointed)
-        self._timer.checkpointed = frozenset()
-        self._decide(step)
+        """Process the measured step: begin to compare the ways. Returns False: no other is wanted."""
+        if not self._kinds:
+            self._kinds = {block.name: block.kind for block in step.blocks}
+            self._trials = trials(step, self._tier)
+        if self._trials and self._timer is not None:  # from the beginning, if it was measured once more: sizes grew
+            self._tried = self._skipped = 0
+            self._seconds.clear()
+            self._saved_bytes.clear()
+            self._timer.planned(step.saved_bytes)
+            self._timer.spans.want()
+            self._try()
         return False
 
-    def _decide(self, step: TimedStep) -> None:
-        for kind in dict.fromkeys(block.kind for block in step.blocks):
-            recipes, second = (_block_seconds(step, kind, checkpointed=run_twice) for run_twice in (False, True))
-            if recipes is None or second is None or recipes.high < second.low * (1 - FASTER):
-                continue
-            self._second_run[kind] = (
-                f"a block took {second.middle:.4g} s ({second.low:.4g} to {second.high:.4g}) checkpointed and "
-                f"{recipes.middle:.4g} s ({recipes.low:.4g} to {recipes.high:.4g}) with recipes"
-            )
-            logger.info("%s blocks are checkpointed: %s", kind, self._second_run[kind])
-        if self._second_run:
+    def saw_span(self, span: Span | None) -> bool:
+        """Process a step with a trial; return whether another follows."""
+        if not self._trials:
+            return False
+        if span is None or span.verifies:
+            self._skipped += 1
+            if self._skipped < MOST_SKIPPED:
+                return True
+            self._end({})
+            return False
+        trial = self._trials[self._tried % len(self._trials)]
+        if self._tried >= len(self._trials):
+            self._saved_bytes.append(span.saved_bytes)
+            for block in span.blocks:
+                kind = self._kinds.get(block.name, "")
+                way = Way.OFFLOAD if kind in trial.offloaded else Way.SECOND_RUN if block.checkpointed else Way.RECIPES
+                self._seconds[kind, way].append(block.seconds / span.saved_bytes)
+        self._tried += 1
+        if self._tried < ROUNDS * len(self._trials):
+            self._try()
+            return True
+        self._decide()
+        return False
+
+    def _try(self) -> None:
+        """Begin the next trial."""
+        trial = self._trials[self._tried % len(self._trials)]
+        if self._timer is not None:
+            self._timer.checkpointed = trial.second_run
+        self._answer(dict.fromkeys(trial.offloaded, Way.OFFLOAD))
+
+    def _end(self, ways: dict[str, Way]) -> None:
+        """End the trials, and restore blocks in these ways from now on."""
+        self._trials.clear()
+        if self._timer is not None:
+            self._timer.checkpointed = frozenset()
+        self._answer(ways)
+
+    def _answer(self, ways: dict[str, Way]) -> None:
+        """Give other answers from now on."""
+        if ways != self._ways:
+            self._ways, self.current = ways, plan_for(self.policy)
             if (engine := self._engine()) is not None:
                 engine.plan_changed()
-            self._bus.emit("plan", name=self.name, text=self.explain())
+
+    def _decide(self) -> None:
+        """Choose a way for each kind, once all were tried."""
+        ways: dict[str, Way] = {}
+        alike = max(self._saved_bytes) <= GROWTH * min(self._saved_bytes)
+        for kind in dict.fromkeys(self._kinds.values()):
+            tried = [way for way in Way if self._seconds[kind, way] and (alike or way is not Way.OFFLOAD)]
+            if len(tried) > 1:
+                step_bytes = self._saved_bytes[0]
+                took = {way: Range.of([each * step_bytes for each in self._seconds[kind, way]]) for way in tried}
+                way = ways[kind] = fastest(took)
+                times = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in took.items())
+                self._why[kind] = f"{way.value}: a block took " + ", ".join(times)
+                logger.info("%s blocks are %s", kind, self._why[kind])
+        self._end(ways)
+        self._bus.emit("plan", name=self.name, text=self.explain())
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class Range:
     """A median and its uncertainty: the notches of a box plot (McGill, Tukey and Larsen, 1978)."""
 
     low: float
     middle: float
     high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """Return the range of a sample."""
+        middle = median(values)
+        notch = NOTCH * (quartile(values, upper=True) - quartile(values)) / sqrt(len(values))
+        return cls(middle - notch, middle, middle + notch)
+
+
+def fastest(took: Mapping[Way, Range]) -> Way:
+    """Return the way that is certainly the fastest; if none is, the first one.
+
+    Args:
+        took: The times of each way that was tried.
+    """
+    first = min(took, key=[*Way].index)
+    certain = [way for way, one in took.items() if one.high < took[first].low * (1 - FASTER)]
+    return min(certain, key=lambda way: took[way].middle, default=first)
+
+
+def trials(step: TimedStep, tier: Tier) -> list[Trial]:
+    """Return what is tried in each round. See [Note: three ways].
+
+    Args:
+        step: A measured step, in which all blocks used recipes.
+        tier: The store.
+    """
+    second_run, offloaded = every_other(step), may_offload(step, tier)
+    found = [Trial(second_run=second_run)] if second_run or offloaded else []
+    return [*found, Trial(offloaded=offloaded)] if offloaded else found
 
 
 def every_other(step: TimedStep) -> frozenset[str]:
@@ -130,15 +272,19 @@ def every_other(step: TimedStep) -> frozenset[str]:
     return frozenset(name for names in kinds.values() for name in names[1::2])
 
 
-def _block_seconds(step: TimedStep, kind: str, *, checkpointed: bool) -> _Range | None:
-    """Return the time of the checkpointed or other blocks of a kind; None if there were none."""
-    found = [
-        b.forward_seconds + b.backward_seconds for b in step.blocks if b.kind == kind and b.checkpointed is checkpointed
-    ]
-    if not found:
-        return None
-    middle, notch = median(found), NOTCH * (quartile(found, upper=True) - quartile(found)) / sqrt(len(found))
-    return _Range(middle - notch, middle, middle + notch)
+def may_offload(step: TimedStep, tier: Tier) -> frozenset[str]:
+    """Return the kinds of blocks that may be offloaded entirely.
+
+    Args:
+        step: A measured step.
+        tier: The store.
+    """
+    sizes = [block.saved_bytes for block in step.blocks]
+    if not isinstance(tier, DiskTier) or tier.free_bytes < 2 * sum(sizes):
+        return frozenset()
+    inputs, largest = sum(block.input_bytes for block in step.blocks), max(sizes, default=0)
+    fits = max(2 * largest, LEAST_WINDOW) <= inputs + largest + LEAST_WINDOW
+    return frozenset(block.kind for block in step.blocks if fits and block.saved_bytes)
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:

@@ -1,11 +1,10 @@
 """The two threads of the disk tier, and their queues.
 
 [Note: who may hold the lock] One lock guards the queues. Slots die in any thread, and through the garbage collector
-even in a thread that already holds the lock. So neither their death nor ``free()`` takes the lock: their parcels are
-left in ``claims`` and ``_freed``, and the next holder of the lock processes them first; see [Note: death and
-interrupts]. (Trying the lock does not help: an interrupt right after would leave it locked.) For the same reason no
-object whose destructor could run foreign code is dropped under the lock: sources and targets go to ``_trash``, which is
-emptied after the lock is released.
+even in one that holds the lock. So neither their death nor ``free()`` takes it: parcels are left in ``claims`` (see
+[Note: death and interrupts]) and ``_freed``, for the next holder. (Trying the lock does not help: an interrupt right
+after would leave it locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources
+and targets go to ``_trash``, which is emptied after the lock is released.
 
 [Note: who has a place] A live slot has its place. When the slot dies, the place is *draining* while a thread writes or
 reads there (``_writing``, ``_reading``): it is unused but cannot be reassigned. Then it is free. No counter tracks
@@ -45,10 +44,6 @@ class DiskWork:
         room: The places in it.
         window_bytes: Most bytes queued to be written before ``park`` waits, and most bytes read ahead.
         counters: Receives the counts.
-
-    Attributes:
-        pool: Memory for reads.
-        claims: The slots' claims to their parcels.
     """
 
     def __init__(self, file: BackingFile, room: Room, *, window_bytes: int, counters: TierCounters) -> None:
@@ -62,7 +57,7 @@ class DiskWork:
         self._done = threading.Condition(self._lock)
         self._writes: deque[Parcel] = deque()
         self._reads: deque[Read] = deque()
-        self.claims: Claims[Parcel] = Claims()
+        self.claims: Claims[Parcel] = Claims()  # of slots
         self._freed: deque[Parcel] = deque()
         self._trash: deque[Any] = deque()
         self._writing: Parcel | None = None

@@ -45,8 +45,8 @@ def _mixed(candidate: Candidate) -> Action:
 
 POLICIES = {
     "keep": (Keep(), 150),
-    "offload": (Offload(), 176),
-    "mixed": (ByTable(_mixed), 244),
+    "offload": (Offload(), 193),
+    "mixed": (ByTable(_mixed), 249),
 }
 """Policies, and the objects for each block, with two or three to spare. No tensor is so large that a thread writes it
 to disk."""

@@ -1,59 +1,97 @@
-"""``Minimal`` weighs recipes against checkpoints, per kind of block. All times are made up."""
+"""``Minimal`` compares recipes, second runs and offloading, per kind of block. All times are made up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
+from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.profiling.minimal import MinimalPlan, every_other
-from tests.unit.profiling.test_promise import step, tier
+from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, MinimalPlan, Way, every_other
+from ebbtide.store.disk import DiskTier
+from tests.unit.profiling.test_promise import MB, step, tier
+
+SAVED = 200 * MB
+"""What a block of ``stack`` saves."""
+
+RECIPES, SECOND_RUN, OFFLOAD = Way.RECIPES, Way.SECOND_RUN, Way.OFFLOAD
 
 
 def action(plan: MinimalPlan, kind: str = "Layer") -> Action:
     return plan.block_action(kind, 0, input_bytes=100, must_keep_bytes=0)
 
 
-def stack(count: int, *, able: bool = True, kind: str = "Layer") -> TimedStep:
-    block = replace(step().blocks[0], kind=kind, checkpointable=able)
-    return replace(step(), blocks=tuple(replace(block, name=f"{kind}.{i}") for i in range(count)))
+def candidate(kind: str = "Layer", *, flops: float | None = 1.0) -> Candidate:
+    site = Site(kind, "mlp", "MulBackward0", 0)
+    return Candidate(
+        site=site, block_name=f"{kind}.0", block=0, bytes_=MB, block_input=False, recompute_flops=flops, kept_bytes=0
+    )
 
 
-def tried(found: TimedStep, recipes: Sequence[float], second: Sequence[float]) -> TimedStep:
-    """Return a step with every other block checkpointed."""
-    times = [iter(recipes), iter(second)]
-
-    def block(place: int, one: TimedBlock) -> TimedBlock:
-        seconds = next(times[place % 2])
-        return replace(one, checkpointed=place % 2 == 1, forward_seconds=seconds / 4, backward_seconds=seconds * 3 / 4)
-
-    return replace(found, blocks=tuple(block(place, one) for place, one in enumerate(found.blocks)))
+def stack(count: int, *, able: bool = True, kind: str = "Layer", input_bytes: int = 0) -> TimedStep:
+    """Return a measured step of equal blocks, each of which saved 200 MB."""
+    block = replace(step().blocks[0], kind=kind, checkpointable=able, input_bytes=input_bytes)
+    assert block.saved_bytes == SAVED
+    blocks = tuple(replace(block, name=f"{kind}.{i}") for i in range(count))
+    return replace(step(), blocks=blocks, saved_bytes=count * SAVED)
 
 
-def watched() -> tuple[MinimalPlan, Any]:
+def disk(free_bytes: int = 10_000 * MB) -> Any:
+    counters = tier().counters
+    return Mock(spec=DiskTier, can_cancel=True, counters=counters, free_bytes=free_bytes)
+
+
+def watched(store: Any = None) -> tuple[MinimalPlan, Any]:
     """Return a plan and the timer through which it sees steps."""
-    plan = MinimalPlan(Minimal(), tier(), Bus())
+    plan = MinimalPlan(Minimal(), store or tier(), Bus())
     engine: Any = Mock(timer=None)
     plan.watch(engine)
     return plan, engine.timer
 
 
-def seen(recipes: Sequence[float], second: Sequence[float]) -> MinimalPlan:
-    """Return a plan that has seen blocks take these times in the step that counts."""
-    plan, timer = watched()
-    first = stack(len(recipes) + len(second))
-    assert plan.saw_step(first)
-    assert timer.checkpointed == every_other(first)
-    assert plan.saw_step(tried(first, [1.0] * len(recipes), [9.0] * len(second)))  # warms up
-    assert not plan.saw_step(tried(first, recipes, second))
-    assert timer.checkpointed == frozenset()
+def way_now(plan: MinimalPlan, timer: Any, block: TimedBlock) -> Way:
+    """Return how a block is restored now."""
+    if plan.choose(candidate(block.kind)) is Action.OFFLOAD:
+        assert not plan.needs_recipe(candidate(block.kind)) and not plan.recomputes_in(block.name)
+        return OFFLOAD
+    assert plan.needs_recipe(candidate(block.kind)) and plan.recomputes_in(block.name)
+    return SECOND_RUN if block.name in timer.checkpointed or action(plan, block.kind) is Action.CHECKPOINT else RECIPES
+
+
+def span(plan: MinimalPlan, timer: Any, found: TimedStep, seconds: Mapping[Way, float], *, size: float = 1.0) -> Span:
+    """Return a step whose blocks take the times of the ways that are tried now."""
+    blocks: list[BlockSpan] = []
+    for block in found.blocks:
+        way = way_now(plan, timer, block)
+        blocks.append(
+            BlockSpan(
+                name=block.name, plain=False, checkpointed=way is SECOND_RUN,
+                forward_seconds=size * seconds[way] / 4, backward_seconds=size * seconds[way] * 3 / 4,
+            )
+        )  # fmt: skip
+    return Span(seconds=9.0, peak_bytes=None, saved_bytes=int(size * found.saved_bytes), blocks=tuple(blocks))
+
+
+def decided(
+    times: Mapping[Way, Sequence[float]], store: Any = None, found: TimedStep | None = None, sizes: Sequence[float] = ()
+) -> MinimalPlan:
+    """Return a plan that has seen blocks take these times, step by step; the first of each way warms up."""
+    found = found or stack(4, input_bytes=100 * MB)
+    plan, timer = watched(store)
+    assert not plan.saw_step(found) and timer.spans.wanted
+    steps = len(times[SECOND_RUN]) * (2 if OFFLOAD in times else 1)
+    for number in range(steps):
+        now = {way: taken[number * len(taken) // steps] for way, taken in times.items()}
+        more = plan.saw_span(span(plan, timer, found, now, size=sizes[number] if sizes else 1.0))
+        assert more is (number < steps - 1)
+    assert not timer.checkpointed
     return plan
 
 
@@ -65,40 +103,144 @@ def test_every_other_block_that_can_be_is_checkpointed() -> None:
     assert every_other(stack(1)) == every_other(stack(5, able=False)) == frozenset()
 
 
+def test_ways_are_tried_in_turn() -> None:
+    found = stack(4, input_bytes=100 * MB)
+    plan, timer = watched(disk())
+    plan.saw_step(found)
+    seen: list[list[Way]] = []
+    answers: list[Any] = []
+    for _ in range(2 * ROUNDS):
+        seen.append([way_now(plan, timer, block) for block in found.blocks])
+        answers.append(plan.current)
+        plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+    assert seen == [[RECIPES, SECOND_RUN] * 2, [OFFLOAD] * 4] * ROUNDS
+    assert all(one is not other for one, other in zip(answers, answers[1:], strict=False)), "answers are remembered"
+
+
 def test_recipes_that_cost_more_than_a_second_run_give_way_to_it() -> None:
-    plan = seen([5.0, 5.1, 5.2, 5.1], [4.0, 4.1, 4.0, 4.2])
+    plan = decided({RECIPES: [1.0, 5.0, 5.2], SECOND_RUN: [9.0, 4.0, 4.1]})
     assert action(plan) is Action.CHECKPOINT
     assert action(plan, "Other") is Action.KEEP
-    assert "Layer blocks are checkpointed: a block took 4.05 s" in plan.explain()
-    assert ") checkpointed and 5.1 s (" in plan.explain() and plan.explain().count("with recipes") == 1
+    assert "Layer blocks are checkpointed: a block took 4.05 s (" in plan.explain()
+    assert ") checkpointed, 5.1 s (" in plan.explain() and plan.explain().count("by recipes") == 1
 
 
 def test_recipes_that_cost_less_stay() -> None:
-    assert action(seen([4.0, 4.1, 4.0, 4.2], [5.0, 5.1, 5.2, 5.1])) is Action.KEEP
+    assert action(decided({RECIPES: [9.0, 4.0, 4.1], SECOND_RUN: [1.0, 5.0, 5.2]})) is Action.KEEP
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.4])
 def test_what_noise_may_have_decided_is_checkpointed(apart: float) -> None:
-    """Medians half a second apart: certain if blocks are equal, not if they differ by as much."""
-    recipes, second = ([middle - apart, middle, middle, middle + apart] for middle in (4.0, 4.3))
-    assert action(seen(recipes, second)) is (Action.CHECKPOINT if apart else Action.KEEP)
+    """Medians 0.3 s apart: certain if blocks are equal, not if they differ by as much."""
+    recipes, second = ([1.0, middle - apart, middle + apart] for middle in (4.0, 4.3))
+    plan = decided({RECIPES: recipes, SECOND_RUN: second})
+    assert action(plan) is (Action.CHECKPOINT if apart else Action.KEEP)
 
 
-def test_nothing_is_measured_where_no_block_can_be_checkpointed() -> None:
+@pytest.mark.parametrize(
+    ("offload", "recipes", "best"),
+    [(3.5, 4.2, OFFLOAD), (3.95, 4.2, SECOND_RUN), (3.5, 3.0, RECIPES), (3.0, 3.5, OFFLOAD), (5.0, 5.0, SECOND_RUN)],
+)
+def test_the_fastest_way_stays(offload: float, recipes: float, best: Way) -> None:
+    """Offloading 1 % less than checkpointing is not certainly faster."""
+    times = {RECIPES: [9.0, recipes, recipes], SECOND_RUN: [9.0, 4.0, 4.0], OFFLOAD: [9.0, offload, offload]}
+    plan = decided(times, disk())
+    assert action(plan) is (Action.CHECKPOINT if best is SECOND_RUN else Action.KEEP)
+    assert plan.choose(candidate()) is (Action.OFFLOAD if best is OFFLOAD else Action.RECOMPUTE)
+    assert plan.recomputes_in("Layer.0") is plan.needs_recipe(candidate()) is (best is not OFFLOAD)
+    assert plan.choose(candidate("Stem")) is Action.RECOMPUTE and plan.recomputes_in("Stem.0")
+    assert f"Layer blocks are {best.value}: a block took 4 s (4 to 4) checkpointed, " in plan.explain()
+    assert f"{offload:g} s ({offload:g} to {offload:g}) offloaded" in plan.explain()
+
+
+def test_blocks_that_are_not_run_twice_are_offloaded_where_that_is_faster_than_their_recipes() -> None:
+    found = stack(4, able=False, input_bytes=100 * MB)
+    plan, timer = watched(disk())
+    plan.saw_step(found)
+    seen: list[set[Way]] = []
+    for _ in range(2 * ROUNDS):
+        seen.append({way_now(plan, timer, block) for block in found.blocks})
+        plan.saw_span(span(plan, timer, found, {RECIPES: 4.0, OFFLOAD: 3.0}))
+    assert seen == [{RECIPES}, {OFFLOAD}] * ROUNDS
+    assert plan.choose(candidate()) is Action.OFFLOAD
+
+
+@pytest.mark.parametrize(
+    ("store", "input_bytes"),
+    [
+        pytest.param(None, 100 * MB, id="memory of the host"),
+        pytest.param(disk(2 * 4 * SAVED - 1), 100 * MB, id="a disk without room"),
+        # Two blocks in flight are 400 MB; the inputs of four, the tensors of one, and what is never counted: 376 MB.
+        pytest.param(disk(), 40 * MB, id="more memory than checkpointing"),
+    ],
+)
+def test_offloading_is_not_tried(store: Any, input_bytes: int) -> None:
+    found = stack(4, input_bytes=input_bytes)
+    plan, timer = watched(store)
+    plan.saw_step(found)
+    for number in range(ROUNDS):
+        assert plan.choose(candidate()) is Action.RECOMPUTE
+        more = plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+        assert more is (number < ROUNDS - 1)
+    assert "offloaded:" not in plan.explain()
+
+
+@pytest.mark.parametrize(("larger", "best"), [(1.05, OFFLOAD), (1.5, SECOND_RUN)])
+def test_offloading_is_compared_with_steps_of_about_its_size_only(larger: float, best: Way) -> None:
+    """By the time for each byte: the offloaded ones are larger and take longer."""
+    times = {RECIPES: [9.0, 5.0, 5.0], SECOND_RUN: [9.0, 4.0, 4.0], OFFLOAD: [9.0, 3.85, 3.85]}
+    plan = decided(times, disk(), sizes=[1.0, 1.0, 1.0, larger, 1.0, larger])
+    assert plan.choose(candidate()) is (Action.OFFLOAD if best is OFFLOAD else Action.RECOMPUTE)
+    assert action(plan) is (Action.CHECKPOINT if best is SECOND_RUN else Action.KEEP)
+
+
+def test_nothing_is_tried_where_no_block_can_be_checkpointed_or_offloaded() -> None:
     plan, timer = watched()
     assert not plan.saw_step(stack(4, able=False))
-    assert timer.checkpointed == frozenset()
+    assert not timer.spans.wanted and not timer.checkpointed
     assert action(plan) is Action.KEEP
 
 
+def test_steps_that_are_not_timed_do_not_count_and_many_end_the_trials() -> None:
+    found = stack(4, input_bytes=100 * MB)
+    plan, timer = watched(disk())
+    plan.saw_step(found)
+    assert plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+    assert plan.choose(candidate()) is Action.OFFLOAD
+    verifies = replace(span(plan, timer, found, dict.fromkeys(Way, 1.0)), verifies=True)
+    for number in range(MOST_SKIPPED):
+        assert plan.choose(candidate()) is Action.OFFLOAD, "it is tried again"
+        assert plan.saw_span(None if number % 2 else verifies) is (number < MOST_SKIPPED - 1)
+    assert action(plan) is Action.KEEP and plan.choose(candidate()) is Action.RECOMPUTE
+    assert not plan.saw_span(None) and not timer.checkpointed
+
+
+def test_trials_begin_again_with_a_larger_step() -> None:
+    found = stack(4, input_bytes=100 * MB)
+    plan, timer = watched(disk())
+    plan.saw_step(found)
+    for _ in range(3):
+        plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+    assert not plan.saw_step(replace(found, saved_bytes=2 * found.saved_bytes))
+    for number in range(2 * ROUNDS):
+        more = plan.saw_span(span(plan, timer, found, {RECIPES: 4.0, SECOND_RUN: 5.0, OFFLOAD: 6.0}, size=2.0))
+        assert more is (number < 2 * ROUNDS - 1)
+    assert "Layer blocks are recomputed by recipes: a block took 10 s (10 to 10) checkpointed, 8 s" in plan.explain()
+
+
 def test_a_later_step_decides_nothing() -> None:
-    plan = seen([4.0, 4.0, 4.0], [5.0, 5.0, 5.0])
-    assert not plan.saw_step(tried(stack(6), [9.0] * 3, [1.0] * 3))
+    plan = decided({RECIPES: [4.0] * 3, SECOND_RUN: [5.0] * 3})
+    found = stack(4, input_bytes=100 * MB)
+    assert not plan.saw_step(found)
+    assert not plan.saw_span(Span(seconds=1.0, peak_bytes=None, saved_bytes=1))
     assert action(plan) is Action.KEEP
 
 
 def test_blocks_that_refused_are_compared_with_nobody() -> None:
+    found = stack(4)
     plan, _ = watched()
-    for _ in range(3):
-        plan.saw_step(stack(4))
-    assert action(plan) is Action.KEEP
+    plan.saw_step(found)
+    blocks = tuple(BlockSpan(name=b.name, plain=False, forward_seconds=1.0, backward_seconds=1.0) for b in found.blocks)
+    for _ in range(ROUNDS):
+        plan.saw_span(Span(seconds=9.0, peak_bytes=None, saved_bytes=found.saved_bytes, blocks=blocks))
+    assert action(plan) is Action.KEEP and "a block took" not in plan.explain()
