@@ -100,7 +100,7 @@ def _under(model: nn.Module, policy: Any, window: str | None = None) -> Generato
             found: dict[str, Any] = {"explained": plan.explain().splitlines()[:6]}
             return found | ({"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {})
 
-        yield Prepared(model=model, notes=notes, settled=lambda: not isinstance(plan, MeasuredPlan) or plan.judged)
+        yield Prepared(model=model, notes=notes, settled=lambda: getattr(plan, "judged", True))
 
 
 WAYS = (

@@ -582,7 +582,7 @@ MUTANTS = (
     Mutant(
         "minimal: offloading is tried on a disk without room",
         "ebbtide/profiling/minimal.py",
-        " or tier.free_bytes < 2 * sum(sizes):",
+        " or tier.free_bytes < 2 * largest * len(step.blocks):",
         ":",
         MINIMAL,
     ),

@@ -90,12 +90,13 @@ class MinimalPlan(PolicyPlan):
 
     Attributes:
         current: Another object whenever the answers change: see ``StandingPlan``.
+        judged: All that could be compared was; the plan stays.
     """
 
     def __init__(self, policy: Minimal, tier: Tier, bus: Bus) -> None:
         rule = self.current = plan_for(policy)
         super().__init__(policy, rule.name, rule.text)
-        self._tier, self._bus = tier, bus
+        self._tier, self._bus, self.judged = tier, bus, False
         self._timer: StepTimer | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
         self._kinds: dict[str, str] = {}  # path of a block → its kind
@@ -147,11 +148,16 @@ class MinimalPlan(PolicyPlan):
         return "\n".join([super().explain(), *(f"{kind} blocks are {why}" for kind, why in self._why.items())])
 
     def saw_step(self, step: TimedStep) -> bool:
-        """Process the measured step: begin to compare the ways. Returns False: no other is wanted."""
-        if not self._kinds:
-            self._kinds = {block.name: block.kind for block in step.blocks}
-            self._trials = trials(step, self._tier)
-        if self._trials and self._timer is not None:  # from the beginning, if it was measured once more: sizes grew
+        """Process a measured step, and begin to compare the ways; return whether another is wanted."""
+        if self.judged or self._timer is None:
+            return False
+        if self._trials and any(block.checkpointed for block in step.blocks):  # it grew while a way was tried
+            self._end({})
+            return True
+        self._kinds = {block.name: block.kind for block in step.blocks}
+        self._trials = trials(step, self._tier)
+        self.judged = not self._trials
+        if self._trials:
             self._tried = self._skipped = 0
             self._seconds.clear()
             self._saved_bytes.clear()
@@ -169,6 +175,7 @@ class MinimalPlan(PolicyPlan):
             if self._skipped < MOST_SKIPPED:
                 return True
             self._end({})
+            self.judged = True
             return False
         trial = self._trials[self._tried % len(self._trials)]
         if self._tried >= len(self._trials):
@@ -219,6 +226,7 @@ class MinimalPlan(PolicyPlan):
                 self._why[kind] = f"{way.value}: a block took " + ", ".join(times)
                 logger.info("%s blocks are %s", kind, self._why[kind])
         self._end(ways)
+        self.judged = True
         self._bus.emit("plan", name=self.name, text=self.explain())
 
 
@@ -279,10 +287,10 @@ def may_offload(step: TimedStep, tier: Tier) -> frozenset[str]:
         step: A measured step.
         tier: The store.
     """
-    sizes = [block.saved_bytes for block in step.blocks]
-    if not isinstance(tier, DiskTier) or tier.free_bytes < 2 * sum(sizes):
+    largest = max((block.saved_bytes for block in step.blocks), default=0)  # some may be checkpointed by the heuristic
+    if not isinstance(tier, DiskTier) or tier.free_bytes < 2 * largest * len(step.blocks):
         return frozenset()
-    inputs, largest = sum(block.input_bytes for block in step.blocks), max(sizes, default=0)
+    inputs = sum(block.input_bytes for block in step.blocks)
     fits = max(2 * largest, LEAST_WINDOW) <= inputs + largest + LEAST_WINDOW
     return frozenset(block.kind for block in step.blocks if fits and block.saved_bytes)
 
