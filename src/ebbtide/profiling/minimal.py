@@ -170,7 +170,7 @@ class MinimalPlan(PolicyPlan):
         """Process a step with a trial; return whether another follows."""
         if not self._trials:
             return False
-        if span is None or span.verifies:
+        if span is None or span.verifies or not span.saved_bytes:
             self._skipped += 1
             if self._skipped < MOST_SKIPPED:
                 return True
