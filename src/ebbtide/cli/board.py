@@ -19,7 +19,7 @@ from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
 
 _LEAST_COUNTED = 2
-"""Steps that always count, however late a plan was corrected: a timed one and the trimmed one."""
+"""Steps that always count, however late a plan was made: a timed one and the trimmed one."""
 
 
 class Board:
@@ -113,13 +113,13 @@ class Board:
                 for mode, run in by_mode.items():
                     summary = write_summary(run.folder, warm_up=warm_up)
                     by_mode[mode] = dataclasses.replace(run, summary=summary)
-        corrected = f"A plan was corrected after step {made}"
+        last = f"The last plan was made after step {made}"
         if made > warm_up:
-            return [f"{corrected}, so some of the counted steps ran under another one; use a larger {self._flag}."]
+            return [f"{last}, so some of the counted steps ran under another one; use a larger {self._flag}."]
         timed = min(int(run.summary["timed_steps"]) for by_mode in self._rounds.values() for run in by_mode.values())
         if timed >= LEAST_TIMED:
             return []
-        return [f"{corrected}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
+        return [f"{last}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
         """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result."""

@@ -20,6 +20,7 @@ from ebbtide.cli.recipe import RECIPES, check, names, read
 from ebbtide.cli.rounds import (
     DEFAULT_MODES,
     DEFAULT_STEPS,
+    MORE_FOR_MINIMAL,
     SCRIPT_STEPS,
     CompareResult,
     Rounds,
@@ -27,6 +28,7 @@ from ebbtide.cli.rounds import (
     check_folder,
     check_modes,
     check_packages,
+    more_steps,
     run_rounds,
 )
 from ebbtide.cli.run import EXAMPLE, no_command, split, split_at_word
@@ -166,7 +168,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out is {own.out!r}", expected="a folder", hint="leave --out out for its default")
     rounds, out = count("--rounds", own.rounds), Path(own.out)
     if is_script:
-        steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS))
+        steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS + more_steps(modes)))
         return compare_script(command, modes=modes, rounds=rounds, steps=steps, out=out).exit_code
     is_named = bool(arguments) and not arguments[0].startswith("-")
     recipe = _recipe(arguments, split_at_word(rest)[0] if is_named else [])
@@ -181,7 +183,7 @@ def run(argv: Sequence[str]) -> int:
         )
     has_file = bool(arguments) and not arguments[0].startswith("--") and not names(recipe, arguments[:1])
     if not has_file and _LENGTHS.isdisjoint(names(recipe, arguments)):
-        arguments += ["--max_steps", str(DEFAULT_STEPS)]  # never a whole epoch by accident
+        arguments += ["--max_steps", str(DEFAULT_STEPS + more_steps(modes))]  # never a whole epoch by accident
     return compare(arguments, recipe=recipe, modes=modes, rounds=rounds, out=out).exit_code
 
 
@@ -195,16 +197,22 @@ def _parser(recipe: str) -> Parser:
         description=f"The same few steps of a recipe ({', '.join(RECIPES)}), or of your own training script (such as "
         "`ebbtide compare -- python train.py`), in fresh processes under several modes. "
         f"All other arguments go to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "
-        f"--num_train_epochs or a file, each takes {DEFAULT_STEPS} steps.",
+        f"--num_train_epochs or a file, each takes {_default(DEFAULT_STEPS)}.",
     )
     listed = f"some of {', '.join(MODES)} (default: %(default)s)"
     parser.add_argument("--modes", metavar="A,B", default=",".join(DEFAULT_MODES), help=listed)
     parser.add_argument("--rounds", metavar="N", default="3", help="how often each mode is run (default: %(default)s)")
     folder = "folder for the result (default: %(default)s)"
     parser.add_argument("--out", metavar="DIR", default="runs/compare", help=folder)
-    steps = f"of a script: end each run after so many steps of its optimizer, or all (default: {SCRIPT_STEPS})"
+    steps = (
+        f"of a script: end each run after so many steps of its optimizer, or all (default: {_default(SCRIPT_STEPS)})"
+    )
     parser.add_argument("--steps", metavar="N", help=steps)
     return parser
+
+
+def _default(steps: int) -> str:
+    return f"{steps} steps, {steps + MORE_FOR_MINIMAL} with ebbtide-minimal"
 
 
 def _recipe(rest: list[str], flags: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 DOES: dict[str, str] = {
     "plain": "ordinary training",
     "checkpointing": "the trainer's own activation checkpointing",
-    "ebbtide": "the default policy, Auto",
+    "ebbtide": "the policy Auto, unless --policy names another",
     "ebbtide-minimal": "the policy Minimal: checkpointing's memory or less",
     "plain-again": "ordinary training once more: what equal runs differ by",
     "plain-malloc": "ordinary training; glibc gives freed memory back at once",
@@ -54,6 +54,9 @@ DEFAULT_STEPS = 10
 
 SCRIPT_STEPS = 12
 """Default steps of each run of a script: enough to time some after the first and the measured plans."""
+
+MORE_FOR_MINIMAL = 4
+"""Further steps by default where ``ebbtide-minimal`` compares its ways first."""
 
 Stopped = Literal["", "interrupted", "terminated"]
 
@@ -187,6 +190,11 @@ def warm_up_steps() -> int:
     from ebbtide.profiling.measured import MEASURED_STEPS
 
     return 1 + MEASURED_STEPS + SETTLING
+
+
+def more_steps(modes: Sequence[str]) -> int:
+    """Return how many steps more than usual a comparison takes by default."""
+    return MORE_FOR_MINIMAL if "ebbtide-minimal" in modes else 0
 
 
 def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None:

@@ -159,7 +159,7 @@ def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
     screen = console()
     arguments = ["--max_steps", "8", "--plan_after", str(after)]
     compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
-    words = "A plan was corrected after step 5, which left 2 steps of each run to time; use a larger --max_steps."
+    words = "The last plan was made after step 5, which left 2 steps of each run to time; use a larger --max_steps."
     assert (words in screen.file.getvalue()) is left
 
 
@@ -168,7 +168,7 @@ def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
     arguments = ["--max_steps", "9", "--plan_after", "8"]
     result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
     assert [mode["warm_up_steps"] for mode in result.modes] == [5, 5]
-    assert "A plan was corrected after step 8, so some of the counted steps" in screen.file.getvalue()
+    assert "The last plan was made after step 8, so some of the counted steps" in screen.file.getvalue()
 
 
 def test_the_contents_of_the_peak_come_from_the_runs_own_record(done):
@@ -341,6 +341,23 @@ def test_the_default_length_is_for_runs_without_one(monkeypatch, argv, recipe, b
     monkeypatch.setattr(module, "compare", fake)
     run(argv)
     assert seen == [(recipe, bounded)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "length"),
+    [(["sft"], ["--max_steps", "14"]), (["sft", "--max_steps", "6"], ["--max_steps", "6"]), (["--", "python"], 16)],
+)
+def test_where_minimal_is_compared_runs_are_longer_by_default(monkeypatch, argv, length):
+    seen = []
+
+    def fake(arguments, *, steps=None, **_options):
+        seen.append(steps or arguments[-2:])
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr(module, "compare", fake)
+    monkeypatch.setattr(module, "compare_script", fake)
+    run(["--modes", "plain,ebbtide-minimal", *argv])
+    assert seen == [length]
 
 
 @pytest.mark.parametrize(
