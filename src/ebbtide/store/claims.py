@@ -39,7 +39,7 @@ class Claims(Generic[_Held]):
 
     def add(self, holder: object, held: _Held) -> None:
         """Note what an object holds until it is dead."""
-        claim = _Claim[_Held](holder, self._note_dead)
+        claim: _Claim[_Held] = _Claim(holder, self._note_dead)
         claim.held = held
         self._live.add(claim)
 
