@@ -37,7 +37,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Minimal:
-    """The memory of activation checkpointing, or less, in the fastest of up to three ways.
+    """The memory of activation checkpointing, or less, by the fastest of up to three methods.
 
     For each kind of block the first steps compare recipes (what can be recomputed is, the rest is offloaded), a second
     forward of the whole block, and, without an accelerator and if the disk has room, offloading all that it saves. A

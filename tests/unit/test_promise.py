@@ -27,7 +27,7 @@ from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
-from ebbtide.profiling.minimal import ROUNDS, Range, Way
+from ebbtide.profiling.minimal import ROUNDS, Method, Range
 from ebbtide.profiling.promise import ADDED, APART, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
@@ -530,19 +530,21 @@ def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeyp
 
 
 UNTIL_CHOSEN = 1 + 2 * ROUNDS
-"""Steps of ``Minimal`` until it has tried each way."""
+"""Steps of ``Minimal`` until it has tried each method."""
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mlp", "bart", "qwen3_moe_eager", "dropout"])
-@pytest.mark.parametrize("way", Way)
-def test_minimal_tries_each_way_and_stays_with_one(monkeypatch: pytest.MonkeyPatch, family: str, way: Way) -> None:
+@pytest.mark.parametrize("method", Method)
+def test_minimal_tries_each_method_and_stays_with_one(
+    monkeypatch: pytest.MonkeyPatch, family: str, method: Method
+) -> None:
     """In tiny blocks times mean nothing. Where a block cannot run twice, that is not tried."""
-    tried: list[set[Way]] = []
+    tried: list[set[Method]] = []
 
-    def choose(took: dict[Way, Range]) -> Way:
+    def choose(took: dict[Method, Range]) -> Method:
         tried.append(set(took))
         assert all(one.middle > 0 for one in took.values())
-        return way if way in took else Way.RECIPES
+        return method if method in took else Method.RECIPES
 
     monkeypatch.setattr("ebbtide.profiling.minimal.fastest", choose)
     tiny = build(family)
@@ -556,16 +558,19 @@ def test_minimal_tries_each_way_and_stays_with_one(monkeypatch: pytest.MonkeyPat
         assert stats.kept_bytes == 0
         drain()
         assert_nothing_left(handle._engine)
-    with_second_run, offloaded, last = seen[1:UNTIL_CHOSEN:2], seen[2:UNTIL_CHOSEN:2], seen[-1]
-    assert all(found[0] for found in with_second_run)
+    checkpointing, offloaded, last = seen[1:UNTIL_CHOSEN:2], seen[2:UNTIL_CHOSEN:2], seen[-1]
+    assert all(found[0] for found in checkpointing)
     assert not any(checkpointed or recomputed for checkpointed, recomputed, _ in offloaded)
-    match way if way in tried[0] else None:
-        case Way.OFFLOAD:
+    match method if method in tried[0] else None:
+        case Method.OFFLOAD:
             assert last == offloaded[-1]
-        case Way.SECOND_RUN:
+        case Method.CHECKPOINT:
             assert last[0] >= max(checkpointed for checkpointed, *_ in seen)
             assert 0 < last[2] < offloaded[-1][2], "the window follows what the blocks offload now"
-        case Way.RECIPES if family not in {"bart", "dropout"}:  # the rule checkpoints blocks that recipes cover badly
+        case Method.RECIPES if family not in {
+            "bart",
+            "dropout",
+        }:  # the rule checkpoints blocks that recipes cover badly
             assert last[0] == 0 and 0 < last[2] < offloaded[-1][2]
         case _:
             pass

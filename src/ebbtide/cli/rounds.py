@@ -56,7 +56,7 @@ SCRIPT_STEPS = 12
 """Default steps of each run of a script: enough to time some after the first and the measured plans."""
 
 MORE_FOR_MINIMAL = 4
-"""Further steps by default where ``ebbtide-minimal`` compares its ways first."""
+"""Further steps by default where ``ebbtide-minimal`` compares its methods first."""
 
 Stopped = Literal["", "interrupted", "terminated"]
 

@@ -1,17 +1,17 @@
-"""``Minimal``: the fastest way to the memory of checkpointing, measured per kind of block.
+"""``Minimal``: the memory of checkpointing in the fastest of three methods, measured per kind of block.
 
-[Note: three ways]
-``Minimal`` promises the memory of activation checkpointing and no more than its time. Three ways lead there. *Recipes*
-recompute single tensors and usually cost less than a second forward; but each has overhead, and a block of many small
-tensors may spend more on them than on its forward. A *second run* of the block is what checkpointing does. *Offloading*
-all that a block saves costs no compute but copies, and its speed depends on the store. So they are compared in the
-model's own steps. After the first step, whose storages are noted, steps alternate: in one every other block of a kind
-is checkpointed and the rest use recipes; in the next all blocks are offloaded, because copies of a few would have the
-store to themselves. The first of each warms up. From then on a kind is checkpointed, unless another way was certainly
-faster: its median lower by more than both uncertainties, and by ``FASTER``. Among those the lowest median wins. Steps
-of other sizes are compared by their time per byte, if they differ by ``GROWTH`` at most.
+[Note: three methods]
+``Minimal`` promises the memory of activation checkpointing and no more than its time. There are three methods.
+*Recipes* recompute single tensors and usually cost less than a second forward; but each has overhead, and a block of
+many small tensors may spend more on them than on its forward. *Checkpointing* repeats the forward of the block.
+*Offloading* all that a block saves costs no compute but copies, and its speed depends on the store. So they are
+compared in the model's own steps. After the first step, whose storages are noted, steps alternate: in one every other
+block of a kind is checkpointed and the rest use recipes; in the next all blocks are offloaded, because copies of a few
+would have the store to themselves. The first of each warms up. From then on a kind is checkpointed, unless another
+method was certainly faster: its median lower by more than both uncertainties, and by ``FASTER``. Among those the lowest
+median wins. Steps of other sizes are compared by their time per byte, if they differ by ``GROWTH`` at most.
 
-Recipes and second runs need the memory of the inputs of all blocks and of what one block saves. Offloading needs what
+Recipes and checkpointing need the memory of the inputs of all blocks and of what one block saves. Offloading needs what
 two blocks save, as their copies are in flight. So it is tried where that is no more, on a CPU, if the disk has room: on
 an accelerator it has not been measured, and host memory for everything is much.
 """
@@ -47,22 +47,22 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide")
 
 ROUNDS = 3
-"""Steps of each way; the first one warms up."""
+"""Steps of each method; the first one warms up."""
 
 MOST_SKIPPED = 6
 """Steps that were not timed, because graphs overlap or sizes vary, after which nothing is compared any more."""
 
 FASTER = 0.03
-"""Share by which a way must certainly be faster than a second forward."""
+"""Share by which a method must certainly be faster than a second forward."""
 
 NOTCH = 1.57
 """Times the interquartile range, over the root of the count: the 95 % uncertainty of a median."""
 
 
-class Way(enum.Enum):
-    """How a block's saved tensors are restored; the first one stands where nothing is certain."""
+class Method(enum.Enum):
+    """How the saved tensors of a block are restored; the first method is chosen where no other is certainly faster."""
 
-    SECOND_RUN = "checkpointed"
+    CHECKPOINT = "checkpointed"
     RECIPES = "recomputed by recipes"
     OFFLOAD = "offloaded"
 
@@ -72,16 +72,16 @@ class Trial:
     """What is tried in a step; all other blocks use recipes.
 
     Attributes:
-        second_run: Blocks that are checkpointed.
+        checkpointed: Blocks that are checkpointed.
         offloaded: Kinds of blocks that are offloaded.
     """
 
-    second_run: frozenset[str] = frozenset()
+    checkpointed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
 
 
 class MinimalPlan(PolicyPlan):
-    """The plan of ``Minimal``. See [Note: three ways].
+    """The plan of ``Minimal``. See [Note: three methods].
 
     Args:
         policy: The user's policy.
@@ -100,11 +100,11 @@ class MinimalPlan(PolicyPlan):
         self._timer: StepTimer | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
         self._kinds: dict[str, str] = {}  # path of a block → its kind
-        self._ways: dict[str, Way] = {}  # kind → the way that was chosen, or is tried now
-        self._why: dict[str, str] = {}  # kind → the times of each way
+        self._methods: dict[str, Method] = {}  # kind → the method that was chosen, or is tried now
+        self._why: dict[str, str] = {}  # kind → the times of each method
         self._trials: list[Trial] = []  # of each round
         self._tried = self._skipped = 0  # steps with a trial, and those that were not timed
-        self._seconds: defaultdict[tuple[str, Way], list[float]] = defaultdict(list)  # for each byte of the step
+        self._seconds: defaultdict[tuple[str, Method], list[float]] = defaultdict(list)  # for each byte of the step
         self._saved_bytes: list[int] = []  # of each step that counts
 
     def watch(self, engine: Engine) -> None:
@@ -117,28 +117,28 @@ class MinimalPlan(PolicyPlan):
         )  # fmt: skip
         self._timer = engine.timer = timer
         self._engine = watched
-        timer.marks = True  # so all ways are measured in the same parts
+        timer.marks = True  # so all methods are measured in the same parts
         timer.want()
 
     def choose(self, candidate: Candidate) -> Action:
         """Return OFFLOAD in kinds that are offloaded entirely, and as the policy says in others."""
-        offloads = self._ways.get(candidate.site.block_kind) is Way.OFFLOAD
+        offloads = self._methods.get(candidate.site.block_kind) is Method.OFFLOAD
         return Action.OFFLOAD if offloads else super().choose(candidate)
 
     def needs_recipe(self, candidate: Candidate) -> bool:
         """Whether RECOMPUTE may be chosen."""
-        return self._ways.get(candidate.site.block_kind) is not Way.OFFLOAD
+        return self._methods.get(candidate.site.block_kind) is not Method.OFFLOAD
 
     def recomputes_in(self, block_name: str) -> bool:
         """Whether anything in a block may be recomputed."""
-        return self._ways.get(self._kinds.get(block_name, "")) is not Way.OFFLOAD
+        return self._methods.get(self._kinds.get(block_name, "")) is not Method.OFFLOAD
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return CHECKPOINT or KEEP as was measured, and as the heuristic does where nothing was."""
-        match self._ways.get(kind):
-            case Way.SECOND_RUN:
+        match self._methods.get(kind):
+            case Method.CHECKPOINT:
                 return Action.CHECKPOINT
-            case Way.OFFLOAD:
+            case Method.OFFLOAD:
                 return Action.KEEP
             case _:
                 return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
@@ -148,10 +148,10 @@ class MinimalPlan(PolicyPlan):
         return "\n".join([super().explain(), *(f"{kind} blocks are {why}" for kind, why in self._why.items())])
 
     def saw_step(self, step: TimedStep) -> bool:
-        """Process a measured step, and begin to compare the ways; return whether another is wanted."""
+        """Process a measured step, and begin to compare the methods; return whether another is wanted."""
         if self.judged or self._timer is None:
             return False
-        if self._trials and any(block.checkpointed for block in step.blocks):  # it grew while a way was tried
+        if self._trials and any(block.checkpointed for block in step.blocks):  # it grew while a method was tried
             self._end({})
             return True
         self._kinds = {block.name: block.kind for block in step.blocks}
@@ -182,8 +182,14 @@ class MinimalPlan(PolicyPlan):
             self._saved_bytes.append(span.saved_bytes)
             for block in span.blocks:
                 kind = self._kinds.get(block.name, "")
-                way = Way.OFFLOAD if kind in trial.offloaded else Way.SECOND_RUN if block.checkpointed else Way.RECIPES
-                self._seconds[kind, way].append(block.seconds / span.saved_bytes)
+                method = (
+                    Method.OFFLOAD
+                    if kind in trial.offloaded
+                    else Method.CHECKPOINT
+                    if block.checkpointed
+                    else Method.RECIPES
+                )
+                self._seconds[kind, method].append(block.seconds / span.saved_bytes)
         self._tried += 1
         if self._tried < ROUNDS * len(self._trials):
             self._try()
@@ -195,37 +201,41 @@ class MinimalPlan(PolicyPlan):
         """Begin the next trial."""
         trial = self._trials[self._tried % len(self._trials)]
         if self._timer is not None:
-            self._timer.checkpointed = trial.second_run
-        self._answer(dict.fromkeys(trial.offloaded, Way.OFFLOAD))
+            self._timer.checkpointed = trial.checkpointed
+        self._answer(dict.fromkeys(trial.offloaded, Method.OFFLOAD))
 
-    def _end(self, ways: dict[str, Way]) -> None:
-        """End the trials, and restore blocks in these ways from now on."""
+    def _end(self, methods: dict[str, Method]) -> None:
+        """End the trials, and restore blocks in these methods from now on."""
         self._trials.clear()
         if self._timer is not None:
             self._timer.checkpointed = frozenset()
-        self._answer(ways)
+        self._answer(methods)
 
-    def _answer(self, ways: dict[str, Way]) -> None:
+    def _answer(self, methods: dict[str, Method]) -> None:
         """Give other answers from now on."""
-        if ways != self._ways:
-            self._ways, self.current = ways, plan_for(self.policy)
+        if methods != self._methods:
+            self._methods, self.current = methods, plan_for(self.policy)
             if (engine := self._engine()) is not None:
                 engine.plan_changed()
 
     def _decide(self) -> None:
-        """Choose a way for each kind, once all were tried."""
-        ways: dict[str, Way] = {}
+        """Choose a method for each kind, once all were tried."""
+        methods: dict[str, Method] = {}
         alike = max(self._saved_bytes) <= GROWTH * min(self._saved_bytes)
         for kind in dict.fromkeys(self._kinds.values()):
-            tried = [way for way in Way if self._seconds[kind, way] and (alike or way is not Way.OFFLOAD)]
+            tried = [
+                method for method in Method if self._seconds[kind, method] and (alike or method is not Method.OFFLOAD)
+            ]
             if len(tried) > 1:
                 step_bytes = self._saved_bytes[0]
-                took = {way: Range.of([each * step_bytes for each in self._seconds[kind, way]]) for way in tried}
-                way = ways[kind] = fastest(took)
+                took = {
+                    method: Range.of([each * step_bytes for each in self._seconds[kind, method]]) for method in tried
+                }
+                method = methods[kind] = fastest(took)
                 times = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in took.items())
-                self._why[kind] = f"{way.value}: a block took " + ", ".join(times)
+                self._why[kind] = f"{method.value}: a block took " + ", ".join(times)
                 logger.info("%s blocks are %s", kind, self._why[kind])
-        self._end(ways)
+        self._end(methods)
         self.judged = True
         self._bus.emit("plan", name=self.name, text=self.explain())
 
@@ -246,26 +256,26 @@ class Range:
         return cls(middle - notch, middle, middle + notch)
 
 
-def fastest(took: Mapping[Way, Range]) -> Way:
-    """Return the way that is certainly the fastest; if none is, the first one.
+def fastest(took: Mapping[Method, Range]) -> Method:
+    """Return the method that is certainly the fastest; if none is, the first one.
 
     Args:
-        took: The times of each way that was tried.
+        took: The times of each method that was tried.
     """
-    first = min(took, key=[*Way].index)
-    certain = [way for way, one in took.items() if one.high < took[first].low * (1 - FASTER)]
-    return min(certain, key=lambda way: took[way].middle, default=first)
+    first = min(took, key=[*Method].index)
+    certain = [method for method, one in took.items() if one.high < took[first].low * (1 - FASTER)]
+    return min(certain, key=lambda method: took[method].middle, default=first)
 
 
 def trials(step: TimedStep, tier: Tier) -> list[Trial]:
-    """Return what is tried in each round. See [Note: three ways].
+    """Return what is tried in each round. See [Note: three methods].
 
     Args:
         step: A measured step, in which all blocks used recipes.
         tier: The store.
     """
-    second_run, offloaded = every_other(step), may_offload(step, tier)
-    found = [Trial(second_run=second_run)] if second_run or offloaded else []
+    checkpointed, offloaded = every_other(step), may_offload(step, tier)
+    found = [Trial(checkpointed=checkpointed)] if checkpointed or offloaded else []
     return [*found, Trial(offloaded=offloaded)] if offloaded else found
 
 

@@ -6,7 +6,8 @@ Python function raises there reaches nobody. A signal that came while torch comp
 function that the main thread runs, so with a ``__del__`` or a callback in Python about every second Ctrl-C was lost. So
 nothing in Python runs when such an object dies: a weak reference appends itself to a deque, which is C and notices no
 signal, and what the object held is released at the next use of the store. This also works in any thread, and within the
-garbage collector, while somebody holds the store's lock.
+garbage collector, while somebody holds the store's lock. Slots in host memory have a ``__del__``: the backward of a
+device runs in a thread of its own, where no signal is noticed.
 """
 
 from __future__ import annotations

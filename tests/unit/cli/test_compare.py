@@ -21,7 +21,9 @@ from ebbtide.cli import compare as module
 from ebbtide.cli import lockstep as lockstep_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
-from ebbtide.cli.rounds import run_rounds
+from ebbtide.cli.rounds import MORE_FOR_MINIMAL, run_rounds
+from ebbtide.profiling.measured import MEASURED_STEPS
+from ebbtide.profiling.minimal import ROUNDS
 
 FAKE = Path(__file__).with_name("fake_child.py")
 CHILD = [sys.executable, str(FAKE)]
@@ -356,6 +358,7 @@ def test_where_minimal_is_compared_runs_are_longer_by_default(monkeypatch, argv,
 
     monkeypatch.setattr(module, "compare", fake)
     monkeypatch.setattr(module, "compare_script", fake)
+    assert 1 + 2 * ROUNDS - (1 + MEASURED_STEPS) == MORE_FOR_MINIMAL  # until Minimal and Auto have chosen
     run(["--modes", "plain,ebbtide-minimal", *argv])
     assert seen == [length]
 

@@ -1,4 +1,4 @@
-"""``Minimal`` compares recipes, second runs and offloading, per kind of block. All times are made up."""
+"""``Minimal`` compares recipes, checkpointing and offloading, per kind of block. All times are made up."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, MinimalPlan, Way, every_other
+from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, Method, MinimalPlan, every_other
 from ebbtide.store.disk import DiskTier
 from tests.unit.profiling.test_promise import MB, step, tier
 
 SAVED = 200 * MB
 """What a block of ``stack`` saves."""
 
-RECIPES, SECOND_RUN, OFFLOAD = Way.RECIPES, Way.SECOND_RUN, Way.OFFLOAD
+RECIPES, CHECKPOINT, OFFLOAD = Method.RECIPES, Method.CHECKPOINT, Method.OFFLOAD
 
 
 def action(plan: MinimalPlan, kind: str = "Layer") -> Action:
@@ -56,39 +56,44 @@ def watched(store: Any = None) -> tuple[MinimalPlan, Any]:
     return plan, engine.timer
 
 
-def way_now(plan: MinimalPlan, timer: Any, block: TimedBlock) -> Way:
+def method_now(plan: MinimalPlan, timer: Any, block: TimedBlock) -> Method:
     """Return how a block is restored now."""
     if plan.choose(candidate(block.kind)) is Action.OFFLOAD:
         assert not plan.needs_recipe(candidate(block.kind)) and not plan.recomputes_in(block.name)
         return OFFLOAD
     assert plan.needs_recipe(candidate(block.kind)) and plan.recomputes_in(block.name)
-    return SECOND_RUN if block.name in timer.checkpointed or action(plan, block.kind) is Action.CHECKPOINT else RECIPES
+    return CHECKPOINT if block.name in timer.checkpointed or action(plan, block.kind) is Action.CHECKPOINT else RECIPES
 
 
-def span(plan: MinimalPlan, timer: Any, found: TimedStep, seconds: Mapping[Way, float], *, size: float = 1.0) -> Span:
-    """Return a step whose blocks take the times of the ways that are tried now."""
+def span(
+    plan: MinimalPlan, timer: Any, found: TimedStep, seconds: Mapping[Method, float], *, size: float = 1.0
+) -> Span:
+    """Return a step whose blocks take the times of the methods that are tried now."""
     blocks: list[BlockSpan] = []
     for block in found.blocks:
-        way = way_now(plan, timer, block)
+        method = method_now(plan, timer, block)
         blocks.append(
             BlockSpan(
-                name=block.name, plain=False, checkpointed=way is SECOND_RUN,
-                forward_seconds=size * seconds[way] / 4, backward_seconds=size * seconds[way] * 3 / 4,
+                name=block.name, plain=False, checkpointed=method is CHECKPOINT,
+                forward_seconds=size * seconds[method] / 4, backward_seconds=size * seconds[method] * 3 / 4,
             )
         )  # fmt: skip
     return Span(seconds=9.0, peak_bytes=None, saved_bytes=int(size * found.saved_bytes), blocks=tuple(blocks))
 
 
 def decided(
-    times: Mapping[Way, Sequence[float]], store: Any = None, found: TimedStep | None = None, sizes: Sequence[float] = ()
+    times: Mapping[Method, Sequence[float]],
+    store: Any = None,
+    found: TimedStep | None = None,
+    sizes: Sequence[float] = (),
 ) -> MinimalPlan:
-    """Return a plan that has seen blocks take these times, step by step; the first of each way warms up."""
+    """Return a plan that has seen blocks take these times, step by step; the first of each method warms up."""
     found = found or stack(4, input_bytes=100 * MB)
     plan, timer = watched(store)
     assert not plan.saw_step(found) and timer.spans.wanted
-    steps = len(times[SECOND_RUN]) * (2 if OFFLOAD in times else 1)
+    steps = len(times[CHECKPOINT]) * (2 if OFFLOAD in times else 1)
     for number in range(steps):
-        now = {way: taken[number * len(taken) // steps] for way, taken in times.items()}
+        now = {method: taken[number * len(taken) // steps] for method, taken in times.items()}
         more = plan.saw_span(span(plan, timer, found, now, size=sizes[number] if sizes else 1.0))
         assert more is (number < steps - 1)
     assert plan.judged and not timer.checkpointed
@@ -103,22 +108,22 @@ def test_every_other_block_that_can_be_is_checkpointed() -> None:
     assert every_other(stack(1)) == every_other(stack(5, able=False)) == frozenset()
 
 
-def test_ways_are_tried_in_turn() -> None:
+def test_methods_are_tried_in_turn() -> None:
     found = stack(4, input_bytes=100 * MB)
     plan, timer = watched(disk())
     plan.saw_step(found)
-    seen: list[list[Way]] = []
+    seen: list[list[Method]] = []
     answers: list[Any] = []
     for _ in range(2 * ROUNDS):
-        seen.append([way_now(plan, timer, block) for block in found.blocks])
+        seen.append([method_now(plan, timer, block) for block in found.blocks])
         answers.append(plan.current)
-        plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
-    assert seen == [[RECIPES, SECOND_RUN] * 2, [OFFLOAD] * 4] * ROUNDS
+        plan.saw_span(span(plan, timer, found, dict.fromkeys(Method, 1.0)))
+    assert seen == [[RECIPES, CHECKPOINT] * 2, [OFFLOAD] * 4] * ROUNDS
     assert all(one is not other for one, other in zip(answers, answers[1:], strict=False)), "answers are remembered"
 
 
-def test_recipes_that_cost_more_than_a_second_run_give_way_to_it() -> None:
-    plan = decided({RECIPES: [1.0, 5.0, 5.2], SECOND_RUN: [9.0, 4.0, 4.1]})
+def test_recipes_that_cost_more_than_checkpointing_are_replaced_by_it() -> None:
+    plan = decided({RECIPES: [1.0, 5.0, 5.2], CHECKPOINT: [9.0, 4.0, 4.1]})
     assert action(plan) is Action.CHECKPOINT
     assert action(plan, "Other") is Action.KEEP
     assert "Layer blocks are checkpointed: a block took 4.05 s (" in plan.explain()
@@ -126,26 +131,26 @@ def test_recipes_that_cost_more_than_a_second_run_give_way_to_it() -> None:
 
 
 def test_recipes_that_cost_less_stay() -> None:
-    assert action(decided({RECIPES: [9.0, 4.0, 4.1], SECOND_RUN: [1.0, 5.0, 5.2]})) is Action.KEEP
+    assert action(decided({RECIPES: [9.0, 4.0, 4.1], CHECKPOINT: [1.0, 5.0, 5.2]})) is Action.KEEP
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.4])
 def test_what_noise_may_have_decided_is_checkpointed(apart: float) -> None:
     """Medians 0.3 s apart: certain if blocks are equal, not if they differ by as much."""
     recipes, second = ([1.0, middle - apart, middle + apart] for middle in (4.0, 4.3))
-    plan = decided({RECIPES: recipes, SECOND_RUN: second})
+    plan = decided({RECIPES: recipes, CHECKPOINT: second})
     assert action(plan) is (Action.CHECKPOINT if apart else Action.KEEP)
 
 
 @pytest.mark.parametrize(
     ("offload", "recipes", "best"),
-    [(3.5, 4.2, OFFLOAD), (3.95, 4.2, SECOND_RUN), (3.5, 3.0, RECIPES), (3.0, 3.5, OFFLOAD), (5.0, 5.0, SECOND_RUN)],
+    [(3.5, 4.2, OFFLOAD), (3.95, 4.2, CHECKPOINT), (3.5, 3.0, RECIPES), (3.0, 3.5, OFFLOAD), (5.0, 5.0, CHECKPOINT)],
 )
-def test_the_fastest_way_stays(offload: float, recipes: float, best: Way) -> None:
+def test_the_fastest_method_stays(offload: float, recipes: float, best: Method) -> None:
     """Offloading 1 % less than checkpointing is not certainly faster."""
-    times = {RECIPES: [9.0, recipes, recipes], SECOND_RUN: [9.0, 4.0, 4.0], OFFLOAD: [9.0, offload, offload]}
+    times = {RECIPES: [9.0, recipes, recipes], CHECKPOINT: [9.0, 4.0, 4.0], OFFLOAD: [9.0, offload, offload]}
     plan = decided(times, disk())
-    assert action(plan) is (Action.CHECKPOINT if best is SECOND_RUN else Action.KEEP)
+    assert action(plan) is (Action.CHECKPOINT if best is CHECKPOINT else Action.KEEP)
     assert plan.choose(candidate()) is (Action.OFFLOAD if best is OFFLOAD else Action.RECOMPUTE)
     assert plan.recomputes_in("Layer.0") is plan.needs_recipe(candidate()) is (best is not OFFLOAD)
     assert plan.choose(candidate("Stem")) is Action.RECOMPUTE and plan.recomputes_in("Stem.0")
@@ -157,9 +162,9 @@ def test_blocks_that_are_not_run_twice_are_offloaded_where_that_is_faster_than_t
     found = stack(4, able=False, input_bytes=100 * MB)
     plan, timer = watched(disk())
     plan.saw_step(found)
-    seen: list[set[Way]] = []
+    seen: list[set[Method]] = []
     for _ in range(2 * ROUNDS):
-        seen.append({way_now(plan, timer, block) for block in found.blocks})
+        seen.append({method_now(plan, timer, block) for block in found.blocks})
         plan.saw_span(span(plan, timer, found, {RECIPES: 4.0, OFFLOAD: 3.0}))
     assert seen == [{RECIPES}, {OFFLOAD}] * ROUNDS
     assert plan.choose(candidate()) is Action.OFFLOAD
@@ -180,18 +185,18 @@ def test_offloading_is_not_tried(store: Any, input_bytes: int) -> None:
     plan.saw_step(found)
     for number in range(ROUNDS):
         assert plan.choose(candidate()) is Action.RECOMPUTE
-        more = plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+        more = plan.saw_span(span(plan, timer, found, dict.fromkeys(Method, 1.0)))
         assert more is (number < ROUNDS - 1)
     assert "offloaded:" not in plan.explain()
 
 
-@pytest.mark.parametrize(("larger", "best"), [(1.05, OFFLOAD), (1.5, SECOND_RUN)])
-def test_offloading_is_compared_with_steps_of_about_its_size_only(larger: float, best: Way) -> None:
+@pytest.mark.parametrize(("larger", "best"), [(1.05, OFFLOAD), (1.5, CHECKPOINT)])
+def test_offloading_is_compared_with_steps_of_about_its_size_only(larger: float, best: Method) -> None:
     """By the time for each byte: the offloaded ones are larger and take longer."""
-    times = {RECIPES: [9.0, 5.0, 5.0], SECOND_RUN: [9.0, 4.0, 4.0], OFFLOAD: [9.0, 3.85, 3.85]}
+    times = {RECIPES: [9.0, 5.0, 5.0], CHECKPOINT: [9.0, 4.0, 4.0], OFFLOAD: [9.0, 3.85, 3.85]}
     plan = decided(times, disk(), sizes=[1.0, 1.0, 1.0, larger, 1.0, larger])
     assert plan.choose(candidate()) is (Action.OFFLOAD if best is OFFLOAD else Action.RECOMPUTE)
-    assert action(plan) is (Action.CHECKPOINT if best is SECOND_RUN else Action.KEEP)
+    assert action(plan) is (Action.CHECKPOINT if best is CHECKPOINT else Action.KEEP)
 
 
 def test_nothing_is_tried_where_no_block_can_be_checkpointed_or_offloaded() -> None:
@@ -205,9 +210,9 @@ def test_steps_that_are_not_timed_do_not_count_and_many_end_the_trials() -> None
     found = stack(4, input_bytes=100 * MB)
     plan, timer = watched(disk())
     plan.saw_step(found)
-    assert plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+    assert plan.saw_span(span(plan, timer, found, dict.fromkeys(Method, 1.0)))
     assert plan.choose(candidate()) is Action.OFFLOAD
-    timed = span(plan, timer, found, dict.fromkeys(Way, 1.0))
+    timed = span(plan, timer, found, dict.fromkeys(Method, 1.0))
     skipped = [None, replace(timed, verifies=True), replace(timed, saved_bytes=0)]  # recipes were verified; all frozen
     for number in range(MOST_SKIPPED):
         assert plan.choose(candidate()) is Action.OFFLOAD, "it is tried again"
@@ -222,20 +227,20 @@ def test_trials_begin_again_with_a_larger_step(tried: int) -> None:
     plan, timer = watched(disk())
     plan.saw_step(found)
     for _ in range(tried):
-        plan.saw_span(span(plan, timer, found, dict.fromkeys(Way, 1.0)))
+        plan.saw_span(span(plan, timer, found, dict.fromkeys(Method, 1.0)))
     if tried % 2 == 0:  # every other block is checkpointed, of which the bytes are not known: it is measured once more
         checkpointed = tuple(replace(one, checkpointed=one.name in timer.checkpointed) for one in found.blocks)
         assert plan.saw_step(replace(found, blocks=checkpointed, saved_bytes=2 * found.saved_bytes))
     assert not plan.judged and not timer.checkpointed
     assert not plan.saw_step(replace(found, saved_bytes=2 * found.saved_bytes))
     for number in range(2 * ROUNDS):
-        more = plan.saw_span(span(plan, timer, found, {RECIPES: 4.0, SECOND_RUN: 5.0, OFFLOAD: 6.0}, size=2.0))
+        more = plan.saw_span(span(plan, timer, found, {RECIPES: 4.0, CHECKPOINT: 5.0, OFFLOAD: 6.0}, size=2.0))
         assert more is (number < 2 * ROUNDS - 1)
     assert "Layer blocks are recomputed by recipes: a block took 10 s (10 to 10) checkpointed, 8 s" in plan.explain()
 
 
 def test_a_later_step_decides_nothing() -> None:
-    plan = decided({RECIPES: [4.0] * 3, SECOND_RUN: [5.0] * 3})
+    plan = decided({RECIPES: [4.0] * 3, CHECKPOINT: [5.0] * 3})
     found = stack(4, input_bytes=100 * MB)
     assert not plan.saw_step(found)
     assert not plan.saw_span(Span(seconds=1.0, peak_bytes=None, saved_bytes=1))
