@@ -14,14 +14,16 @@ too.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ebbtide.base.actions import Action
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.simulate import Assignment
-from ebbtide.schedule.window import LEAST_WINDOW
+from ebbtide.schedule import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,19 +229,129 @@ class _Cluster:
 
 @dataclass(eq=False, slots=True)
 class _Parked:
-    """An offloaded unit: the copy-out, and the copy-in once it is requested."""
+    """An offloaded unit: its copies, once they are queued."""
 
-    out: _Copy
     nbytes: int
-    resident: bool = True
+    out: _Copy | None = None
     back: _Copy | None = None
+    resident: bool = True
 
 
-def _retire(flying: deque[_Parked], window: int) -> Generator[_Wait, None, None]:
-    """Drop the sources of copies that are done; beyond the window, wait for the oldest."""
-    while flying and (flying[0].out.done or sum(each.nbytes for each in flying) > window):
-        yield "copy", flying[0].out
-        flying.popleft().resident = False
+class _Leaving:
+    """The copies out of a rank: see ``ebbtide.schedule.CopyOut``, which waits where this yields.
+
+    Args:
+        copy: Queues a copy of so many bytes.
+        window: Its sizes.
+        expected_bytes: That the forward offers.
+    """
+
+    def __init__(self, copy: Callable[[float], _Copy], window: Window, expected_bytes: int) -> None:
+        self._copy, self._window, self._late_bytes = copy, window, expected_bytes - window.held_bytes
+        self._offered_bytes = 0
+        self._flying: deque[list[_Parked]] = deque()
+        self._gathered: list[_Parked] = []
+        self._held: deque[_Parked] = deque()
+
+    def add(self, parked: _Parked) -> Generator[_Wait, None, None]:
+        """Begin a copy, or hold it back."""
+        late, begun = self._offered_bytes >= self._late_bytes, True
+        self._offered_bytes += parked.nbytes
+        if late:
+            self._held.append(parked)
+            while _bytes_of(self._held) > self._window.held_bytes:
+                self._gather(self._held.popleft())
+        else:
+            begun = self._gather(parked)
+        if begun or self._held or self._excess:
+            yield from self.retire()
+
+    @property
+    def _excess(self) -> bool:
+        flying = sum(map(_bytes_of, self._flying))
+        return flying + _bytes_of(self._gathered) + _bytes_of(self._held) > self._window.out_bytes
+
+    def _gather(self, parked: _Parked) -> bool:
+        self._gathered.append(parked)
+        full = _bytes_of(self._gathered) >= self._window.gathered_bytes
+        if full:
+            self.begin()
+        return full
+
+    def begin(self) -> None:
+        """Begin the copies of what is gathered."""
+        if self._gathered:
+            for each in self._gathered:
+                each.out = self._copy(each.nbytes)
+            self._flying.append(self._gathered)
+            self._gathered = []
+
+    def retire(self) -> Generator[_Wait, None, None]:
+        """Drop the sources of copies that are done; beyond the window, wait for the oldest."""
+        while True:
+            while self._flying and (last := self._flying[0][-1].out) is not None and last.done:
+                for each in self._flying.popleft():
+                    each.resident = False
+            if not self._excess:
+                return
+            self.begin()
+            if not self._flying or (last := self._flying[0][-1].out) is None:
+                return
+            if not last.done:
+                yield "copy", last
+
+
+class _Coming:
+    """The copies in of a rank: see ``ebbtide.schedule.CopyIn``.
+
+    Args:
+        copy: Queues a copy of so many bytes.
+        window: Its sizes.
+        upcoming: What backward reads, in order.
+    """
+
+    def __init__(self, copy: Callable[[float], _Copy], window: Window, upcoming: Iterable[_Parked]) -> None:
+        self._copy, self._window, self._upcoming = copy, window, deque(upcoming)
+        self._taken_bytes = 0
+
+    def advance(self) -> None:
+        """Begin as many groups of copies as the window allows."""
+        group_bytes = self._window.gathered_bytes
+        if self._taken_bytes and self._taken_bytes > self._window.in_bytes - group_bytes:
+            return
+        while group := self._next_group(group_bytes):
+            self.begin(group)
+
+    def begin(self, group: Sequence[_Parked]) -> None:
+        """Begin the copies of a group, whose readers wait for all of it."""
+        copies = [self._copy(each.nbytes) for each in group]
+        for each in group:
+            each.back = copies[-1]
+
+    def _next_group(self, group_bytes: int) -> list[_Parked]:
+        group: list[_Parked] = []
+        while self._upcoming and (not group or _bytes_of(group) < group_bytes):
+            each = self._upcoming[0]
+            if self._taken_bytes and self._taken_bytes + each.nbytes > self._window.in_bytes:
+                break
+            self._taken_bytes += each.nbytes
+            self._upcoming.popleft()
+            if not each.resident:
+                group.append(each)
+        return group
+
+    def has_read(self, parked: _Parked) -> None:
+        """A unit was read: its bytes are no longer ahead."""
+        if self._upcoming and self._upcoming[0] is parked:
+            self._upcoming.popleft()  # it was read before it fitted into the window
+        else:
+            self._taken_bytes -= parked.nbytes
+        if self._window.in_bytes - self._taken_bytes >= self._window.gathered_bytes or not self._taken_bytes:
+            self.advance()
+
+
+def _bytes_of(parked: Iterable[_Parked]) -> int:
+    return sum(each.nbytes for each in parked)
 
 
 def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[_Wait, None, None]:
@@ -249,56 +361,37 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
     moved = [
         sum(u.moved_bytes for u, a in zip(b.units, acts, strict=True) if a is Action.OFFLOAD) for b, acts in blocks
     ]
-    fixed = profile.window_bytes
-    window_out = fixed or max(2 * max(moved), LEAST_WINDOW)
-    window_in = fixed or max(*moved, LEAST_WINDOW)
+    window = Window(profile.window_bytes)
+    window.saw_block(max(moved), alone=len(moved) == 1)
     parked: dict[tuple[int, int], _Parked] = {}
-    flying: deque[_Parked] = deque()
+    leaving = _Leaving(partial(cluster.copy, rank, out=True), window, sum(moved) if moved[-1] else sys.maxsize)
     yield "compute", profile.lead_seconds
     for place, (block, actions) in enumerate(blocks):
         yield "block", place
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             yield "compute", block.forward_seconds / len(block.units)
-            if action is not Action.OFFLOAD:
-                continue
-            made = _Parked(cluster.copy(rank, unit.moved_bytes, out=True), unit.moved_bytes)
-            parked[place, number] = made
-            flying.append(made)
-            yield from _retire(flying, window_out)
-        yield from _retire(flying, window_out)
-    cluster.cancel(rank)
+            if action is Action.OFFLOAD:
+                made = parked[place, number] = _Parked(unit.moved_bytes)
+                yield from leaving.add(made)
+        leaving.begin()
+        yield from leaving.retire()
     yield "compute", profile.head_seconds
-    order = deque(
-        key
-        for place in reversed(range(len(blocks)))
-        for number in reversed(range(len(blocks[place][0].units)))
-        if (key := (place, number)) in parked and not parked[key].resident
-    )
-    ahead = 0
-
-    def begin() -> None:
-        nonlocal ahead
-        each = parked[order.popleft()]
-        each.back = cluster.copy(rank, each.nbytes, out=False)
-        ahead += each.nbytes
-
-    def advance() -> None:
-        while order and not (ahead and ahead + parked[order[0]].nbytes > window_in):
-            begin()
-
+    cluster.cancel(rank)
+    coming = _Coming(partial(cluster.copy, rank, out=False), window, reversed(parked.values()))
     for place in reversed(range(len(blocks))):
         block, actions = blocks[place]
         yield "block", 2 * len(blocks) - 1 - place
-        advance()
+        coming.advance()
         for number in reversed(range(len(block.units))):
             if actions[number] is Action.RECOMPUTE:
                 yield "compute", block.units[number].recompute_seconds or 0.0
-            if (each := parked.get((place, number))) is not None and not each.resident:
-                while each.back is None:
-                    begin()
-                yield "copy", each.back
-                ahead -= each.nbytes
-                advance()
+            if (each := parked.get((place, number))) is not None:
+                if not each.resident:
+                    if each.back is None:
+                        coming.begin([each])
+                    if each.back is not None:
+                        yield "copy", each.back
+                coming.has_read(each)
             yield "compute", block.backward_seconds / len(block.units)
     yield "compute", profile.tail_seconds
 

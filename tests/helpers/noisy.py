@@ -110,7 +110,7 @@ class Training:
 
     def __init__(self, machine: Machine, policy: Auto) -> None:
         counters = TierCounters(timed_out_bytes=1000 * MB, out_seconds=1.0, timed_in_bytes=1000 * MB, in_seconds=1.0)
-        tier: Any = SimpleNamespace(name="disk", counters=counters, can_cancel=True)
+        tier: Any = SimpleNamespace(name="disk", counters=counters)
         self.machine, self.timed = machine, 0
         self.plan = plan = MeasuredPlan(policy, tier, None, Bus())
         self._timer = plan._timer = StepTimer(cast("Any", None), plan.saw_step, waited=dict, memory=False)

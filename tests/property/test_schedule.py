@@ -142,9 +142,9 @@ class Account:
         job, in_free = self.job, self.now
         kernels = list(itertools.chain.from_iterable(job.blocks))
         owner = [i for i, kernels_of in enumerate(job.blocks) for _ in kernels_of]
-        coming = [k for k in reversed(range(len(kernels))) if k not in self.still]
+        coming = [*reversed(range(len(kernels)))]
         ahead: dict[int, float] = {}
-        ahead_bytes = 0
+        ahead_bytes = 0  # copied in, or never gone
 
         def advance() -> None:
             nonlocal ahead_bytes, in_free
@@ -154,9 +154,12 @@ class Account:
                 group: list[int] = []
                 total = 0
                 while coming and (not ahead_bytes or ahead_bytes + kernels[coming[0]][0] <= job.window_bytes):
-                    group.append(coming.pop(0))
-                    ahead_bytes += kernels[group[-1]][0]
-                    total += kernels[group[-1]][0]
+                    kernel = coming.pop(0)
+                    ahead_bytes += kernels[kernel][0]
+                    if kernel in self.still:
+                        continue
+                    group.append(kernel)
+                    total += kernels[kernel][0]
                     if total >= job.window_bytes // 4:
                         break
                 if not group:
@@ -171,7 +174,11 @@ class Account:
                 advance()
             if kernel not in self.still:
                 self.wait(ahead.pop(kernel), f"backward b{owner[kernel]}")
+            if coming[:1] == [kernel]:
+                coming.pop(0)  # never gone, and read before it fitted into the window
+            else:
                 ahead_bytes -= kernels[kernel][0]
+            if not ahead_bytes or job.window_bytes - ahead_bytes >= job.window_bytes // 4:
                 advance()
             self.now += kernels[kernel][2]
 

@@ -272,7 +272,7 @@ def test_without_room_for_more_a_larger_batch_is_offloaded() -> None:
     """Between a larger batch and its new plan, no more is kept than under the old plan."""
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
-    with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0), window=1) as handle:
         for _ in range(4):
             tiny.loss(lambda **inputs: tiny.model(**small))[0].backward()
         allowed = table_of(handle).predicted.kept_bytes

@@ -549,7 +549,9 @@ def test_minimal_tries_each_method_and_stays_with_one(
     monkeypatch.setattr("ebbtide.profiling.minimal.fastest", choose)
     tiny = build(family)
     plain, seen = tiny.step(), list[tuple[int, int, int]]()
-    with ebbtide.enable_activation_offloading(tiny.model, policy="minimal", min_bytes=0, verify=True) as handle:
+    with ebbtide.enable_activation_offloading(
+        tiny.model, policy="minimal", min_bytes=0, window=1, verify=True
+    ) as handle:
         window = handle._engine._window
         for _ in range(UNTIL_CHOSEN + 2):
             assert not differences(plain, tiny.step())

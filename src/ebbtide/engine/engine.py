@@ -169,7 +169,7 @@ class Engine:
         run.pass_.tally.add_all(run.tally)
         run.pass_.checkpointed += checkpointed
         with self.lock:
-            self._window.saw_block(run.tally.offloaded)
+            self._window.saw_block(run.tally.offloaded, alone=run.previous is None and run.block.count == 1)
             self._stalls.set_reader("forward", run.block.name)
             try:
                 self._resume()
@@ -224,7 +224,7 @@ class Engine:
         """
         storage = tensor.untyped_storage()
         entry.source = tensor.new_empty(0, dtype=torch.uint8).set_(storage, entry.first, (entry.nbytes,), (1,))
-        stream = self.tier.stream_of(tensor.device)
+        stream, run.pass_.offers_last = self.tier.stream_of(tensor.device), True
         self._waits.reader = run.forward_reader
         if self._operator is not None and _operators_begun() != self._operator:
             self._resume()

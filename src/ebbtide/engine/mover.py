@@ -29,11 +29,6 @@ class SlotMover:
     def __init__(self, tier: Tier) -> None:
         self._tier, self._warned = tier, False
 
-    @property
-    def can_cancel(self) -> bool:
-        """Whether the store cancels copies that have not begun."""
-        return self._tier.can_cancel
-
     def copy_out(self, group: Sequence[Entry], stream: StreamHandle | None) -> list[Outcome]:
         """Ask the store for a slot for each entry whose source can still be read."""
         sources = {
@@ -100,9 +95,11 @@ class SlotMover:
         saved.slot = slot
         return False
 
-    def is_stored(self, saved: Entry) -> bool:
-        """Whether an entry's bytes are in its slot and nowhere on the device."""
-        return saved.slot is not None and saved.residence is Residence.STORED
+    def to_copy(self, saved: Entry) -> int | None:
+        """Return the bytes to copy in for the reader of an entry; see ``schedule.mover.Mover``."""
+        if saved.source is not None:
+            return 0
+        return saved.nbytes if saved.slot is not None and saved.residence is Residence.STORED else None
 
     def copy_in(self, group: Sequence[Entry]) -> int:
         """Prefetch the slots of entries; return for how many, at the end, there was no room."""

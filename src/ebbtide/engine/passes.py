@@ -48,6 +48,7 @@ class Pass:
         self.tally = Tally()
         self.checkpointed = 0
         self.offered_bytes = 0  # copied out, or held back, so far
+        self.offers_last = False  # the latest block did
         self.cast: weakref.ref[torch.Tensor] | None = None  # of a weight, by autocast: it dies when its region ends
         self.sites: dict[tuple[Site, Action], tuple[int, int]] = {}
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
@@ -131,6 +132,7 @@ class RunRecord:
         checkpointed: bool,
     ) -> None:
         self.block, self.pass_, self.live_tickets = block, pass_, live_tickets
+        pass_.offers_last = False
         self.forward_reader = "forward", block.name, None  # to whom stalls are attributed: see ``Stalls.reader``
         self._orders = orders
         self.previous: RunRecord | None = pass_.latest
@@ -198,4 +200,5 @@ class PlainRun:
 
     def __init__(self, block: Block, pass_: Pass, where: torch.device | None) -> None:
         self.block, self.pass_, self.where = block, pass_, where
+        pass_.offers_last = False
         self.previous = pass_.latest  # the latest run of a block with hooks

@@ -163,6 +163,8 @@ class Restorer:
             case Residence.RESIDENT:
                 if entry.source is None and entry.kept is not None:
                     entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
+                elif backward is not None and run is not None and (flow := backward.flows.get(id(run.pass_))):
+                    flow.has_read(entry)
                 return entry.source
             case Residence.RESTORED:
                 content, stream = entry.restored, entry.restored_on

@@ -37,7 +37,7 @@ class Machine:
         host_memory_bytes: Of the node.
         host_bytes_per_second: Rate of the node's memory, all channels.
         launch_seconds: The least time of an operator.
-        can_cancel: The store cancels copies that have not begun: a disk, the store of a CPU.
+        can_cancel: The store is a disk, as that of a CPU is: host memory does not limit it.
     """
 
     name: str
@@ -78,7 +78,6 @@ class Machine:
         return Rates(
             out_bytes_per_second=min(self.out_bytes_per_second, share),
             in_bytes_per_second=min(self.in_bytes_per_second, share),
-            can_cancel=self.can_cancel,
         )
 
     def save(self, path: str | Path) -> None:

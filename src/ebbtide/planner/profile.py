@@ -85,15 +85,12 @@ class Rates:
         handling_seconds: Compute time per offloaded storage besides its copy, each way.
         handling_seconds_per_byte: Compute time per byte, each way: copies, direct I/O and fresh memory take cores on a
             CPU.
-        can_cancel: The store cancels copies that have not begun, as a disk does; streams of a device cannot. See
-            [Note: start of backward] in ``ebbtide.schedule``.
     """
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     handling_seconds: float = 0.0
     handling_seconds_per_byte: float = 0.0
-    can_cancel: bool = True
 
     def __post_init__(self) -> None:
         _check("out_bytes_per_second", self.out_bytes_per_second, above=0.0)

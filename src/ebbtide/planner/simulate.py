@@ -10,6 +10,7 @@ before their result is read.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class _Forward:
     """The forward of the step, as the schedule knows it."""
 
     def __init__(self) -> None:
-        self.offered_bytes = 0
+        self.offered_bytes, self.offers_last = 0, True
 
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
         """Nothing: what is held back is read on the device, and counted there."""
@@ -100,10 +101,10 @@ class _Step:
             for block, actions in zip(profile.blocks, assignment, strict=True)
         ]
         self._window = Window(profile.window_bytes)
-        self._window.saw_block(max(moved, default=0))
+        self._window.saw_block(max(moved, default=0), alone=len(moved) == 1)
         self._forward = _Forward()
         self._copy_out: CopyOut[_Offloaded] = CopyOut(self, self._window)
-        self._copy_out.expect(sum(moved))
+        self._copy_out.expect(sum(moved) if moved and moved[-1] else sys.maxsize)
 
     def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
         """Record the memory of one part of the step: its most saved bytes, all other memory, and where it was."""
@@ -122,10 +123,6 @@ class _Step:
             self.now = time
 
     # Called by the schedule
-
-    @property
-    def can_cancel(self) -> bool:
-        return self.profile.rates.can_cancel
 
     def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
         for each in group:
@@ -151,8 +148,8 @@ class _Step:
         saved.begins = saved.done = math.inf
         return True
 
-    def is_stored(self, saved: _Offloaded) -> bool:
-        return not saved.on_device
+    def to_copy(self, saved: _Offloaded) -> int:
+        return 0 if saved.on_device else saved.nbytes
 
     def copy_in(self, group: Sequence[_Offloaded]) -> int:
         begins = max(self.now, self._in_free, *(each.done for each in group))
@@ -227,9 +224,8 @@ class _Step:
             if action is Action.RECOMPUTE:
                 self.now += unit.recompute_seconds or 0.0
                 back += unit.nbytes
-            elif action is Action.OFFLOAD and not (saved := self.offloaded[place, number]).on_device:
-                self._read(saved, coming)
-                back += unit.moved_bytes
+            elif action is Action.OFFLOAD:
+                back += self._read(self.offloaded[place, number], coming)
             if action is Action.OFFLOAD and unit.narrow_bytes is not None:
                 back += unit.nbytes  # cast up again
             level = max(level, self.held + coming.ahead_bytes + back)
@@ -246,13 +242,15 @@ class _Step:
             elif action is Action.OFFLOAD and self.offloaded[place, number].on_device:
                 self.held -= unit.moved_bytes
 
-    def _read(self, saved: _Offloaded, coming: CopyIn[_Offloaded]) -> None:
-        """Wait for the bytes of a unit; if its copy-in has not begun, begin it."""
-        self.handle(saved.nbytes)
-        if saved.arrives is None:
-            self.copy_in([saved])
-        self._wait_until(saved.arrives or 0.0)
+    def _read(self, saved: _Offloaded, coming: CopyIn[_Offloaded]) -> int:
+        """Wait for the bytes of a unit that is in the store; return how many came in for it."""
+        if not saved.on_device:
+            self.handle(saved.nbytes)
+            if saved.arrives is None:
+                self.copy_in([saved])
+            self._wait_until(saved.arrives or 0.0)
         coming.has_read(saved)
+        return 0 if saved.on_device else saved.nbytes
 
 
 def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:

@@ -213,7 +213,7 @@ class _FakeTensorSlot:
 class FakeTensorTier(Streamless):
     """A tier whose copies take no time. See ``ebbtide.store.protocol.Tier``."""
 
-    name, can_cancel, used_bytes, free_bytes = "simulated", True, 0, None
+    name, used_bytes, free_bytes = "simulated", 0, None
 
     def __init__(self) -> None:
         self.stalls, self.counters = Stalls(), TierCounters()

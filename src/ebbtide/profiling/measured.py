@@ -382,7 +382,6 @@ class MeasuredPlan(Explained):
         return Rates(
             out_bytes_per_second=max(counters.timed_out_bytes, 1) / max(counters.out_seconds, 1e-9),
             in_bytes_per_second=max(counters.timed_in_bytes, 1) / max(counters.in_seconds, 1e-9),
-            can_cancel=self._tier.can_cancel,
         )
 
     def _probe(self) -> None:

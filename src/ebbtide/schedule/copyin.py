@@ -15,6 +15,12 @@ Upcoming = Iterator[tuple[Sequence[weakref.ref[SavedT]], int]]
 references: a suspended generator would keep what it yields alive."""
 
 
+_Ahead = tuple[int, int, int]
+"""Bytes ahead of their reader, those of them that were copied in, and the number of the block's run."""
+
+_NOTHING: _Ahead = (0, 0, 0)
+
+
 class CopyIn(Generic[SavedT]):
     """Prefetches storages ahead of their readers, in one backward.
 
@@ -25,20 +31,23 @@ class CopyIn(Generic[SavedT]):
     """
 
     def __init__(self, upcoming: Upcoming[SavedT], window: Window, mover: Mover[SavedT]) -> None:
-        self.window, self._mover, self._can_cancel = window, mover, mover.can_cancel
-        self.ahead_bytes = 0  # requested and not read; what died since is subtracted by ``advance``
-        self._requested: dict[weakref.ref[SavedT], tuple[int, int]] = {}  # bytes, and the number of the block's run
+        self.window, self._mover = window, mover
+        # Not read; what died since is subtracted by ``advance``.
+        self.ahead_bytes = 0  # copied in
+        self._taken_bytes = 0  # of the window: those, and what is on the device still
+        self._ahead: dict[weakref.ref[SavedT], _Ahead] = {}
         self._dead: deque[weakref.ref[SavedT]] = deque()
         self._note_dead = self._dead.append  # which nothing interrupts; one object for all references
         self._upcoming = upcoming
         self._later: deque[tuple[weakref.ref[SavedT], int]] = deque()  # met already, and comes before those
+        self._more = True  # to copy, perhaps
 
     def advance(self) -> None:
         """Begin as many copies as the window allows, once a group of them fits. See [Note: groups of copies]."""
-        group_bytes = 0 if self._can_cancel else self.window.gathered_bytes
+        group_bytes = self.window.gathered_bytes
         while self._dead:
             self._forget(self._dead.popleft())
-        if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - group_bytes:
+        if self._taken_bytes and self._taken_bytes > self.window.in_bytes - group_bytes:
             return
         while group := self._next_group(group_bytes):
             if not self._begin(group):
@@ -46,49 +55,56 @@ class CopyIn(Generic[SavedT]):
 
     def _begin(self, group: Sequence[tuple[SavedT, int]]) -> bool:
         """Begin the copies of a group; returns whether the device had room for all."""
-        refused = self._mover.copy_in([saved for saved, _ in group])
-        begun = len(group) - refused
-        for saved, number in group[:begun]:
-            self._requested[weakref.ref(saved, self._note_dead)] = saved.nbytes, number
-            self.ahead_bytes += saved.nbytes
-        if refused:
-            self.window.shrink(self.ahead_bytes)
-            self._later.extendleft(reversed([(weakref.ref(saved), number) for saved, number in group[begun:]]))
-        return not refused
+        begun = 0
+        try:
+            begun = len(group) - self._mover.copy_in([saved for saved, _ in group])
+        finally:
+            for saved, _ in group[begun:]:
+                self._forget(weakref.ref(saved))
+        if begun == len(group):
+            return True
+        self.window.shrink(self.ahead_bytes)
+        self._more = True
+        self._later.extendleft(reversed([(weakref.ref(saved), number) for saved, number in group[begun:]]))
+        return False
 
     def _next_group(self, group_bytes: int) -> list[tuple[SavedT, int]]:
-        """Return what comes next and fits into the window; of a group at most, if copies are grouped."""
+        """Return what is to be copied next and fits into the window, a group at most; note it, and what never left."""
         group: list[tuple[SavedT, int]] = []
-        grouped: set[weakref.ref[SavedT]] = set()  # what two blocks saved is in the orders of both
-        ahead_bytes = self.ahead_bytes
-        while True:
+        group_taken = 0
+        while group_taken < group_bytes or not group:
             if not self._later:
                 references, number = next(self._upcoming, (None, 0))
                 if references is None:
+                    self._more = False
                     break
                 self._later.extend([(reference, number) for reference in references])
                 continue
             upcoming = reference, number = self._later.popleft()
             saved = reference()
-            if saved is None or reference in self._requested or reference in grouped:
+            if saved is None or reference in self._ahead:  # what two blocks saved is in the orders of both
                 continue
-            if not self._mover.is_stored(saved):
+            nbytes, copied_bytes = saved.nbytes, self._mover.to_copy(saved)
+            if copied_bytes is None:
                 continue
-            if ahead_bytes and ahead_bytes + saved.nbytes > self.window.in_bytes:
+            if self._taken_bytes and self._taken_bytes + nbytes > self.window.in_bytes:
                 self._later.appendleft(upcoming)
                 break
-            group.append((saved, number))
-            grouped.add(reference)
-            ahead_bytes += saved.nbytes
-            if ahead_bytes - self.ahead_bytes >= group_bytes:
-                break
+            self._ahead[weakref.ref(saved, self._note_dead)] = nbytes, copied_bytes, number
+            self._taken_bytes += nbytes
+            if copied_bytes:
+                self.ahead_bytes += copied_bytes
+                group.append((saved, number))
+                group_taken += copied_bytes
         return group
 
     def has_read(self, saved: SavedT) -> None:
         """A storage was read: its bytes no longer count as ahead."""
-        self.ahead_bytes -= self._requested.pop(weakref.ref(saved), (0, 0))[0]
-        free_bytes = self.window.in_bytes - self.ahead_bytes
-        if not self.ahead_bytes or self._can_cancel or free_bytes >= self.window.gathered_bytes or self._dead:
+        nbytes, copied_bytes, _ = self._ahead.pop(weakref.ref(saved), _NOTHING)  # as ``_forget``
+        self._taken_bytes -= nbytes
+        self.ahead_bytes -= copied_bytes
+        free_bytes = self.window.in_bytes - self._taken_bytes
+        if self._more and (free_bytes >= self.window.gathered_bytes or not self._taken_bytes or self._dead):
             self.advance()
 
     def reach(self, number: int) -> None:
@@ -105,11 +121,13 @@ class CopyIn(Generic[SavedT]):
 
     def _discard(self, first: int) -> None:
         """Discard what was prefetched for the runs of blocks numbered ``first`` and later."""
-        for reference in [r for r, (_, number) in self._requested.copy().items() if number >= first]:
+        for reference, copied_bytes in [(r, n) for r, (_, n, number) in self._ahead.copy().items() if number >= first]:
             saved = reference()
-            if saved is not None:
+            if saved is not None and copied_bytes:
                 self._mover.discard(saved)
             self._forget(reference)
 
     def _forget(self, reference: weakref.ref[SavedT]) -> None:
-        self.ahead_bytes -= self._requested.pop(reference, (0, 0))[0]
+        nbytes, copied_bytes, _ = self._ahead.pop(reference, _NOTHING)
+        self._taken_bytes -= nbytes
+        self.ahead_bytes -= copied_bytes

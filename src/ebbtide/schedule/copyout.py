@@ -45,7 +45,7 @@ class CopyOut(Generic[SavedT]):
     def __init__(self, mover: Mover[SavedT], window: Window) -> None:
         self.window = window
         self.in_flight_bytes = self.refused_bytes = 0
-        self._mover, self._can_cancel = mover, mover.can_cancel
+        self._mover = mover
         self._queue: deque[_Group[SavedT]] = deque()
         self._held: deque[_Waiting[SavedT]] = deque()
         self._held_live = LiveBytes()
@@ -76,10 +76,7 @@ class CopyOut(Generic[SavedT]):
         nbytes = waiting.nbytes
         late = forward.offered_bytes >= self._expected_bytes - self.window.held_bytes
         forward.offered_bytes += nbytes
-        if self._can_cancel:
-            self.in_flight_bytes += nbytes
-            self._begin([waiting], new)
-        elif not late:
+        if not late:
             begun = self._gather(waiting, new=new)
             if not begun and not self._held and self.in_flight_bytes <= self.window.out_bytes:  # as ``_in_window``
                 return
@@ -116,13 +113,16 @@ class CopyOut(Generic[SavedT]):
         return self.in_flight_bytes + held_bytes <= self.window.out_bytes
 
     def expect(self, offered_bytes: int) -> None:
-        """The next forward is expected to offer this much."""
+        """The next forward is expected to offer this much, to its end."""
         self._expected_bytes = offered_bytes
 
     def end_forward(self, forward: Forward) -> None:
-        """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
+        """A forward is over: what it holds back stayed, and the next one is expected to offer as much.
+
+        If its last block offered nothing, nothing will be held back: its backward hides the first prefetches.
+        """
         if forward.offered_bytes:
-            self.expect(forward.offered_bytes)
+            self.expect(forward.offered_bytes if forward.offers_last else sys.maxsize)
         self._held = deque([waiting for waiting in self._held if waiting.saved() is not None])
         own = [waiting for waiting in self._held if waiting.forward is forward]
         forward.stayed([(saved.site, waiting.nbytes) for waiting in own if (saved := waiting.saved()) is not None])

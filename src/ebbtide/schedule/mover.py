@@ -29,6 +29,9 @@ class Forward(Protocol):
     offered_bytes: int
     """Bytes copied out, or held back, so far."""
 
+    offers_last: bool
+    """Whether its latest block has offered some."""
+
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
         """Count storages, by site and bytes, as kept instead of offloaded."""
 
@@ -50,11 +53,6 @@ _MovedT = TypeVar("_MovedT", bound=Saved, contravariant=True)
 class Mover(Protocol[_MovedT]):
     """Carries out copies between the device and a store: with slots, or with simulated seconds."""
 
-    @property
-    def can_cancel(self) -> bool:
-        """Whether copies that have not begun can be cancelled. If not, see [Note: start of backward]."""
-        ...
-
     def copy_out(self, group: Sequence[_MovedT], stream: Hashable) -> Sequence[Outcome]:
         """Begin to copy out sources that were made on one stream; return what became of each."""
         ...
@@ -72,8 +70,12 @@ class Mover(Protocol[_MovedT]):
         """Cancel a copy-out that has not begun; return whether none is under way now."""
         ...
 
-    def is_stored(self, saved: _MovedT) -> bool:
-        """Whether its bytes are in the store and nowhere on the device."""
+    def to_copy(self, saved: _MovedT) -> int | None:
+        """Return the bytes to copy in ahead of its reader.
+
+        Returns:
+            0: its source is on the device still. None: it is read elsewhere.
+        """
         ...
 
     def copy_in(self, group: Sequence[_MovedT]) -> int:

@@ -15,6 +15,9 @@ MOST_GATHERED_BYTES = 64 * 1024**2
 LEAST_WINDOW = 16 * 1024**2
 """Smallest window that follows the model: below this, copies are too short to hide anything."""
 
+PARTS = 16
+"""Parts of a forward that is one block, as in ``offload_saved_tensors``; one of them is the window."""
+
 BACKWARDS_WITH_ROOM = 50
 """Backwards after which a window that a full device has made smaller grows again."""
 
@@ -31,7 +34,7 @@ class Window:
     Attributes:
         out_bytes: Window of the copy-out; without a limit until the first block was seen whole.
         in_bytes: Window of the copy-in.
-        held_bytes: Most bytes held back at the end of a pass.
+        held_bytes: Most bytes held back at the end of a pass: what backward reads while the first prefetches run.
         gathered_bytes: Bytes whose copies begin together. See [Note: groups of copies].
     """
 
@@ -48,11 +51,19 @@ class Window:
         self.in_bytes = min(fixed or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
         unseen = fixed is None and not self._block_bytes
         self.out_bytes = sys.maxsize if unseen else fixed or max(2 * self._block_bytes, LEAST_WINDOW)
-        self.held_bytes = min(self.in_bytes, self.out_bytes)
-        self.gathered_bytes = min(self.held_bytes // 4, MOST_GATHERED_BYTES)
+        least_bytes = min(self.in_bytes, self.out_bytes)
+        self.held_bytes = min(fixed or self._block_bytes, least_bytes)
+        self.gathered_bytes = min(least_bytes // 4, MOST_GATHERED_BYTES)
 
-    def saw_block(self, offloaded_bytes: int) -> None:
-        """A block offloaded this much."""
+    def saw_block(self, offloaded_bytes: int, *, alone: bool = False) -> None:
+        """A block offloaded this much.
+
+        Args:
+            offloaded_bytes: Its bytes.
+            alone: It is the whole forward, which all would be held back of. A part of it stands for its layers.
+        """
+        if alone:
+            offloaded_bytes //= PARTS
         if offloaded_bytes > self._block_bytes:
             self._block_bytes = offloaded_bytes
             self._follow()

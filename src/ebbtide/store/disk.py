@@ -116,7 +116,7 @@ class DiskTier(Streamless):
         ConfigError: A size is not above zero.
     """
 
-    name, can_cancel = "disk", True
+    name = "disk"
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class HostTier:
             for devices without any.
     """
 
-    name, can_cancel = "host", False
+    name = "host"
 
     def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
         if budget_bytes is not None and budget_bytes <= 0:

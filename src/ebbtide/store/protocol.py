@@ -97,11 +97,6 @@ class Tier(Protocol):
         ...
 
     @property
-    def can_cancel(self) -> bool:
-        """Whether a copy-out that has not begun can be cancelled; if not, it should be queued only when needed."""
-        ...
-
-    @property
     def stalls(self) -> Stalls:
         """Stalls of compute, by reader; set ``reader`` before calling the tier."""
         ...

@@ -80,7 +80,7 @@ class SpillTier:
         unspilled_bytes: What it holds before anything goes to disk.
     """
 
-    name, can_cancel = "host", False
+    name = "host"
 
     def __init__(self, host: HostTier, open_disk: Callable[[], DiskTier], *, budget_bytes: int) -> None:
         self.host = host

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -63,31 +65,45 @@ def test_what_is_recomputed_costs_its_time_in_backward_and_no_memory_before() ->
     assert (found.recomputed_bytes, found.peak_bytes, found.peak_at[0]) == (20, 10, "backward")
 
 
-def test_a_store_that_cannot_cancel_holds_back_what_backward_reads_first() -> None:
-    rates = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12, can_cancel=False)
-    found = run(alike(5, (unit("a", 10),), rates, window_bytes=20), OFF)
+def test_what_backward_reads_first_is_held_back_and_takes_its_part_of_the_window() -> None:
+    found = run(alike(5, (unit("a", 10),), FAST, window_bytes=20), OFF)
     # Of 50 bytes the last 20, one window, are never copied; the others are freed when the next are saved.
     assert found.served_bytes == 20
     assert found.levels_bytes[:6] == (10, 10, 10, 10, 20, 20)
-    assert run(alike(5, (unit("a", 10),), FAST, window_bytes=20), OFF).served_bytes == 10
+    # In backward: what is read, and one window ahead of it. Nothing is copied in before the first was read.
+    assert found.levels_bytes[6:] == (30, 30, 30, 20, 10)
 
 
-def test_copies_begin_and_end_in_groups_where_they_cannot_be_cancelled() -> None:
-    rates = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1e12, can_cancel=False)
+def test_what_is_offloaded_before_a_block_that_keeps_all_is_copied() -> None:
+    """Its backward hides the first copies in."""
+    profile = alike(3, (unit("a", 10),), FAST, window_bytes=20)
+    found = simulate(profile, [[OFF], [OFF], [K]])
+    assert found.served_bytes == 0 and found.levels_bytes[:4] == (10, 10, 20, 10) and sum(found.stalls) < 1e-6
+    assert simulate(profile, [[OFF], [K], [OFF]]).served_bytes == 20
+
+
+def test_a_step_that_is_one_block_offloads_most_of_it() -> None:
+    units = tuple(unit(f"u{n}", 10 << 20) for n in range(32))
+    found = run(alike(1, units, FAST), *[OFF] * 32)
+    assert found.served_bytes == 20 << 20, "a sixteenth"
+
+
+def test_copies_begin_and_end_in_groups() -> None:
+    rates = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1e12)
     profile = alike(8, (unit("a", 2), unit("b", 2)), rates, forward=3.0, window_bytes=20)
     # A quarter of the window is more than a block saves, so its copies begin at its end. Those of the first run from
     # 3 s to 7 s, and at 6 s, when the second block ends, none of them is done.
     assert run(profile, OFF, OFF).levels_bytes[:3] == (4, 8, 12)
-    alone = alike(8, (unit("a", 2), unit("b", 2)), ONE_A_SECOND, forward=3.0, window_bytes=20)
-    # Begun when they are saved: those of the first block run from 1.5 s to 5.5 s.
-    assert run(alone, OFF, OFF).levels_bytes[:3] == (4, 4, 6)
+    # A quarter is one of them: the first runs from 1.5 s to 3.5 s, the second from then to 5.5 s, and at 4.5 s and 6 s,
+    # when others are saved, they are released.
+    assert run(replace(profile, window_bytes=8), OFF, OFF).levels_bytes[:2] == (4, 4)
 
 
 def test_recomputes_hide_copies_in() -> None:
     """A block that computes longer leaves more time for copies in."""
     units = (unit("a", 6), unit("b", 1, 2.0))
     slow_in = Rates(out_bytes_per_second=1e9, in_bytes_per_second=2.0)
-    profile = alike(3, units, slow_in, window_bytes=100)
+    profile = alike(3, units, slow_in, window_bytes=7)
     waits, hides = sum(run(profile, OFF, K).stalls), sum(run(profile, OFF, R).stalls)
     assert waits > hides
 

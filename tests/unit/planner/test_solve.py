@@ -113,9 +113,10 @@ def test_what_may_not_move_is_recomputed_or_stays() -> None:
 def test_the_chosen_schedule_is_near_the_bound(tokens: int, share: float) -> None:
     profile = qwen3_8b(tokens)
     found = fit(profile, int(share * profile.saved_bytes))
-    least = Bound(profile).least(found.predicted.kept_bytes)[0]
-    points = 100 * (found.predicted.overhead_seconds - least) / profile.step_seconds
-    assert 0 <= points + 1e-9 <= 1.5
+    kept_bytes, overhead_seconds = found.predicted.kept_bytes, found.predicted.overhead_seconds
+    assert overhead_seconds >= found.bound_seconds - 1e-9
+    # Against the bound of a schedule that serves nothing from where it was saved.
+    assert 100 * (overhead_seconds - Bound(profile).least(kept_bytes)[0]) / profile.step_seconds <= 1.5
 
 
 @pytest.mark.parametrize("tokens", [8192, 32768])

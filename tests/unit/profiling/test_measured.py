@@ -54,7 +54,7 @@ def step(
 
 def tier(out_bytes: int = 100 * MB) -> Any:
     counters = TierCounters(timed_out_bytes=out_bytes, out_seconds=1.0, timed_in_bytes=out_bytes, in_seconds=1.0)
-    return SimpleNamespace(name="disk", counters=counters, can_cancel=True)
+    return SimpleNamespace(name="disk", counters=counters)
 
 
 def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action:

@@ -45,7 +45,7 @@ def stack(count: int, *, able: bool = True, kind: str = "Layer", input_bytes: in
 
 def disk(free_bytes: int = 10_000 * MB) -> Any:
     counters = tier().counters
-    return Mock(spec=DiskTier, can_cancel=True, counters=counters, free_bytes=free_bytes)
+    return Mock(spec=DiskTier, counters=counters, free_bytes=free_bytes)
 
 
 def watched(store: Any = None) -> tuple[MinimalPlan, Any]:

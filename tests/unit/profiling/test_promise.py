@@ -86,7 +86,7 @@ def with_plain(found: TimedStep, *, forward: float, backward: float) -> TimedSte
 
 def tier() -> Any:
     counters = TierCounters(timed_out_bytes=1000 * MB, out_seconds=1.0, timed_in_bytes=1000 * MB, in_seconds=1.0)
-    return SimpleNamespace(name="disk", counters=counters, can_cancel=True)
+    return SimpleNamespace(name="disk", counters=counters)
 
 
 def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:
@@ -377,7 +377,7 @@ def test_after_a_miss_work_that_the_plan_did_not_do_is_no_way_out() -> None:
 
 def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
     """Prices that explain one plan need not explain the next: else the last one would be slightly too slow as well."""
-    plan, shares = planned(Auto(max_slowdown=0.2)), list[float]()
+    plan, shares = planned(Auto(max_slowdown=0.3)), list[float]()
     for _ in range(3):
         check = plan._check
         assert check is not None and not check.keeps

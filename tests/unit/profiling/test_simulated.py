@@ -277,7 +277,7 @@ def test_a_simulated_plan_is_carried_out(policy: str, tmp_path: Path) -> None:
     plan = plan_of(tiny.model, tiny.inputs, policy=policy, machine="h200")
     plan.save(tmp_path / "plan.json")
     given = tmp_path / "plan.json"
-    with ebbtide.enable_activation_offloading(tiny.model, policy=given, min_bytes=0, verify=True) as handle:
+    with ebbtide.enable_activation_offloading(tiny.model, policy=given, min_bytes=0, window=1, verify=True) as handle:
         for _ in range(2):
             assert not differences(plain, tiny.step())
         stats = handle.stats()

@@ -137,6 +137,7 @@ def copy_in(run: Run, window: Window, tier: Tier) -> Any:
 def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
     """Offer entries like a block."""
     pass_ = pass_ or Pass()
+    pass_.offers_last = True
     for entry in entries:
         out.add(entry, pass_)
     out.begin()
@@ -318,12 +319,14 @@ def test_what_lost_its_memory_while_it_was_held_is_not_copied() -> None:
     assert emptied.slot is None and out.held_bytes == 10
 
 
-def test_a_store_that_cancels_holds_nothing_back() -> None:
-    out = copy_out(20, Tier(can_cancel=True))
+@pytest.mark.parametrize("can_cancel", [False, True])
+def test_a_store_that_cancels_holds_back_as_others_do(can_cancel: bool) -> None:
+    """What backward reads first would be written for nothing, and read again before anything can hide that."""
+    out = copy_out(20, Tier(can_cancel=can_cancel))
     one_pass(out, 4)
     entries = [Entry() for _ in range(4)]
     offer(out, *entries)
-    assert begun(entries) == [True] * 4
+    assert begun(entries) == [True, True, False, False]
 
 
 def test_entries_that_the_store_refuses_stay_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,6 +343,7 @@ def test_entries_that_the_store_refuses_stay_and_one_warning_is_logged(caplog: p
 def gather(out: Any, *entries: Any, stream: str | None = None) -> Pass:
     """Offer entries like a block in the middle of its forward."""
     pass_ = Pass()
+    pass_.offers_last = True
     for entry in entries:
         out.add(entry, pass_, stream)
     return pass_
@@ -439,34 +443,59 @@ def test_an_error_of_the_store_leaves_all_of_a_group_where_it_is() -> None:
     assert not any(begun(entries)) and all(e.source is not None for e in entries) and out.in_flight_bytes == 0
 
 
-def test_copy_in_waits_until_a_quarter_of_the_window_is_free_where_copies_are_grouped() -> None:
-    for can_cancel, brought in ((False, [False, True]), (True, [True, True])):
-        entries = [away(10) for _ in range(12)]
-        flow = copy_in(Run(entries), Window(100), Tier(can_cancel=can_cancel))
-        flow.advance()
-        assert flow.ahead_bytes == 100
-        for read, expected in zip((entries[-1], entries[-2]), brought, strict=True):
-            flow.has_read(read)
-            assert bool(entries[1].slot.asked) is expected
-            if not can_cancel:
-                flow.has_read(entries[-3])
+@pytest.mark.parametrize("can_cancel", [False, True])
+def test_copy_in_waits_until_a_quarter_of_the_window_is_free(can_cancel: bool) -> None:
+    entries = [away(10) for _ in range(12)]
+    flow = copy_in(Run(entries), Window(100), Tier(can_cancel=can_cancel))
+    flow.advance()
+    assert flow.ahead_bytes == 100
+    for read, brought in ((entries[-1], False), (entries[-2], False), (entries[-3], True)):
+        flow.has_read(read)
+        assert bool(entries[1].slot.asked) is brought
 
 
-def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_reads_can_be_cancelled() -> None:
-    for can_cancel, brought in ((False, [3, 3, 3, 1]), (True, [1] * 10)):
-        tier, entries = Tier(can_cancel=can_cancel), [away(10) for _ in range(12)]
-        flow = copy_in(Run(entries), Window(100), tier)
-        flow.advance()
-        assert tier.brought == brought and flow.ahead_bytes == 100
+def test_a_window_is_filled_by_a_quarter_at_a_time() -> None:
+    tier, entries = Tier(), [away(10) for _ in range(12)]
+    flow = copy_in(Run(entries), Window(100), tier)
+    flow.advance()
+    assert tier.brought == [3, 3, 3, 1] and flow.ahead_bytes == 100
 
 
 def test_a_tensor_that_two_blocks_saved_is_copied_in_once() -> None:
-    for can_cancel, brought in ((False, [2]), (True, [1, 1])):
-        tier, both, first = Tier(can_cancel=can_cancel), away(10), away(10)
-        flow = copy_in(Run([both], Run([first, both])), Window(100), tier)
+    tier, both, first = Tier(), away(10), away(10)
+    flow = copy_in(Run([both], Run([first, both])), Window(100), tier)
+    flow.advance()
+    assert tier.brought == [2] and flow.ahead_bytes == 20
+    assert both.slot.asked == first.slot.asked == ["prefetch"]
+
+
+def test_what_never_left_the_device_takes_its_part_of_the_window() -> None:
+    """Else a device would hold two windows where backward begins: what was held back, and what was prefetched."""
+    here, first, second = [Entry(Slot()) for _ in range(2)], away(10), away(10)
+    flow = copy_in(Run([second, first, *here]), Window(20), Tier())
+    flow.advance()
+    assert flow.ahead_bytes == 0 and not first.slot.asked
+    flow.has_read(here[1])
+    assert flow.ahead_bytes == 10 and first.slot.asked == ["prefetch"] and not second.slot.asked
+    flow.reach(-2)  # a block before was begun: what was never read takes nothing any more
+    assert first.slot.asked == ["prefetch", "put back"] and here[0].slot.asked == []
+    flow.advance()
+    assert second.slot.asked == ["prefetch"]
+
+
+@pytest.mark.parametrize("error", [OSError("planted"), KeyboardInterrupt()])
+def test_copies_in_that_fail_to_begin_take_nothing_of_the_window(error: BaseException) -> None:
+    entries = [away(10) for _ in range(3)]
+    flow, begin = copy_in(Run(entries), Window(30), Tier()), entries[1].slot.prefetch
+
+    def fail() -> None:
+        raise error
+
+    entries[1].slot.prefetch = fail
+    with pytest.raises(type(error)):
         flow.advance()
-        assert tier.brought == brought and flow.ahead_bytes == 20
-        assert both.slot.asked == first.slot.asked == ["prefetch"]
+    entries[1].slot.prefetch = begin
+    assert flow.ahead_bytes == 10 and flow._taken_bytes == 10
 
 
 def test_the_window_follows_the_model_unless_it_is_given() -> None:
@@ -524,7 +553,7 @@ def test_copy_in_skips_resident_and_dead_entries() -> None:
     lives.live_storage = torch.zeros(1).untyped_storage()  # another owner keeps it: it is read from there
     run = Run([wanted, gone, recomputed, here, lives])
     del gone
-    flow = copy_in(run, Window(10), Tier())
+    flow = copy_in(run, Window(20), Tier())
     flow.advance()
     assert here.slot.asked == recomputed.slot.asked == lives.slot.asked == [] and wanted.slot.asked == ["prefetch"]
 

@@ -36,7 +36,7 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a loaded machine a write still runs when the backward that used its source is over."""
-    with training("offload", "disk", window="1GiB") as trainee:
+    with training("offload", "disk", window=None) as trainee:
         gate, park = Gate(os.pwritev), DiskTier.park
 
         def park_and_begin(tier: DiskTier, source: torch.Tensor) -> DiskSlot:
