@@ -9,7 +9,8 @@ Copy-out: a source stays until its copy is done. When the bytes still waiting ex
 oldest copy; that is a stall, and is counted. Copy-in: from the first sign of backward in a block on, the next bytes are
 prefetched, never more ahead of their reader than the window, however many blocks that spans. Unless the user gives
 a window it follows the model: two of its largest block's offloaded bytes on the way out (one being made, one being
-copied), one of them on the way in; a part of a forward that is one block. A device without room for a prefetch makes that window smaller.
+copied), one of them on the way in. Of a forward that is one block, a part stands for a block. A device without room for
+a prefetch makes that window smaller.
 
 [Note: start of backward]
 What is saved last is read first. So the last bytes of a pass, as many as its largest block offloads, are *held back*:
