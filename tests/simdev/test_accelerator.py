@@ -148,6 +148,20 @@ def test_a_context_first_entered_in_a_capture_opens_nothing(
     assert offloaded.stats().packs > 0
 
 
+def test_each_context_offloads_as_much_as_the_first_did_but_for_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one block: what is held back for backward would be all of it."""
+    monkeypatch.setattr("ebbtide.api._idle_engines", {})
+    model, x = torch.nn.Sequential(*(torch.nn.GELU() for _ in range(20))), torch.randn(1 << 20, device=DEVICE)
+    shares: list[float] = []
+    for _ in range(3):
+        with ebbtide.offload_saved_tensors() as offloaded:
+            loss = model(x.requires_grad_()).sum()
+        loss.backward()
+        stats = offloaded.stats()
+        shares.append(stats.offloaded_bytes / stats.unique_bytes)
+    assert shares[0] == 1 and all(share > 0.75 for share in shares)
+
+
 @pytest.mark.parametrize(
     ("device", "target", "warned"), [("cpu", "auto", True), (DEVICE, "auto", False), ("cpu", "disk", False)]
 )
