@@ -512,8 +512,8 @@ MUTANTS = (
     Mutant(
         "schedule: the simulator holds nothing back",
         "ebbtide/planner/simulate.py",
-        "self._copy_out.expect(sum(moved) if moved and moved[-1] else sys.maxsize)",
-        "self._copy_out.expect(2 * sum(moved) + 10**9)",
+        "self._copy_out.expect(sum(moved), ",
+        "self._copy_out.expect(2 * sum(moved) + 10**9, ",
         ("tests/unit/planner/test_simulate.py",),
     ),
     Mutant(
@@ -575,15 +575,15 @@ MUTANTS = (
     Mutant(
         "schedule: what is offloaded before blocks that keep all is held back",
         "ebbtide/schedule/copyout.py",
-        "forward.offered_bytes if forward.offers_last else sys.maxsize",
-        "forward.offered_bytes",
+        "to_its_end=forward.offers_last",
+        "to_its_end=True",
         ("tests/unit/engine/test_held_back.py",),
     ),
     Mutant(
         "schedule: the simulator holds back what is offloaded before blocks that keep all",
         "ebbtide/planner/simulate.py",
-        "sum(moved) if moved and moved[-1] else sys.maxsize",
-        "sum(moved)",
+        "to_its_end=bool(moved and moved[-1])",
+        "to_its_end=True",
         ("tests/unit/planner/test_simulate.py",),
     ),
     Mutant(

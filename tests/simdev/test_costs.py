@@ -180,10 +180,15 @@ def test_copies_that_are_requested_together_share_their_events() -> None:
 
 
 def test_a_link_that_no_step_has_used_is_measured_before_a_plan_needs_its_rate() -> None:
-    with configured(copy_bytes_per_s=10**9, copy_delay_us=0):
-        with ebbtide.enable_activation_offloading(_model(width=64, depth=3), policy="auto", min_bytes=0) as handle:
+    tries: list[tuple[float, float]] = []
+    for _ in range(5):  # a loaded machine may be late
+        with (
+            configured(copy_bytes_per_s=10**9, copy_delay_us=0),
+            ebbtide.enable_activation_offloading(_model(width=64, depth=3), policy="auto", min_bytes=0) as handle,
+        ):
             plan: Any = handle._engine.plan
             rates = plan._rates()
-        for found in (rates.out_bytes_per_second, rates.in_bytes_per_second):
-            assert found != pytest.approx(1e9, rel=1e-6), "no time, and no bytes"
-            assert 5e7 < found < 2e9  # a loaded machine is late
+        tries.append((rates.out_bytes_per_second, rates.in_bytes_per_second))
+    for found in zip(*tries, strict=True):
+        assert all(rate != pytest.approx(1e9, rel=1e-6) for rate in found), "no time, and no bytes"
+        assert 2.5e8 < max(found) < 2e9

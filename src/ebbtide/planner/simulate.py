@@ -10,7 +10,6 @@ before their result is read.
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +103,7 @@ class _Step:
         self._window.saw_block(max(moved, default=0), alone=len(moved) == 1)
         self._forward = _Forward()
         self._copy_out: CopyOut[_Offloaded] = CopyOut(self, self._window)
-        self._copy_out.expect(sum(moved) if moved and moved[-1] else sys.maxsize)
+        self._copy_out.expect(sum(moved), to_its_end=bool(moved and moved[-1]))
 
     def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
         """Record the memory of one part of the step: its most saved bytes, all other memory, and where it was."""

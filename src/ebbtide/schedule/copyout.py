@@ -112,17 +112,20 @@ class CopyOut(Generic[SavedT]):
         held_bytes = self._held_live.total if self._held else 0
         return self.in_flight_bytes + held_bytes <= self.window.out_bytes
 
-    def expect(self, offered_bytes: int) -> None:
-        """The next forward is expected to offer this much, to its end."""
-        self._expected_bytes = offered_bytes
+    def expect(self, offered_bytes: int, *, to_its_end: bool) -> None:
+        """The next forward is expected to offer this much.
+
+        Args:
+            offered_bytes: Its bytes.
+            to_its_end: Its last block offers some. If not, nothing is held back: the backward of that block hides the
+                first copies in.
+        """
+        self._expected_bytes = offered_bytes if to_its_end else sys.maxsize
 
     def end_forward(self, forward: Forward) -> None:
-        """A forward is over: what it holds back stayed, and the next one is expected to offer as much.
-
-        If its last block offered nothing, nothing will be held back: its backward hides the first prefetches.
-        """
+        """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
         if forward.offered_bytes:
-            self.expect(forward.offered_bytes if forward.offers_last else sys.maxsize)
+            self.expect(forward.offered_bytes, to_its_end=forward.offers_last)
         self._held = deque([waiting for waiting in self._held if waiting.saved() is not None])
         own = [waiting for waiting in self._held if waiting.forward is forward]
         forward.stayed([(saved.site, waiting.nbytes) for waiting in own if (saved := waiting.saved()) is not None])
