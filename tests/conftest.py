@@ -60,7 +60,7 @@ def light_collections() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def recipes_only(request: pytest.FixtureRequest) -> Iterator[None]:
     """Restrict ``Minimal`` to its recipes, except in the tests of its measurements."""
-    measured = request.module.__name__.endswith(("test_minimal", "test_promise"))
+    measured = request.module.__name__.endswith(("test_minimal", "test_trials", "test_promise"))
     with nullcontext() if measured else minimal_by_rule():
         yield
 

@@ -26,8 +26,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from ebbtide.base.actions import Action, Candidate, Explained, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
@@ -38,15 +36,15 @@ from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
-from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import GAINS_NOTHING, KEEPS, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, Check
-from ebbtide.profiling.step_profile import profile_of
+from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, home_of, meter_for, reserved_bytes, resident_bytes, room_bytes
-from ebbtide.store.protocol import Tier, park_one
+from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
+from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
 
@@ -58,9 +56,6 @@ SPARE = 0.02
 
 IN_PIECES = 3
 """Plans that exceeded the budget until freed memory is returned after each step."""
-
-PROBE_BYTES = 16 * 1024**2
-"""Copied out and in to measure the rates if the measured steps copied nothing."""
 
 UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from a single one."""
@@ -270,7 +265,7 @@ class MeasuredPlan(Explained):
             self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True
         first, last, base = self._steps[0], self._steps[-1], fastest(self._steps)
-        profile = profile_of(base, self._rates(), self._window_bytes)
+        profile = profile_of(base, measured_rates(self._tier), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
         if self._unlike >= UNLIKE:
             logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
@@ -373,24 +368,3 @@ class MeasuredPlan(Explained):
             return False  # the first measured step ends: the next one shows ordinary training, which keeps its heap
         full = budget is None or resident is None or resident > (1 - SPARE) * budget
         return full or self._measures or self._exceeded >= IN_PIECES
-
-    def _rates(self) -> Rates:
-        counters = self._tier.counters
-        if not (counters.out_bytes_per_second and counters.in_bytes_per_second):
-            self._probe()
-            counters = self._tier.counters  # with the times of copies that have ended since
-        return Rates(
-            out_bytes_per_second=max(counters.timed_out_bytes, 1) / max(counters.out_seconds, 1e-9),
-            in_bytes_per_second=max(counters.timed_in_bytes, 1) / max(counters.in_seconds, 1e-9),
-        )
-
-    def _probe(self) -> None:
-        self._tier.stalls.timed, self._tier.stalls.reader = True, None  # until the next pass begins
-        before = self._tier.counters.stalls.total_seconds
-        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(self._tier) or "cpu")
-        (slot := park_one(self._tier, source)).take()
-        slot.free()
-        if source.device.type != "cpu":
-            torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
-        counters = self._tier.counters
-        counters.probed(PROBE_BYTES, counters.stalls.total_seconds - before)

@@ -1,13 +1,20 @@
-"""The profile of a measured step, for the planner."""
+"""The profile of a measured step, and the rates of its copies, for the planner."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import torch
+
 from ebbtide.base.actions import Action, Unit
 from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
+from ebbtide.store.meter import home_of
+from ebbtide.store.protocol import Tier, park_one
+
+PROBE_BYTES = 16 * 1024**2
+"""Copied out and in to measure the rates if the measured steps copied nothing."""
 
 
 def profile_of(
@@ -69,3 +76,27 @@ def _block(block: TimedBlock) -> BlockProfile:
 
 def _base(peak_bytes: int | None, level_bytes: int) -> int:
     return max((peak_bytes or 0) - level_bytes, 0)
+
+
+def measured_rates(tier: Tier) -> Rates:
+    """Return the rates of a store's copies so far; if there were none, of one copy out and in that is made now."""
+    counters = tier.counters
+    if not (counters.out_bytes_per_second and counters.in_bytes_per_second):
+        _probe(tier)
+        counters = tier.counters  # with the times of copies that have ended since
+    return Rates(
+        out_bytes_per_second=max(counters.timed_out_bytes, 1) / max(counters.out_seconds, 1e-9),
+        in_bytes_per_second=max(counters.timed_in_bytes, 1) / max(counters.in_seconds, 1e-9),
+    )
+
+
+def _probe(tier: Tier) -> None:
+    tier.stalls.timed, tier.stalls.reader = True, None  # until the next pass begins
+    before = tier.counters.stalls.total_seconds
+    source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(tier) or "cpu")
+    (slot := park_one(tier, source)).take()
+    slot.free()
+    if source.device.type != "cpu":
+        torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
+    counters = tier.counters
+    counters.probed(PROBE_BYTES, counters.stalls.total_seconds - before)

@@ -16,6 +16,7 @@ from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
 from ebbtide.profiling.closed_loop import solution_for
+from ebbtide.profiling.trials import FASTER, within_checkpointing
 from ebbtide.store.share import share_of
 
 ROOM = 0.9
@@ -154,12 +155,16 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Optio
         solution = solution_for(policy, profile)
     except BudgetError as error:
         return Option(name=name, policy=policy, problem=f"no plan fits: {error.expected}\nhint: {error.hint}")
+    return _option(name, policy, solution, room)
+
+
+def _option(name: str, policy: Policy, solution: Solution, room: Limits) -> Option:
     predicted = solution.predicted
     return Option(
         name=name,
         policy=policy,
         peak_bytes=predicted.peak_bytes,
-        step_ratio=predicted.step_seconds / profile.step_seconds,
+        step_ratio=predicted.step_seconds / solution.profile.step_seconds,
         offloaded_bytes=predicted.moved_bytes,
         fits=room.fits_device(predicted.peak_bytes),
         fits_host=room.fits_host(predicted.moved_bytes),
@@ -168,6 +173,16 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Optio
 
 
 def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
+    """Return ebbtide-minimal, by recipes, or on an accelerator by a mix that is clearly faster than these."""
+    found = _recipes(profile, input_bytes, room, checkpointing)
+    mix = None if room.host_bytes is None else within_checkpointing(profile, checkpointed_peak(profile, input_bytes))
+    if mix is None:
+        return found
+    mixed = _option("ebbtide-minimal", Minimal(), mix, room)
+    return mixed if (mixed.step_ratio or 0.0) < (1 - FASTER) * (found.step_ratio or 0.0) else found
+
+
+def _recipes(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
     """Return ebbtide-minimal; if it checkpoints blocks that the rules cover badly, checkpointing with its bytes."""
     if input_bytes is None or not _reruns(profile, input_bytes):
         return _ebbtide("ebbtide-minimal", Minimal(), profile, room)

@@ -151,7 +151,7 @@ def test_before_training_a_budget_that_nothing_fits_is_an_error_that_says_what_w
     ("plan", "shown"),
     [
         (plan_for(Keep()), "PolicyPlan: keep"),
-        (MinimalPlan(Minimal(), tier(), Bus()), "MinimalPlan: minimal"),
+        (MinimalPlan(Minimal(), tier(), None, Bus()), "MinimalPlan: minimal"),
         (MeasuredPlan(Auto(), tier(), None, Bus()), "MeasuredPlan: auto"),
         (table(), "TablePlan: auto"),
     ],

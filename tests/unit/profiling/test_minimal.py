@@ -14,7 +14,8 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, Method, MinimalPlan, every_other
+from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, MinimalPlan
+from ebbtide.profiling.trials import Method, every_other
 from ebbtide.store.disk import DiskTier
 from tests.unit.profiling.test_promise import MB, step, tier
 
@@ -50,7 +51,7 @@ def disk(free_bytes: int = 10_000 * MB) -> Any:
 
 def watched(store: Any = None) -> tuple[MinimalPlan, Any]:
     """Return a plan and the timer through which it sees steps."""
-    plan = MinimalPlan(Minimal(), store or tier(), Bus())
+    plan = MinimalPlan(Minimal(), store or tier(), None, Bus())
     engine: Any = Mock(timer=None)
     plan.watch(engine)
     return plan, engine.timer

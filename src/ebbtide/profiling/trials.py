@@ -1,0 +1,155 @@
+"""What ``Minimal`` tries in steps of the model, and how times are compared. See [Note: four methods]."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import median
+
+from ebbtide.base.errors import BudgetError
+from ebbtide.config import Minimal
+from ebbtide.engine.timed import TimedStep
+from ebbtide.planner import TablePlan, plan_for
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.solve import Search, Solution
+from ebbtide.planner.table import table_plan
+from ebbtide.profiling.baseline import quartile
+from ebbtide.profiling.closed_loop import RESERVE
+from ebbtide.profiling.step_profile import measured_rates, profile_of
+from ebbtide.schedule.window import LEAST_WINDOW
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.meter import device_bytes, store_bytes
+from ebbtide.store.protocol import Tier
+
+FASTER = 0.03
+"""Share by which a method must certainly be faster than a second forward."""
+
+NOTCH = 1.57
+"""Times the interquartile range, over the root of the count: the 95 % uncertainty of a median."""
+
+
+class Method(enum.Enum):
+    """How the saved tensors of a block are restored; the first method is chosen where no other is certainly faster."""
+
+    CHECKPOINT = "checkpointed"
+    RECIPES = "recomputed by recipes"
+    OFFLOAD = "offloaded"
+    MIXED = "kept, offloaded or recomputed tensor by tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is tried in a step; all other blocks use recipes.
+
+    Attributes:
+        checkpointed: Blocks that are checkpointed.
+        methods: Kind of blocks → the method of all blocks of the kind.
+    """
+
+    checkpointed: frozenset[str] = frozenset()
+    methods: Mapping[str, Method]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A median and its uncertainty: the notches of a box plot (McGill, Tukey and Larsen, 1978)."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """Return the range of a sample."""
+        middle = median(values)
+        notch = NOTCH * (quartile(values, upper=True) - quartile(values)) / sqrt(len(values))
+        return cls(middle - notch, middle, middle + notch)
+
+
+def fastest(took: Mapping[Method, Range]) -> Method:
+    """Return the method that is certainly the fastest; if none is, the first one.
+
+    Args:
+        took: The times of each method that was tried.
+    """
+    first = min(took, key=[*Method].index)
+    certain = [method for method, one in took.items() if one.high < took[first].low * (1 - FASTER)]
+    return min(certain, key=lambda method: took[method].middle, default=first)
+
+
+def trials(step: TimedStep, tier: Tier) -> list[Trial]:
+    """Return what is tried in each round. See [Note: four methods].
+
+    Args:
+        step: A measured step, in which all blocks used recipes.
+        tier: The store.
+    """
+    kinds = dict.fromkeys(block.kind for block in step.blocks)
+    if device_bytes(tier) is not None and step.head_peak_bytes is not None:
+        able = frozenset(block.name for block in step.blocks if block.checkpointable)
+        return [Trial(checkpointed=able, methods={}), Trial(methods=dict.fromkeys(kinds, Method.MIXED))]
+    checkpointed, offloaded = every_other(step), may_offload(step, tier)
+    found = [Trial(checkpointed=checkpointed, methods={})] if checkpointed or offloaded else []
+    return [*found, Trial(methods=dict.fromkeys(offloaded, Method.OFFLOAD))] if offloaded else found
+
+
+def every_other(step: TimedStep) -> frozenset[str]:
+    """Return every other block of those that can be checkpointed, of each kind that has several.
+
+    Args:
+        step: A measured step.
+    """
+    able = [block for block in step.blocks if block.checkpointable]
+    kinds = {kind: [b.name for b in able if b.kind == kind] for kind in {b.kind for b in able}}
+    return frozenset(name for names in kinds.values() for name in names[1::2])
+
+
+def may_offload(step: TimedStep, tier: Tier) -> frozenset[str]:
+    """Return the kinds of blocks that may be offloaded entirely.
+
+    Args:
+        step: A measured step.
+        tier: The store.
+    """
+    largest = max((block.saved_bytes for block in step.blocks), default=0)  # some may be checkpointed by the heuristic
+    if not isinstance(tier, DiskTier) or tier.free_bytes < 2 * largest * len(step.blocks):
+        return frozenset()
+    inputs = sum(block.input_bytes for block in step.blocks)
+    fits = max(2 * largest, LEAST_WINDOW) <= inputs + largest + LEAST_WINDOW
+    return frozenset(block.kind for block in step.blocks if fits and block.saved_bytes)
+
+
+def mixed(step: TimedStep, tier: Tier, window_bytes: int | None, limit_bytes: int) -> TablePlan | None:
+    """Return the mix for a measured step; None if none promises to be faster than checkpointing.
+
+    Args:
+        step: A measured step.
+        tier: The store.
+        window_bytes: The user's limit in flight; None: follows the model.
+        limit_bytes: The peak of a step whose blocks were checkpointed.
+    """
+    profile = profile_of(step, measured_rates(tier), window_bytes)
+    found = within_checkpointing(replace(profile, store_bytes=store_bytes(tier)), limit_bytes)
+    by_rule = plan_for(Minimal())
+    return None if found is None else replace(table_plan(found, by_rule.name), by_rule=by_rule)
+
+
+def within_checkpointing(profile: Profile, limit_bytes: int) -> Solution | None:
+    """Return the fastest plan that treats saved tensors one by one and takes no more memory than checkpointing.
+
+    Args:
+        profile: The step.
+        limit_bytes: The peak that checkpointing would have.
+
+    Returns:
+        None: no plan leaves enough of that free, or it is predicted to be hardly faster than checkpointing.
+    """
+    blocks = tuple(replace(block, checkpointable=False) for block in profile.blocks)
+    try:
+        found = Search(replace(profile, blocks=blocks)).fit(int(limit_bytes / (1 + RESERVE)))
+    except BudgetError:
+        return None
+    checkpointed_seconds = profile.step_seconds + profile.forward_seconds
+    return found if found.predicted.step_seconds < (1 - FASTER) * checkpointed_seconds else None
