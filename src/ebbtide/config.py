@@ -27,7 +27,10 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Offload every storage of at least ``min_bytes`` once; recompute nothing. Use it with a fast link."""
+    """Offload every storage of at least ``min_bytes`` once; recompute nothing. Use it with a fast link.
+
+    The end of a forward, about a block's bytes, stays: backward reads it first.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

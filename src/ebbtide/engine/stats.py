@@ -203,7 +203,7 @@ class Stats:
             ``verify=True``, with a ``keep_filter``, and in steps that ``Auto`` measures.
         saved_bytes: Their bytes, with every alias counted.
         unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.
-        kept_bytes: Bytes that stayed on the device.
+        kept_bytes: Bytes that stayed on the device, those that were held back for backward among them.
         offloaded_bytes: Bytes moved to the store.
         recomputed_bytes: Bytes dropped, to be recomputed.
         memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``.
