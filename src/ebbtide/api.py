@@ -292,7 +292,7 @@ class offload_saved_tensors(ContextDecorator):
         policy: ``Offload()`` (the default), another policy, or its name; on disk without a memory budget.
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
-        window: Bytes allowed in flight each way; default: a sixteenth of the largest context, or 16 MiB.
+        window: Bytes in flight each way; default: of the largest context an eighth out, half of it in; at least 16 MiB.
         disk_path: Directory for the disk tier.
         verify: Compare every restored and every recomputed tensor with what was saved; slow.
 
