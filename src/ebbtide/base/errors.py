@@ -99,7 +99,7 @@ class DiskPathError(DiskError):
 
 
 class CapError(EbbtideError):
-    """The host or disk cap is reached."""
+    """The host or disk cap is reached. In training, such tensors stay on the device instead, with a warning."""
 
 
 class BudgetError(EbbtideError):
