@@ -360,7 +360,7 @@ class offload_saved_tensors(ContextDecorator):
 def register_recompute(name: str, rule: Rule) -> None:
     """Register how the output of an autograd node is recomputed.
 
-    Without a rule, the output of a ``torch.autograd.Function`` is offloaded or kept. See docs/guides/custom-operators.md.
+    Without a rule, a ``torch.autograd.Function``'s output is offloaded or kept. See docs/guides/custom-operators.md.
 
     Args:
         name: The node's name, such as ``"MyFunctionBackward"`` (``tensor.grad_fn.name()``).

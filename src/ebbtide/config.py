@@ -52,7 +52,7 @@ class Minimal:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Warm up one step, measure two, then plan: the least memory within a slowdown, or the fastest step within a budget.
+    """Warm up, measure two steps, then plan: the least memory within a slowdown, or the fastest step within a budget.
 
     Before the plan, cheap tensors are recomputed (element-wise chains, casts, norms, views) and the rest are offloaded.
     ``handle.plan.explain()`` shows the plan and its reasons.
