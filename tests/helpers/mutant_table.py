@@ -10,6 +10,7 @@ HOOKED = ("tests/unit/planner/test_hooked.py",)
 REST = ("tests/unit/wrap/test_rest.py",)
 BUFFERS = ("tests/unit/store/test_buffers.py",)
 CLAIMS = ("tests/unit/store/test_claims.py",)
+TRIALS = ("tests/unit/profiling/test_trials.py",)
 MINIMAL = ("tests/unit/profiling/test_minimal.py", "tests/unit/test_promise.py")
 PRICES = (
     "tests/unit/profiling/test_measured.py",
@@ -616,21 +617,21 @@ MUTANTS = (
     ),
     Mutant(
         "minimal: offloading is tried where it needs more memory than checkpointing",
-        "ebbtide/profiling/minimal.py",
+        "ebbtide/profiling/trials.py",
         "if fits and block.saved_bytes)",
         "if block.saved_bytes)",
         MINIMAL,
     ),
     Mutant(
         "minimal: offloading is tried on a disk without room",
-        "ebbtide/profiling/minimal.py",
+        "ebbtide/profiling/trials.py",
         " or tier.free_bytes < 2 * largest * len(step.blocks):",
         ":",
         MINIMAL,
     ),
     Mutant(
         "minimal: a method that seems faster stays",
-        "ebbtide/profiling/minimal.py",
+        "ebbtide/profiling/trials.py",
         "one.high < took[first].low * (1 - FASTER)",
         "one.middle < took[first].middle",
         MINIMAL,
@@ -638,8 +639,8 @@ MUTANTS = (
     Mutant(
         "minimal: steps of other sizes are compared",
         "ebbtide/profiling/minimal.py",
-        "(alike or method is not Method.OFFLOAD)",
-        "True",
+        "out = set[Method]() if alike else {Method.OFFLOAD, Method.MIXED}",
+        "out = set[Method]()",
         MINIMAL,
     ),
     Mutant(
@@ -652,9 +653,79 @@ MUTANTS = (
     Mutant(
         "minimal: memos keep the answers of another method",
         "ebbtide/profiling/minimal.py",
-        "self._methods, self.current = methods, plan_for(self.policy)",
-        "self._methods = methods",
+        "self.current = plan_for(self.policy) if mix is None else replace(mix)",
+        "_ = mix",
         MINIMAL,
+    ),
+    Mutant(
+        "minimal: a mix that takes more memory than checkpointing stays",
+        "ebbtide/profiling/minimal.py",
+        "            out.add(Method.MIXED)\n",
+        "            out.clear()\n",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: the fastest blocks of a mix stand for all",
+        "ebbtide/profiling/minimal.py",
+        ".append(fmean(seconds))",
+        ".append(min(seconds))",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: a mix is made of the first measured step",
+        "ebbtide/profiling/minimal.py",
+        "self._warm = not self._mixes",
+        "self._warm = True",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: a mix is made of a step with checkpoints",
+        "ebbtide/profiling/minimal.py",
+        "if measures and must_keep_bytes",
+        "if False and must_keep_bytes",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: blocks are not watched in the steps of which a mix is made",
+        "ebbtide/profiling/minimal.py",
+        "if measures and must_keep_bytes <= WATCHED * input_bytes:",
+        "if measures:",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: a mix leaves nothing of checkpointing's memory free",
+        "ebbtide/profiling/trials.py",
+        "fit(int(limit_bytes / (1 + RESERVE)))",
+        "fit(limit_bytes)",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: a mix that promises nothing is tried",
+        "ebbtide/profiling/trials.py",
+        "return found if found.predicted.step_seconds < (1 - FASTER) * checkpointed_seconds else None",
+        "return found if checkpointed_seconds else None",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: blocks outside of a mix follow Auto's heuristic",
+        "ebbtide/profiling/trials.py",
+        "replace(table_plan(found, by_rule.name), by_rule=by_rule)",
+        "table_plan(found, by_rule.name)",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: a step that grew under a mix is planned with",
+        "ebbtide/profiling/minimal.py",
+        "if self._trials and (self.reads_kept_bytes or any(",
+        "if self._trials and (False or any(",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: kept bytes are not counted for a mix",
+        "ebbtide/profiling/minimal.py",
+        "return Method.MIXED in self._methods.values()",
+        "return False",
+        TRIALS,
     ),
     Mutant(
         "minimal: a checkpointed block is counted as one with recipes",
