@@ -694,14 +694,14 @@ MUTANTS = (
     ),
     Mutant(
         "minimal: a mix leaves nothing of checkpointing's memory free",
-        "ebbtide/profiling/trials.py",
+        "ebbtide/profiling/closed_loop.py",
         "fit(int(limit_bytes / (1 + RESERVE)))",
         "fit(limit_bytes)",
         TRIALS,
     ),
     Mutant(
         "minimal: a mix that promises nothing is tried",
-        "ebbtide/profiling/trials.py",
+        "ebbtide/profiling/closed_loop.py",
         "return found if found.predicted.step_seconds < (1 - FASTER) * checkpointed_seconds else None",
         "return found if checkpointed_seconds else None",
         TRIALS,

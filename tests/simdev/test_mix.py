@@ -49,8 +49,8 @@ def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Here 3 % of a peak are as much as a block's inputs.
     """
-    monkeypatch.setattr("ebbtide.profiling.trials.FASTER", -1e9)
-    monkeypatch.setattr("ebbtide.profiling.trials.RESERVE", 0.01)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.FASTER", -1e9)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.RESERVE", 0.01)
 
 
 def cases(*often: tuple[object, ...], among: Iterable[tuple[object, ...]]) -> list[Any]:

@@ -81,7 +81,10 @@ def plan_for(policy: Policy) -> PolicyPlan:
         case Keep():
             text = "everything stays on the device; bytes are counted, nothing is saved"
         case Offload():
-            text = "every storage of min_bytes or more is offloaded; nothing is recomputed"
+            text = (
+                "every storage of min_bytes or more is offloaded, but for the end of a forward, which backward reads "
+                "first; nothing is recomputed"
+            )
         case Inputs():
             text = "block inputs are offloaded; all other saved tensors stay on the device"
         case Minimal():

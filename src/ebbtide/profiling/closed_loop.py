@@ -24,14 +24,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
-from ebbtide.config import Auto, Keep, Policy
+from ebbtide.config import Auto, Keep, Minimal, Policy
 from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
+from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution, follow
@@ -63,6 +65,9 @@ YARDSTICKS = 3
 
 WORTH = 0.05
 """Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
+
+FASTER = 0.03
+"""Share by which a method must certainly be faster than a second forward."""
 
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 GAINS_NOTHING = "nothing is gained within max_slowdown"
@@ -297,7 +302,8 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
         BudgetError: No plan fits the memory budget, or the device.
     """
     if not isinstance(policy, Auto):
-        return follow(profile, plan_for(policy))
+        mix = minimal_mix(profile, [block.input_bytes for block in profile.blocks]) if isinstance(policy, Minimal) else None
+        return mix or follow(profile, plan_for(policy))
     budget = _budget_within(policy.budget_bytes, memory_bytes)
     if budget is not None:
         return fit_with_reserve(profile, budget)
@@ -348,3 +354,37 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
         if profile.store_bytes is None:
             return search.fit(budget_bytes)
     return fit_with_reserve(replace(profile, store_bytes=None), budget_bytes, reserve)  # slower, but it may fit
+
+
+def minimal_mix(profile: Profile, input_bytes: Sequence[int] | None) -> Solution | None:
+    """Return the mix that ``Minimal`` would choose (``ebbtide.profiling.minimal``), as far as a prediction tells.
+
+    Args:
+        profile: The step.
+        input_bytes: See ``checkpointed_peak``.
+
+    Returns:
+        None: none promises anything, or the store is a disk.
+    """
+    if profile.store_bytes is None:
+        return None
+    return within_checkpointing(profile, checkpointed_peak(profile, input_bytes))
+
+
+def within_checkpointing(profile: Profile, limit_bytes: int) -> Solution | None:
+    """Return the fastest plan that treats saved tensors one by one and takes no more memory than checkpointing.
+
+    Args:
+        profile: The step.
+        limit_bytes: The peak that checkpointing would have.
+
+    Returns:
+        None: no plan leaves enough of that free, or it is predicted to be hardly faster than checkpointing.
+    """
+    blocks = tuple(replace(block, checkpointable=False) for block in profile.blocks)
+    try:
+        found = Search(replace(profile, blocks=blocks)).fit(int(limit_bytes / (1 + RESERVE)))
+    except BudgetError:
+        return None
+    checkpointed_seconds = profile.step_seconds + profile.forward_seconds
+    return found if found.predicted.step_seconds < (1 - FASTER) * checkpointed_seconds else None

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import torch
 
 from ebbtide.base.actions import Action, Unit
+from ebbtide.base.errors import CapError, DiskFullError
 from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
@@ -94,7 +95,10 @@ def _probe(tier: Tier) -> None:
     tier.stalls.timed, tier.stalls.reader = True, None  # until the next pass begins
     before = tier.counters.stalls.total_seconds
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(tier) or "cpu")
-    (slot := park_one(tier, source)).take()
+    try:
+        (slot := park_one(tier, source)).take()
+    except (CapError, DiskFullError):
+        return  # what it cannot take stays, at whatever rate
     slot.free()
     if source.device.type != "cpu":
         torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended

@@ -8,23 +8,17 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
 
-from ebbtide.base.errors import BudgetError
 from ebbtide.config import Minimal
 from ebbtide.engine.timed import TimedStep
 from ebbtide.planner import TablePlan, plan_for
-from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Search, Solution
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import quartile
-from ebbtide.profiling.closed_loop import RESERVE
+from ebbtide.profiling.closed_loop import FASTER, within_checkpointing
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.schedule.window import LEAST_WINDOW
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import device_bytes, store_bytes
 from ebbtide.store.protocol import Tier
-
-FASTER = 0.03
-"""Share by which a method must certainly be faster than a second forward."""
 
 NOTCH = 1.57
 """Times the interquartile range, over the root of the count: the 95 % uncertainty of a median."""
@@ -134,22 +128,3 @@ def mixed(step: TimedStep, tier: Tier, window_bytes: int | None, limit_bytes: in
     found = within_checkpointing(replace(profile, store_bytes=store_bytes(tier)), limit_bytes)
     by_rule = plan_for(Minimal())
     return None if found is None else replace(table_plan(found, by_rule.name), by_rule=by_rule)
-
-
-def within_checkpointing(profile: Profile, limit_bytes: int) -> Solution | None:
-    """Return the fastest plan that treats saved tensors one by one and takes no more memory than checkpointing.
-
-    Args:
-        profile: The step.
-        limit_bytes: The peak that checkpointing would have.
-
-    Returns:
-        None: no plan leaves enough of that free, or it is predicted to be hardly faster than checkpointing.
-    """
-    blocks = tuple(replace(block, checkpointable=False) for block in profile.blocks)
-    try:
-        found = Search(replace(profile, blocks=blocks)).fit(int(limit_bytes / (1 + RESERVE)))
-    except BudgetError:
-        return None
-    checkpointed_seconds = profile.step_seconds + profile.forward_seconds
-    return found if found.predicted.step_seconds < (1 - FASTER) * checkpointed_seconds else None

@@ -15,8 +15,7 @@ from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
-from ebbtide.profiling.closed_loop import solution_for
-from ebbtide.profiling.trials import FASTER, within_checkpointing
+from ebbtide.profiling.closed_loop import minimal_mix, solution_for
 from ebbtide.store.share import share_of
 
 ROOM = 0.9
@@ -173,13 +172,11 @@ def _option(name: str, policy: Policy, solution: Solution, room: Limits) -> Opti
 
 
 def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
-    """Return ebbtide-minimal, by recipes, or on an accelerator by a mix that is clearly faster than these."""
-    found = _recipes(profile, input_bytes, room, checkpointing)
-    mix = None if room.host_bytes is None else within_checkpointing(profile, checkpointed_peak(profile, input_bytes))
+    """Return ebbtide-minimal: a mix if that promises anything, else recipes or checkpointing."""
+    mix = minimal_mix(profile, input_bytes)
     if mix is None:
-        return found
-    mixed = _option("ebbtide-minimal", Minimal(), mix, room)
-    return mixed if (mixed.step_ratio or 0.0) < (1 - FASTER) * (found.step_ratio or 0.0) else found
+        return _recipes(profile, input_bytes, room, checkpointing)
+    return _option("ebbtide-minimal", Minimal(), mix, room)
 
 
 def _recipes(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:

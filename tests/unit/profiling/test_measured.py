@@ -20,8 +20,11 @@ from ebbtide.planner.table import load_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.minimal import MinimalPlan
-from ebbtide.profiling.step_profile import profile_of
+from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.counters import TierCounters
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.host import HostTier
+from tests.helpers.fakedevice import FakeDevice
 from tests.unit.planner.test_table import plan as table
 
 MB = 10**6
@@ -64,6 +67,18 @@ def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action
             site=site, block_name="layers.1", block=1, bytes_=100 * MB, block_input=False, recompute_flops=flops
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["host memory", "disk"])
+def test_a_store_without_room_for_a_probe_has_some_rate(kind: str, tmp_path: Path) -> None:
+    """Its tensors stay, and training goes on."""
+    if kind == "disk":
+        store: Any = DiskTier(tmp_path, budget_bytes=1 << 20)
+    else:
+        store = HostTier(FakeDevice(1e12, 1e12), budget_bytes=1 << 20)
+    rates = measured_rates(store)
+    assert rates.out_bytes_per_second > 0 and rates.in_bytes_per_second > 0
+    store.close()
 
 
 def test_recomputes_that_the_step_did_are_taken_out_of_its_backward() -> None:

@@ -17,9 +17,9 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import Prediction, TablePlan
-from ebbtide.profiling.closed_loop import RESERVE
+from ebbtide.profiling.closed_loop import FASTER, RESERVE, solution_for, within_checkpointing
 from ebbtide.profiling.minimal import NO_MIX, ROUNDS, MinimalPlan
-from ebbtide.profiling.trials import FASTER, Method, mixed, trials, within_checkpointing
+from ebbtide.profiling.trials import Method, mixed, trials
 from tests.helpers.profiles import alike, unit
 from tests.unit.profiling.test_minimal import stack
 from tests.unit.profiling.test_promise import MB, tier
@@ -72,6 +72,16 @@ def test_the_mix_is_faster_than_checkpointing_and_needs_no_more_memory(limit: in
 )
 def test_without_a_gain_there_is_no_mix(step: Profile, limit: int) -> None:
     assert within_checkpointing(step, limit) is None
+
+
+def test_a_prediction_of_minimal_is_that_of_its_mix_where_the_store_is_host_memory() -> None:
+    step = blocks(45 * MB)
+    step = replace(step, blocks=tuple(replace(block, input_bytes=10 * MB) for block in step.blocks))
+    recipes = solution_for(Minimal(), step)
+    mix = solution_for(Minimal(), replace(step, store_bytes=10**12))
+    assert mix.predicted.step_seconds < recipes.predicted.step_seconds and mix.predicted.kept_bytes
+    assert mix.predicted.peak_bytes * (1 + RESERVE) <= checkpointed_peak(step) + 1
+    assert not recipes.predicted.kept_bytes
 
 
 def measured(*, peak: int | None = 900 * MB) -> TimedStep:
