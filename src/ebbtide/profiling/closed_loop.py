@@ -301,9 +301,12 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
     Raises:
         BudgetError: No plan fits the memory budget, or the device.
     """
+    if isinstance(policy, Minimal):
+        mix = minimal_mix(profile, [block.input_bytes for block in profile.blocks])
+        if mix is not None:
+            return mix
     if not isinstance(policy, Auto):
-        mix = minimal_mix(profile, [block.input_bytes for block in profile.blocks]) if isinstance(policy, Minimal) else None
-        return mix or follow(profile, plan_for(policy))
+        return follow(profile, plan_for(policy))
     budget = _budget_within(policy.budget_bytes, memory_bytes)
     if budget is not None:
         return fit_with_reserve(profile, budget)

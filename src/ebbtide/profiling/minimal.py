@@ -25,6 +25,7 @@ memory than those with checkpoints.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import defaultdict
@@ -37,6 +38,7 @@ from ebbtide.base.events import BUS, Bus
 from ebbtide.base.weak import weakly
 from ebbtide.config import Auto, Minimal, Policy
 from ebbtide.engine import Engine
+from ebbtide.engine.marks import marked
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, StepTimer
@@ -55,10 +57,8 @@ ROUNDS = 3
 MOST_SKIPPED = 10
 """Steps that were not timed, because graphs overlap or sizes vary, after which nothing is compared any more."""
 
-
-LARGER = "; a mix took more memory"
-
-NO_MIX = "no plan for single tensors within its memory promises to be faster"
+NO_MIX, LARGER = "no plan for single tensors within its memory promises to be faster", "; a mix took more memory"
+"""Why a mix is not tried; why it does not stay."""
 
 WATCHED = 1e6
 """No block saves so many times the bytes of its inputs: above it the question is whether to watch the block at all."""
@@ -215,7 +215,9 @@ class MinimalPlan(PolicyPlan):
         """Begin the next trial; False: it is a mix, and none promises anything, so the trials are over."""
         trial = self._trials[self._tried % len(self._trials)]
         if Method.MIXED in trial.methods.values() and self._mix is None and self._measured is not None:
-            self._mix = mixed(self._measured, self._tier, self._window_bytes, self._peaks[False][0])
+            limit_bytes = self._peaks[False][0]
+            work = functools.partial(mixed, self._measured, self._tier, self._window_bytes, limit_bytes)
+            self._mix = marked("plan", work)
             if self._mix is None:
                 able = {block.kind for block in self._measured.blocks if block.checkpointable}
                 self._why = dict.fromkeys(able, f"{Method.CHECKPOINT.value}: {NO_MIX}")
