@@ -24,14 +24,15 @@ class Tally:
     """Bytes of one block's forward, or of one pass."""
 
     __slots__ = (
-        "input_bytes", "kept", "offloaded", "packs", "recomputed", "replayed", "saved", "small", "small_bytes",
-        "must_keep", "unique",
+        "called_bytes", "input_bytes", "kept", "offloaded", "packs", "recomputed", "replayed", "saved", "small",
+        "small_bytes", "must_keep", "unique",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.packs = self.replayed = self.saved = self.unique = 0
         self.kept = self.offloaded = self.recomputed = 0
         self.input_bytes = self.must_keep = 0
+        self.called_bytes = 0  # of all inputs, also those that need no gradient
         self.small = self.small_bytes = 0
 
     def add_saved(self, nbytes: int) -> None:
@@ -78,9 +79,12 @@ class Tally:
         self.offloaded -= nbytes
         self.kept += nbytes
 
-    def unique_for(self, input_bytes: int) -> int:
-        """Return the bytes that the same block saves with inputs of another size, in proportion."""
-        return self.unique * input_bytes // self.input_bytes if self.input_bytes else self.unique
+    def unique_for(self, other: Tally) -> int:
+        """Return the bytes that the same block saves with the inputs of another run, in proportion to their sizes."""
+        own, others = self.input_bytes, other.input_bytes
+        if not (own and others):  # a first block after frozen weights: its inputs need no gradient
+            own, others = self.called_bytes, other.called_bytes
+        return self.unique * others // own if own else self.unique
 
     def add_checkpointed(self, unique: int) -> int:
         """Count a checkpointed block; without a checkpoint its saved tensors would take ``unique`` bytes.

@@ -251,7 +251,7 @@ class Attachment:
                     if checkpointed:
                         context = ForwardContext(scope.module, run, called.tensors, state)
                         varies = self._reruns.varies(block, scope.module)
-                        saved_bytes = seen.unique_for(run.tally.input_bytes)
+                        saved_bytes = seen.unique_for(run.tally)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
                         output = self._followed_call(scope, run, called)
