@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import ebbtide
+from ebbtide.engine.spans import Span
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.table import TablePlan
 from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, MinimalPlan
-from ebbtide.profiling.trials import Method, Range
+from ebbtide.profiling.trials import Method, Range, Trial
+from tests.gpu.test_first_light import _batch, _model
 from tests.helpers.models import Tiny
 from tests.helpers.oracle import differences
 from tests.helpers.recipes_only import measured_minimal
@@ -87,6 +89,33 @@ def test_each_bit_while_a_mix_is_tried_and_afterwards(
         found = handle.stats()
         assert (found.checkpointed_blocks > 0) is (wanted is Method.CHECKPOINT)
         assert found.live_tickets == found.store_bytes == 0
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_the_times_of_a_trial_are_those_of_its_method(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the host is passes ahead of the device, and so begins the next pass before it knows the time."""
+    monkeypatch.setattr("ebbtide.profiling.minimal.fastest", functools.partial(choosing, Method.MIXED))
+    tried: list[bool] = []
+    noted = MinimalPlan._note
+
+    def note(plan: MinimalPlan, trial: Trial, span: Span) -> None:
+        tried.append(bool(trial.checkpointed))
+        assert [block.checkpointed for block in span.blocks] == [tried[-1]] * len(span.blocks)
+        noted(plan, trial, span)
+
+    monkeypatch.setattr(MinimalPlan, "_note", note)
+    model, x = _model(width=64), _batch(width=64)  # its input needs no gradient: as after frozen embeddings
+    with (
+        measured_minimal(),
+        ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window=1) as handle,
+        configured(**LATE[late]),
+    ):
+        for _ in range(2 * TRIALS + MOST_SKIPPED):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        plan = handle._engine.plan
+        assert isinstance(plan, MinimalPlan) and plan.judged and tried == [True, False] * (ROUNDS - 1)
+        assert "Block blocks are kept, offloaded or recomputed tensor by tensor: a block took" in handle.explain()
 
 
 def test_one_kind_of_blocks_may_be_mixed_and_another_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ A span is the time from the first block of a pass to the end of that block's bac
 [Note: a measured step]). Each block has two parts in it: its forward, up to the next block, and its backward, from the
 arrival of its output's gradient. Timestamps are read when the next pass begins, if the device has reached them, else
 one pass later, so nothing waits for a device. A pass is skipped if it had no backward, if its backward raised, if
-another pass ran in between, or if it saved other amounts than the measured one.
+another pass ran in between, or if it saved other amounts than the measured one. A plan that changes when a span is
+handed over may change in the middle of a pass: what began before ``want`` is no span.
 """
 
 from __future__ import annotations
@@ -132,12 +133,17 @@ class SpanTimer:
         self._open: _Open | None = None
         self._closed: deque[_Open] = deque()
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
+        self._dropped: weakref.ref[Pass] | None = None  # it began before passes were wanted anew
+        self._wants = 0
         self._device: torch.device | None = None
         self.tail_peak_bytes: int | None = None
 
     def want(self, *, wanted: bool = True) -> None:
-        """Time passes from the next one on, or no longer."""
+        """Time passes from the next one on, or no longer; those that have begun do not count."""
+        if self._open is not None:
+            self._dropped = self._open.pass_
         self.wanted, self._open = wanted, None
+        self._wants += 1
         self._closed.clear()
 
     def finish(self) -> None:
@@ -156,13 +162,16 @@ class SpanTimer:
             device: Its device.
             plain: It runs without hooks.
         """
+        wants = self._wants
         self.finish()
         if not self.wanted:
             return
+        if self._wants != wants:
+            self._dropped = weakref.ref(run.pass_)  # this block follows the plan before
         self._device = device
         if self._open is None:
-            if self._latest is not None and self._latest() is run.pass_:
-                return  # the rest of a pass whose backward came in between
+            if any(known is not None and known() is run.pass_ for known in (self._latest, self._dropped)):
+                return  # the rest of a pass whose backward came in between, or that is dropped
             peak_bytes = self._meter.take_peak_bytes(device) if self._memory else None
             if self._latest is not None and peak_bytes is not None:
                 self.tail_peak_bytes = max(self.tail_peak_bytes or 0, peak_bytes)

@@ -444,6 +444,30 @@ def test_a_pass_is_reported_when_the_next_begins_if_the_device_has_finished_it()
     assert [span.seconds for span in scene.told] == [3.0, 4.0]
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["at its first block", "in its middle"])
+def test_a_pass_that_began_before_passes_were_wanted_anew_is_no_span(place: int) -> None:
+    """What took the span before it changed the plan: such a pass followed two plans, or the former one."""
+    scene = Spans()
+    taken = scene.timer.spans._done
+
+    def done(span: Span | None) -> bool:
+        if span is not None and span.seconds == 3.0:
+            scene.timer.spans.want()
+        return taken(span)
+
+    scene.timer.spans._done = done
+    scene.step(1.0)
+    one: Any = Pass()
+    runs = scene.forward(one, *"ab"[:place], seconds=1.0, between=0.0)
+    scene.clock.ahead = True  # now the device has reached the end of the pass before
+    runs += scene.forward(one, *"ab"[place:], seconds=1.0, between=0.0)
+    scene.timer.pass_ends(100)
+    scene.backward(runs)
+    scene.step(5.0)
+    scene.timer.runs_plain("a")
+    assert [span.seconds for span in scene.told] == [3.0, 7.0]
+
+
 def test_every_second_of_a_span_belongs_to_a_block_or_to_the_head() -> None:
     scene = Spans()
     scene.clock.ahead = True
