@@ -19,8 +19,8 @@ copies are in flight. So it is tried where that is no more, and if the disk has 
 On an accelerator host memory for everything is much, and a link hides a part of the copies only. There steps alternate
 between blocks that are all checkpointed, as far as they can be, and a mix, of which recipes alone are one. It is made
 of the second measured step, the first that is like later ones, for the peak of the first step with checkpoints. The
-mean of the blocks of a kind counts, because a mix treats them differently; and it is out if a step with it took more
-memory than those with checkpoints.
+mean of the blocks of a kind counts, of both, because a mix treats them differently and some are larger than others; and
+it is out if a step with it took more memory than those with checkpoints.
 """
 
 from __future__ import annotations
@@ -201,14 +201,16 @@ class MinimalPlan(PolicyPlan):
     def _note(self, trial: Trial, span: Span) -> None:
         """Note the times of a step with a trial."""
         self._saved_bytes.append(span.saved_bytes)
-        mixed: defaultdict[str, list[float]] = defaultdict(list)
-        for block in span.blocks:
-            kind = self._kinds.get(block.name, "")
-            method = trial.methods.get(kind, Method.CHECKPOINT if block.checkpointed else Method.RECIPES)
-            seconds = mixed[kind] if method is Method.MIXED else self._seconds[kind, method]
-            seconds.append(block.seconds / span.saved_bytes)
-        for kind, seconds in mixed.items():
-            self._seconds[kind, Method.MIXED].append(fmean(seconds))
+        mixes = any(Method.MIXED in one.methods.values() for one in self._trials)
+        kinds = [self._kinds.get(block.name, "") for block in span.blocks]
+        repeated = {kind for kind, block in zip(kinds, span.blocks, strict=True) if block.checkpointed}
+        found: defaultdict[tuple[str, Method], list[float]] = defaultdict(list)
+        for kind, block in zip(kinds, span.blocks, strict=True):
+            checkpointed = kind in repeated if mixes else block.checkpointed
+            method = trial.methods.get(kind, Method.CHECKPOINT if checkpointed else Method.RECIPES)
+            found[kind, method].append(block.seconds / span.saved_bytes)
+        for key, seconds in found.items():
+            self._seconds[key] += [fmean(seconds)] if mixes else seconds
 
     def _try(self) -> bool:
         """Begin the next trial; False: it is a mix, and none promises anything, so the trials are over."""

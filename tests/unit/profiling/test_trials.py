@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -155,9 +155,11 @@ def span(plan: MinimalPlan, timer: Any, seconds: Mapping[Method, list[float]], p
     return Span(seconds=9.0, peak_bytes=peaks[method], saved_bytes=measured().saved_bytes, blocks=spans)
 
 
-def run(plan: MinimalPlan, timer: Any, took: list[float], peak_bytes: int = LIMIT) -> None:
-    """Let a plan see all its trials: checkpointed blocks take 4 s, and their steps 900 MB."""
-    seconds, peaks = {Method.CHECKPOINT: [4.0], Method.MIXED: took}, {Method.CHECKPOINT: 900 * MB}
+def run(
+    plan: MinimalPlan, timer: Any, took: list[float], peak_bytes: int = LIMIT, checkpointed: Sequence[float] = (4.0,)
+) -> None:
+    """Let a plan see all its trials: steps with checkpoints take 900 MB."""
+    seconds, peaks = {Method.CHECKPOINT: [*checkpointed], Method.MIXED: took}, {Method.CHECKPOINT: 900 * MB}
     for number in range(2 * ROUNDS):
         peaks[Method.MIXED] = 10**15 if number == 1 else peak_bytes  # the first one warms up
         assert bool(timer.checkpointed) is (number % 2 == 0)
@@ -196,6 +198,22 @@ def test_any_other_mix_does_not_stay(monkeypatch: pytest.MonkeyPatch, took: list
     assert plan.choose(candidate(KEPT)) is Action.RECOMPUTE and not plan.reads_kept_bytes
     assert not isinstance(plan.current, TablePlan) and plan.recomputes_in("Layer.0")
     assert ("a mix took more memory" in plan.explain()) is (peak_bytes > LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "took", "stays"),
+    [
+        pytest.param([10, 10, 10, 10, 10, 0.1], [11, 11, 11, 11, 11, 0.1], False, id="slower, and one is small"),
+        pytest.param([4, 4, 4, 4, 4, 20], [3, 3, 3, 3, 3, 15], True, id="faster, and one is large"),
+    ],
+)
+def test_blocks_of_a_kind_need_not_be_alike(
+    checkpointed: list[float], took: list[float], stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as layers with and without a window of attention."""
+    plan, timer, _ = trying(monkeypatch, mix())
+    run(plan, timer, took, checkpointed=checkpointed)
+    assert plan.reads_kept_bytes is stays, plan.explain()
 
 
 def test_without_a_mix_that_promises_anything_blocks_are_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
