@@ -69,3 +69,35 @@ def train(policy: str, mixed: bool, steps: int, delays: dict[str, int]) -> list[
             found.append("tickets are alive")
     torch.accelerator.synchronize()
     return found + device.violations()
+
+
+class Uncovered(torch.nn.Module):
+    """A residual block with units of its own, and much in between that no recipe gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for _ in range(6):
+            y = torch.cumsum(torch.special.erfcx(torch.sigmoid(y)), -1) / 64
+        return x + self.last(y)
+
+
+def checkpointed(steps: int) -> list[int]:
+    """Train blocks whose second forward needs all ranks under ``Minimal``; return how many each step checkpoints."""
+    mesh = init_device_mesh(device.DEVICE, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Uncovered() for _ in range(4))).to(device.DEVICE)
+    x = _batch(width=64, tokens=64).requires_grad_()
+    for block in model:
+        for unit in block.children():
+            fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found: list[int] = []
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1B") as handle:
+        for _ in range(steps):
+            model(x).square().mean().backward()
+            found.append(handle.stats().checkpointed_blocks)
+    return found

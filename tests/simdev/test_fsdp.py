@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ebbtide
+from ebbtide.profiling.minimal import ROUNDS
 from tests.gpu.test_first_light import POLICIES, _batch, _model, _same, _step
 from tests.helpers.spawn import run_cases
 from tests.simdev import ranks
@@ -50,3 +51,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     cases = {"begin": (ranks.begin, (str(tmp_path),))} | {name: (ranks.train, trial) for name, trial in trials.items()}
     found = run_cases(cases, 2, timeout_seconds=120.0)
     assert {name: found[name].values() for name in trials} == {name: [[], []] for name in trials}
+
+
+def test_what_a_rank_tries_leaves_alone_what_all_ranks_decide(tmp_path: Path) -> None:
+    """Minimal measures its first steps, in which ranks vote: once, for good."""
+    cases = {"begin": (ranks.begin, (str(tmp_path),)), "train": (ranks.checkpointed, (2 + 2 * ROUNDS + 2,))}
+    found = run_cases(cases, 2, timeout_seconds=120.0)["train"].values()
+    assert found == [[3] + [4] * (2 * ROUNDS + 3)] * 2

@@ -75,13 +75,14 @@ class MinimalPlan(PolicyPlan):
 
     Attributes:
         current: Another object whenever the answers change: see ``StandingPlan``.
+        voted: Decides whether blocks that need other ranks are checkpointed: not what one rank measures, or tries.
         judged: All that could be compared was; the plan stays.
     """
 
     current: PolicyPlan | TablePlan
 
     def __init__(self, policy: Minimal, tier: Tier, window_bytes: int | None, bus: Bus) -> None:
-        rule = self.current = plan_for(policy)
+        rule = self.current = self.voted = plan_for(policy)
         super().__init__(policy, rule.name, rule.text)
         self._tier, self._window_bytes, self._bus, self.judged = tier, window_bytes, bus, False
         self._mixes = device_bytes(tier) is not None

@@ -110,10 +110,11 @@ class Reruns:
             return self._names.checkpoints(block.name) and self.able(block, module, called)
         if not self._collectives.known(block, module):
             return False
-        again = self._chosen(block, seen.input_bytes, seen.must_keep)
+        plan = self._plan_of(block, module)
+        again = _chosen(plan, block, seen.input_bytes, seen.must_keep)
         allowed = again and self._allowed(block.kind, called)
         groups = self._collectives.groups(block, module)
-        if (seen.input_bytes or groups) and (state is not None or self._possible(block)):
+        if (seen.input_bytes or groups) and (state is not None or self._possible(block, module)):
             doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
             no = ONCE if seen.input_bytes else UNSEEN
             wish = AGAIN if allowed else LATER if doubtful else NEVER if again else no
@@ -168,7 +169,7 @@ class Reruns:
             module: Its module.
         """
         looked = (block.name, module.training) in self._looked
-        if not self._possible(block) or (looked and block.kind in self._refused):
+        if not self._possible(block, module) or (looked and block.kind in self._refused):
             self._states.last.pop(module, None)  # the plan may have changed
             return None
         state = self._states.before(module)
@@ -246,17 +247,16 @@ class Reruns:
         else:
             self._in_doubt.add(kind)
 
-    def _possible(self, block: Block) -> bool:
+    def _possible(self, block: Block, module: nn.Module) -> bool:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
-        return any(self._chosen(block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
+        plan = self._plan_of(block, module)
+        return any(_chosen(plan, block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
 
-    def _chosen(self, block: Block, input_bytes: int, must_keep_bytes: int) -> bool:
-        """Whether the plan checkpoints a block with so many bytes."""
-        action = self._plan.block_action(
-            block.kind, block.index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes
-        )
-        return checked_action(action, BLOCK_ACTIONS, self._plan, "block_action") is Action.CHECKPOINT
+    def _plan_of(self, block: Block, module: nn.Module) -> Plan:
+        """Return the plan that decides whether a block is checkpointed: one of all ranks if its forward needs them."""
+        voted: Plan | None = getattr(self._plan, "voted", None)
+        return self._plan if voted is None or not shared_groups() or self._alone(block, module) else voted
 
     def _allowed(self, kind: str, called: Called) -> bool:
         """Whether a block of this kind may be checkpointed in this call."""
@@ -287,6 +287,12 @@ class Reruns:
                 why,
                 hint,
             )
+
+
+def _chosen(plan: Plan, block: Block, input_bytes: int, must_keep_bytes: int) -> bool:
+    """Whether a plan checkpoints a block with so many bytes."""
+    action = plan.block_action(block.kind, block.index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
+    return checked_action(action, BLOCK_ACTIONS, plan, "block_action") is Action.CHECKPOINT
 
 
 class _Unseen:
