@@ -57,8 +57,11 @@ ROUNDS = 3
 MOST_SKIPPED = 10
 """Steps that were not timed, because graphs overlap or sizes vary, after which nothing is compared any more."""
 
-NO_MIX, LARGER = "no plan for single tensors within its memory promises to be faster", "; a mix took more memory"
-"""Why a mix is not tried; why it does not stay."""
+NO_MIX = "no plan for single tensors within its memory promises to be faster"
+"""Why a mix is not tried."""
+
+LARGER, UNLIKE = "; a mix took more memory", "; steps differ in size, so no times of different steps are compared"
+"""Why a method is not chosen."""
 
 WATCHED = 1e6
 """No block saves so many times the bytes of its inputs: above it the question is whether to watch the block at all."""
@@ -274,7 +277,8 @@ class MinimalPlan(PolicyPlan):
                 }
                 method = methods[kind] = fastest(took)
                 times = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in took.items())
-                self._why[kind] = f"{method.value}: a block took " + ", ".join(times) + LARGER * larger
+                why = LARGER * larger + UNLIKE * (not alike)
+                self._why[kind] = f"{method.value}: a block took " + ", ".join(times) + why
                 logger.info("%s blocks are %s", kind, self._why[kind])
         self._settle(methods)
 

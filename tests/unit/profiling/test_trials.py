@@ -216,6 +216,16 @@ def test_blocks_of_a_kind_need_not_be_alike(
     assert plan.reads_kept_bytes is stays, plan.explain()
 
 
+def test_why_says_that_steps_differed_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, timer, _ = trying(monkeypatch, mix())
+    seconds, peaks = {Method.CHECKPOINT: [4.0], Method.MIXED: [2.0]}, dict.fromkeys(Method, LIMIT)
+    for number in range(2 * ROUNDS):
+        now = span(plan, timer, seconds, peaks)
+        plan.saw_span(replace(now, saved_bytes=now.saved_bytes // (1 + number % 2)))
+    assert plan.judged and not plan.reads_kept_bytes
+    assert "checkpointed; steps differ in size" in plan.explain()
+
+
 def test_without_a_mix_that_promises_anything_blocks_are_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, timer, peaks = trying(monkeypatch, None)
     assert not plan.saw_span(span(plan, timer, {Method.CHECKPOINT: [4.0]}, {Method.CHECKPOINT: 800 * MB}))
