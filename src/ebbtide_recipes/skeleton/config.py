@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ebbtide.base.actions import Plan
 from ebbtide.base.checks import check_fields
 from ebbtide.base.errors import ConfigError
-from ebbtide.config import Auto, Policy, policy_named
+from ebbtide.config import Auto, Minimal, Policy, policy_named
+from ebbtide.planner import load_plan
 from ebbtide_recipes.skeleton import rules
 
 Mode = Literal["plain", "checkpointing", "ebbtide"]
@@ -55,7 +57,7 @@ class RecipeConfig:
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
         gradient_checkpointing: Alone: the trainer's checkpointing. With --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
-        policy: Policy for saved tensors; default: set by the two flags above.
+        policy: auto, offload, inputs, minimal, keep, or a plan file (.json); default: set by the two flags above.
         max_slowdown: Largest slowdown of a step under --policy auto; default: 0.05, which is 5 %.
         memory_budget: Largest peak under --policy auto, such as 40GiB.
         offload_target: Store of offloaded bytes; auto is host memory with an accelerator, disk without.
@@ -134,7 +136,7 @@ class RecipeConfig:
     train_type: Literal["full", "lora", "qlora", "adapter"] = "full"
     activation_cpu_offload: bool = False
     gradient_checkpointing: bool = False
-    policy: Literal["auto", "offload", "inputs", "minimal", "keep"] | None = None
+    policy: str | None = None
     max_slowdown: float | None = None
     memory_budget: str | None = None
     offload_target: Literal["auto", "host", "disk"] = "auto"
@@ -227,14 +229,17 @@ class RecipeConfig:
         """PEFT's name for the kind of adapters that are trained; ``None``: none."""
         return "LORA" if self.trains_adapters else None
 
-    def chosen_policy(self) -> Policy:
-        """Return the policy that the flags name.
+    def chosen_policy(self) -> Policy | Plan:
+        """Return the policy that the flags name, or the plan of the file.
 
         Raises:
-            ConfigError: The policy does not allow these values.
+            ConfigError: There is no such policy, or it does not allow these values.
+            DataError: The plan file cannot be read.
         """
+        if self.policy is not None and self.policy.endswith(".json"):
+            return load_plan(self.policy)
         if self.policy not in (None, "auto"):
-            return policy_named(str(self.policy))
+            return policy_named(str(self.policy), or_file=True)
         if self.max_slowdown is None:
             return Auto(memory_budget=self.memory_budget)
         return Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
@@ -262,7 +267,8 @@ class RecipeConfig:
         return getattr(self, name) != getattr(type(self), name)
 
     def _check_together(self) -> None:
-        if self.gradient_checkpointing and self.activation_cpu_offload and self.policy not in (None, "minimal"):
+        both = self.gradient_checkpointing and self.activation_cpu_offload
+        if both and self.policy is not None and self.chosen_policy() != Minimal():
             raise ConfigError(
                 f"policy is {self.policy!r} with gradient_checkpointing true",
                 expected="no policy, or 'minimal': the two flags together mean checkpointing's memory",

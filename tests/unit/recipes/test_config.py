@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.cli.arguments import read_arguments
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload
 from ebbtide_recipes.sft import config as config_module
@@ -18,6 +18,7 @@ from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
 from ebbtide_recipes.skeleton.config import OFFLOADING
 from ebbtide_recipes.skeleton.run import _offloading, offload_options
 from ebbtide_recipes.skeleton.sharding import resolved
+from tests.unit.planner.test_table import plan as table
 
 PROMISED = (
     "model", "dataset", "train_type", "fsdp_strategy", "fsdp_version", "activation_cpu_offload",
@@ -188,6 +189,18 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
     assert SftConfig(activation_cpu_offload=True, **changes).chosen_policy() == policy
 
 
+def test_the_file_of_a_plan_may_be_named(tmp_path: Path) -> None:
+    saved, path = table(), tmp_path / "plan.json"
+    saved.save(path)
+    config = SftConfig(activation_cpu_offload=True, policy=str(path))
+    assert config.chosen_policy() == saved
+    for more in ({"max_slowdown": 0.1}, {"gradient_checkpointing": True}):
+        with pytest.raises(ConfigError, match=r"plan\.json'"):
+            SftConfig(activation_cpu_offload=True, policy=str(path), **more)
+    with pytest.raises(DataError, match="cannot be read"):
+        SftConfig(activation_cpu_offload=True, policy=str(tmp_path / "other.json"))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -239,7 +252,7 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"model": None}, "model is None; expected text\nhint: "),
         ({"disk_path": " "}, "disk_path is empty; expected a name\nhint: leave disk_path out for its default"),
         ({"output_dir": ""}, "output_dir is empty"),
-        ({"policy": "minmal"}, "policy is 'minmal'; expected one of auto, .*\nhint: did you mean 'minimal'"),
+        ({"policy": "minmal"}, "policy is 'minmal'; expected .*, or a plan file.*\nhint: did you mean 'minimal'"),
         ({"memory_budget": "abc"}, "memory_budget is 'abc'; expected a size above zero"),
         ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"max_slowdown": 5.0}, "max_slowdown is 5.0"),
