@@ -721,6 +721,27 @@ MUTANTS = (
         TRIALS,
     ),
     Mutant(
+        "minimal: a mix is made where much stays whatever the plan",
+        "ebbtide/profiling/minimal.py",
+        "self._mixes and _can_move(step)",
+        "self._mixes",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: peaks are compared whatever was in memory before",
+        "ebbtide/profiling/minimal.py",
+        "less = span.held_bytes < (1 - SAME) * step.held_bytes or",
+        "less =",
+        TRIALS,
+    ),
+    Mutant(
+        "minimal: a mix that was made for less memory is tried",
+        "ebbtide/profiling/minimal.py",
+        "if span.held_bytes > (1 + SAME) * step.held_bytes and self._states:",
+        "if False:",
+        TRIALS,
+    ),
+    Mutant(
         "minimal: kept bytes are not counted for a mix",
         "ebbtide/profiling/minimal.py",
         "return Method.MIXED in self._methods.values()",

@@ -32,5 +32,5 @@ def measured_minimal() -> Iterator[None]:
         yield
 
 
-def _none(real: Callable[..., list[Any]], *arguments: object) -> list[Any]:
+def _none(real: Callable[..., list[Any]], *arguments: object, **named: object) -> list[Any]:
     return []

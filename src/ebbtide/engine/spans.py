@@ -59,6 +59,7 @@ class Span:
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
         verifies: Recipes were verified before their first use in it, which takes time that later passes do not.
+        held_bytes: Memory in use when it began; None as for the peak.
     """
 
     seconds: float
@@ -67,6 +68,7 @@ class Span:
     blocks: tuple[BlockSpan, ...] = ()
     system_seconds: float | None = None
     verifies: bool = False
+    held_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class _Open:
         self.reached: Timestamp | None = None  # the gradient of the first block's input is there
         self.ended: Timestamp | None = None
         self.peak_bytes: int | None = None
+        self.held_bytes: int | None = None  # when it began
         self.system_seconds: float | None = None  # when it began; then its own
         self.saved_bytes: int | None = None  # also None: not to be timed
         self.counted = False  # whether its bytes were
@@ -176,7 +179,9 @@ class SpanTimer:
             if self._latest is not None and peak_bytes is not None:
                 self.tail_peak_bytes = max(self.tail_peak_bytes or 0, peak_bytes)
             self._open = _Open(run.pass_, self._meter.timestamp(device), self._unsure())
-            self._open.system_seconds = self._meter.system_seconds() if self._memory else None
+            if self._memory:
+                self._open.system_seconds = self._meter.system_seconds()
+                self._open.held_bytes = self._meter.held_bytes(device)
         now, before = self._open, self._open.pass_()
         if before is not run.pass_:
             if not now.by_run:  # its graph was dropped, and no backward came
@@ -268,6 +273,7 @@ class SpanTimer:
             blocks=blocks,
             system_seconds=found.system_seconds,
             verifies=found.verifies,
+            held_bytes=found.held_bytes,
         )
 
     def _seconds(self, edges: list[Edges]) -> float:

@@ -92,8 +92,8 @@ class _Block:
 class _Pass:
     """What is known so far of the pass that is measured."""
 
-    def __init__(self, measured: Pass, waited: dict[str, float], recomputes: RecomputeTimer) -> None:
-        self.measured, self.waited, self.recomputes = weakref.ref(measured), waited, recomputes
+    def __init__(self, measured: Pass, waited: dict[str, float], recomputes: RecomputeTimer, held: int | None) -> None:
+        self.measured, self.waited, self.recomputes, self.held_bytes = weakref.ref(measured), waited, recomputes, held
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
@@ -219,7 +219,8 @@ class StepTimer:
             return
         if self._pass is None or self._pass.is_dropped(run.pass_):
             self.recomputes = RecomputeTimer(self._meter)
-            self._pass, self._open = _Pass(run.pass_, dict(self._waited()), self.recomputes), None
+            held = self._meter.held_bytes(self._where) if self._memory else None
+            self._pass, self._open = _Pass(run.pass_, dict(self._waited()), self.recomputes, held), None
             self.began = self._meter.timestamp(self._where)
         now = self._pass
         if run.pass_ is not now.measured() or now.turned:
@@ -392,6 +393,7 @@ class StepTimer:
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
             saved_bytes=found.saved_bytes,
+            held_bytes=found.held_bytes,
             alone=found.alone,
         )
         self.forget()

@@ -100,6 +100,10 @@ class FakeMachine(TorchDispatchMode):
         peak, self._peak = self._peak, self.live_bytes
         return peak
 
+    def held_bytes(self, where: torch.device | None = None) -> None:
+        """Return None: nobody compares simulated steps."""
+        return None
+
     def system_seconds(self) -> None:
         """Return None: nothing runs."""
         return None

@@ -54,13 +54,22 @@ logger = logging.getLogger("ebbtide")
 ROUNDS = 3
 """Steps of each method; the first one warms up."""
 
-MOST_SKIPPED = 10
+MOST_SKIPPED = 20
 """Steps that were not timed, because graphs overlap or sizes vary, after which nothing is compared any more."""
 
-NO_MIX = "no plan for single tensors within its memory promises to be faster"
+SAME = 0.01
+"""Share by which the memory at the beginning of two steps may differ if their peaks are compared: gradients that
+accumulate and an optimizer's state are more."""
+
+STATES = 3
+"""Times that a step is measured again because a later one began with more memory."""
+
+NO_MIX = "no plan for single tensors fits into its memory and promises to be faster"
+UNTIMED = "too few steps were alike in what they save and what is in memory to compare it with a mix"
 """Why a mix is not tried."""
 
 LARGER, UNLIKE = "; a mix took more memory", "; steps differ in size, so no times of different steps are compared"
+APART = "; a mix is not faster for all kinds of blocks"
 """Why a method is not chosen."""
 
 WATCHED = 1e6
@@ -99,6 +108,7 @@ class MinimalPlan(PolicyPlan):
         self._methods: dict[str, Method] = {}  # kind → the method that was chosen, or is tried now
         self._why: dict[str, str] = {}  # kind → the times of each method
         self._trials: list[Trial] = []  # of each round
+        self._states, self._outdated = STATES, False
         self._tried = self._skipped = 0  # steps with a trial, and those that were not timed
         self._seconds: defaultdict[tuple[str, Method], list[float]] = defaultdict(list)  # for each byte of the step
         self._saved_bytes: list[int] = []  # of each step that counts
@@ -111,6 +121,8 @@ class MinimalPlan(PolicyPlan):
             meter, weakly(self.saw_span), memory=self._mixes,
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
+        plan = weakref.ref(self)
+        timer.outdated = lambda: (found := plan()) is not None and found._is_outdated()
         self._timer = engine.timer = timer
         self._engine = watched
         timer.marks = True  # so all methods are measured in the same parts
@@ -148,7 +160,7 @@ class MinimalPlan(PolicyPlan):
         method = self._methods.get(kind)
         if method is not None:
             return Action.CHECKPOINT if method is Method.CHECKPOINT else Action.KEEP
-        measures = self._mixes and not self.judged and self._timer is not None and self._timer.wanted
+        measures = self._mixes and self._warm and not self.judged and self._timer is not None and self._timer.wanted
         if measures and must_keep_bytes <= WATCHED * input_bytes:
             return Action.KEEP  # a mix is made of what blocks save one by one
         return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
@@ -164,13 +176,13 @@ class MinimalPlan(PolicyPlan):
         if self.judged or self._timer is None:
             return False
         if not self._warm:
-            self._warm = True
+            self._warm, self._mixes = True, self._mixes and _can_move(step)
             return True
         if self._trials and (self.reads_kept_bytes or any(block.checkpointed for block in step.blocks)):
             self._end({})  # it grew while a method was tried
             return True
         self._kinds = {block.name: block.kind for block in step.blocks}
-        self._trials = trials(step, self._tier)
+        self._trials = trials(step, self._tier, mixes=self._mixes)
         self.judged = not self._trials
         if self._trials:
             self._tried = self._skipped = 0
@@ -185,12 +197,11 @@ class MinimalPlan(PolicyPlan):
         """Process a step with a trial; return whether another follows."""
         if not self._trials:
             return False
-        if span is None or span.verifies or not span.saved_bytes:
+        if span is None or span.verifies or not span.saved_bytes or not self._is_like_measured(span):
             self._skipped += 1
-            if self._skipped < MOST_SKIPPED:
-                return True
-            self._end({})
-            self.judged = True
+            if self._outdated or self._skipped < MOST_SKIPPED:
+                return not self._outdated
+            self._give_up(UNTIMED)
             return False
         trial = self._trials[self._tried % len(self._trials)]
         self._peaks[self.reads_kept_bytes].append(span.peak_bytes or 0)
@@ -201,6 +212,28 @@ class MinimalPlan(PolicyPlan):
             return self._try()
         self._decide()
         return False
+
+    def _is_like_measured(self, span: Span) -> bool:
+        """Whether the peak of a step may be compared with that of a mix; notes if more memory is in use by now."""
+        step = self._measured
+        if not self._mixes or step is None or span.held_bytes is None or step.held_bytes is None:
+            return True
+        if span.held_bytes > (1 + SAME) * step.held_bytes and self._states:
+            self._states, self._outdated = self._states - 1, True
+            self._end({})
+        less = span.held_bytes < (1 - SAME) * step.held_bytes or span.saved_bytes * GROWTH < step.saved_bytes
+        return not less and not self._outdated
+
+    def _is_outdated(self) -> bool:
+        """Whether a step is to be measured again."""
+        outdated, self._outdated = self._outdated, False
+        return outdated
+
+    def _give_up(self, why: str) -> None:
+        """End the trials; where a mix was to be compared, checkpoint what can be."""
+        able = {b.kind for b in self._measured.blocks if b.checkpointable} if self._mixes and self._measured else set()
+        self._why = dict.fromkeys(able, f"{Method.CHECKPOINT.value}: {why}")
+        self._settle(dict.fromkeys(able, Method.CHECKPOINT))
 
     def _note(self, trial: Trial, span: Span) -> None:
         """Note the times of a step with a trial."""
@@ -224,9 +257,7 @@ class MinimalPlan(PolicyPlan):
             work = functools.partial(mixed, self._measured, self._tier, self._window_bytes, limit_bytes)
             self._mix = marked("plan", work)
             if self._mix is None:
-                able = {block.kind for block in self._measured.blocks if block.checkpointable}
-                self._why = dict.fromkeys(able, f"{Method.CHECKPOINT.value}: {NO_MIX}")
-                self._settle(dict.fromkeys(able, Method.CHECKPOINT))
+                self._give_up(NO_MIX)
                 return False
         if self._timer is not None:
             self._timer.checkpointed = trial.checkpointed
@@ -259,28 +290,48 @@ class MinimalPlan(PolicyPlan):
 
     def _decide(self) -> None:
         """Choose a method for each kind, once all were tried."""
-        methods: dict[str, Method] = {}
         alike = max(self._saved_bytes) <= GROWTH * min(self._saved_bytes)
         # Checkpointing and recipes were tried in the same steps.
         out = set[Method]() if alike else {Method.OFFLOAD, Method.MIXED}
         larger = max(self._peaks[True][1:], default=0) > max(self._peaks[False])
         if larger:
             out.add(Method.MIXED)
+        took = self._times(out)
+        methods = {kind: fastest(times) for kind, times in took.items()}
+        apart = Method.MIXED in methods.values() and len(set(methods.values())) > 1
+        if apart:  # the memory of such a combination is not known
+            took = self._times(out | {Method.MIXED})
+            methods = {kind: fastest(times) for kind, times in took.items()}
+        why = LARGER * larger + UNLIKE * (not alike) + APART * apart
+        for kind, times in took.items():
+            each = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in times.items())
+            self._why[kind] = f"{methods[kind].value}: a block took " + ", ".join(each) + why
+            logger.info("%s blocks are %s", kind, self._why[kind])
+        self._settle(methods)
+
+    def _times(self, out: set[Method]) -> dict[str, dict[Method, Range]]:
+        """Return the times of each kind of block of which several methods were tried, but those that are out."""
+        found: dict[str, dict[Method, Range]] = {}
         for kind in dict.fromkeys(self._kinds.values()):
-            tried = [method for method in Method if self._seconds[kind, method]]
+            tried = {method: self._seconds[kind, method] for method in Method if self._seconds[kind, method]}
             if len(tried) > 1:
                 step_bytes = self._saved_bytes[0]
-                took = {
-                    method: Range.of([each * step_bytes for each in self._seconds[kind, method]])
-                    for method in tried
+                found[kind] = {
+                    method: Range.of([each * step_bytes for each in seconds])
+                    for method, seconds in tried.items()
                     if method not in out
                 }
-                method = methods[kind] = fastest(took)
-                times = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in took.items())
-                why = LARGER * larger + UNLIKE * (not alike)
-                self._why[kind] = f"{method.value}: a block took " + ", ".join(times) + why
-                logger.info("%s blocks are %s", kind, self._why[kind])
-        self._settle(methods)
+        return found
+
+
+def _can_move(step: TimedStep) -> bool:
+    """Whether blocks keep less than their inputs where all is offloaded or recomputed that can be."""
+    kept = [
+        (sum(unit.nbytes for unit in block.units if unit.action is Action.KEEP), block.input_bytes)
+        for block in step.blocks
+        if not block.checkpointed
+    ]
+    return all(nbytes <= input_bytes or not nbytes for nbytes, input_bytes in kept)
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:

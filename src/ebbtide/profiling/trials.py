@@ -17,7 +17,7 @@ from ebbtide.profiling.closed_loop import FASTER, within_checkpointing
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.schedule.window import LEAST_WINDOW
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, store_bytes
+from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
 
 NOTCH = 1.57
@@ -73,15 +73,16 @@ def fastest(took: Mapping[Method, Range]) -> Method:
     return min(certain, key=lambda method: took[method].middle, default=first)
 
 
-def trials(step: TimedStep, tier: Tier) -> list[Trial]:
+def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
     """Return what is tried in each round. See [Note: four methods].
 
     Args:
         step: A measured step, in which all blocks used recipes.
         tier: The store.
+        mixes: Whether a mix is tried, and not recipes alone.
     """
     kinds = dict.fromkeys(block.kind for block in step.blocks)
-    if device_bytes(tier) is not None and step.head_peak_bytes is not None:
+    if mixes and step.head_peak_bytes is not None:
         able = frozenset(block.name for block in step.blocks if block.checkpointable)
         return [Trial(checkpointed=able, methods={}), Trial(methods=dict.fromkeys(kinds, Method.MIXED))]
     checkpointed, offloaded = every_other(step), may_offload(step, tier)

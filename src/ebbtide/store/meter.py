@@ -53,6 +53,14 @@ class Meter(Protocol):
         """
         ...
 
+    def held_bytes(self, where: torch.device | None = None) -> int | None:
+        """Return the memory that is allocated now; None where that is of no interest.
+
+        Args:
+            where: The device; None: the current one.
+        """
+        ...
+
     def system_seconds(self) -> float | None:
         """Return the kernel's time for this process so far, in seconds of one core; None if it is of no interest."""
         ...
@@ -106,6 +114,10 @@ class HostMeter:
         except (OSError, StopIteration):  # no Linux, or a container that forbids it
             return None
         return _shared(self, None, int(found.split()[1]) * 1024)
+
+    def held_bytes(self, where: torch.device | None = None) -> None:
+        """Return None: the heap keeps what was freed."""
+        return None
 
     def system_seconds(self) -> float:
         """Return the kernel's time for this process so far: for reads, writes and fresh pages."""
@@ -162,6 +174,12 @@ class DeviceMeter:
         if not torch.accelerator.is_available() or (where is not None and where.type == "cpu"):
             return None
         return self._peak.take_bytes(where)
+
+    def held_bytes(self, where: torch.device | None = None) -> int | None:
+        """Return the bytes that torch has allocated; None: of tensors of no accelerator."""
+        if not torch.accelerator.is_available() or (where is not None and where.type == "cpu"):
+            return None
+        return allocator_figures(where).allocated_bytes
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""

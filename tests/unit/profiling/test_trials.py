@@ -18,7 +18,7 @@ from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import Prediction, TablePlan
 from ebbtide.profiling.closed_loop import FASTER, RESERVE, solution_for, within_checkpointing
-from ebbtide.profiling.minimal import NO_MIX, ROUNDS, MinimalPlan
+from ebbtide.profiling.minimal import MOST_SKIPPED, NO_MIX, ROUNDS, UNTIMED, MinimalPlan
 from ebbtide.profiling.trials import Method, mixed, trials
 from tests.helpers.profiles import alike, unit
 from tests.unit.profiling.test_minimal import stack
@@ -31,8 +31,7 @@ KEPT, MOVED = (Site("Layer", name, "Node", 0) for name in ("kept", "moved"))
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake a large device."""
-    for module in ("minimal", "trials"):
-        monkeypatch.setattr(f"ebbtide.profiling.{module}.device_bytes", lambda tier: DEVICE)
+    monkeypatch.setattr("ebbtide.profiling.minimal.device_bytes", lambda tier: DEVICE)
     monkeypatch.setattr("ebbtide.profiling.trials.store_bytes", lambda tier: None)
 
 
@@ -99,10 +98,10 @@ def test_what_a_mix_does_not_know_follows_the_policy() -> None:
 
 
 def test_a_mix_is_tried_in_turn_with_checkpoints_of_all_blocks() -> None:
-    first, second = trials(measured(), tier())
+    first, second = trials(measured(), tier(), mixes=True)
     assert first.checkpointed == {block.name for block in measured().blocks} and not first.methods
     assert second.methods == {"Layer": Method.MIXED} and not second.checkpointed
-    (alone,) = trials(measured(peak=None), tier())
+    (alone,) = trials(measured(peak=None), tier(), mixes=True)
     assert len(alone.checkpointed) == 3, "without figures of memory recipes are tried"
 
 
@@ -124,7 +123,9 @@ def candidate(site: Site, *, kept_bytes: int = 0) -> Candidate:
     )  # fmt: skip
 
 
-def trying(monkeypatch: pytest.MonkeyPatch, mix: TablePlan | None) -> tuple[MinimalPlan, Any, list[int]]:
+def trying(
+    monkeypatch: pytest.MonkeyPatch, mix: TablePlan | None, held_bytes: int | None = None
+) -> tuple[MinimalPlan, Any, list[int]]:
     """Return a plan that tries methods from now on, its timer, and the peaks that its mix is made for."""
     peaks: list[int] = []
 
@@ -136,7 +137,7 @@ def trying(monkeypatch: pytest.MonkeyPatch, mix: TablePlan | None) -> tuple[Mini
     plan, engine = MinimalPlan(Minimal(), tier(), None, Bus()), Mock(timer=None)
     plan.watch(engine)
     assert plan.saw_step(measured()), "the first measured step is not like later ones"
-    assert not plan.saw_step(measured())
+    assert not plan.saw_step(replace(measured(), held_bytes=held_bytes))
     return plan, engine.timer, peaks
 
 
@@ -236,13 +237,60 @@ def test_without_a_mix_that_promises_anything_blocks_are_checkpointed(monkeypatc
 
 
 def test_a_step_of_which_a_mix_is_made_checkpoints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even what recipes cover badly; such blocks are watched all the same."""
+    """Not even what recipes cover badly; such blocks are watched all the same. The first step follows the rule."""
     plan, engine = MinimalPlan(Minimal(), tier(), None, Bus()), Mock(timer=None)
     plan.watch(engine)
-    for expected in (Action.KEEP, Action.CHECKPOINT):
+    for expected in (Action.CHECKPOINT, Action.KEEP, Action.CHECKPOINT):
         assert plan.block_action("Layer", 0, input_bytes=1, must_keep_bytes=100) is expected
         assert plan.block_action("Layer", 0, input_bytes=1, must_keep_bytes=2**62) is Action.CHECKPOINT
-        engine.timer.wanted = False
+        if expected is Action.KEEP:
+            engine.timer.wanted = False
+        else:
+            plan.saw_step(measured())
+
+
+@pytest.mark.parametrize("input_bytes", [99 * MB, 100 * MB])
+def test_where_much_stays_whatever_the_plan_no_mix_is_tried(input_bytes: int) -> None:
+    """Without checkpoints the measured step would need the memory of ordinary training."""
+    stays = tuple(replace(unit, action=Action.KEEP) for unit in measured().blocks[0].units[:1])
+    blocks = tuple(replace(block, units=stays, input_bytes=input_bytes) for block in measured().blocks)
+    plan, engine = MinimalPlan(Minimal(), tier(), None, Bus()), Mock(timer=None)
+    plan.watch(engine)
+    assert plan.saw_step(replace(measured(), blocks=blocks))
+    mixes = input_bytes == 100 * MB
+    assert plan.block_action("Layer", 0, input_bytes=1, must_keep_bytes=100) is (
+        Action.KEEP if mixes else Action.CHECKPOINT
+    )
+    plan.saw_step(measured())
+    assert len(engine.timer.checkpointed) == (6 if mixes else 3)
+
+
+def held(found: TimedStep | Span, nbytes: int) -> Any:
+    return replace(found, held_bytes=nbytes)
+
+
+def test_a_step_that_begins_with_more_memory_than_the_measured_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that accumulate, or an optimizer's state: the mix was made for less."""
+    plan, timer, _ = trying(monkeypatch, mix(), held_bytes=500 * MB)
+    first = span(plan, timer, {Method.CHECKPOINT: [4.0]}, {Method.CHECKPOINT: 800 * MB})
+    assert plan.saw_span(held(first, 505 * MB)) and not timer.outdated()
+    assert not plan.saw_span(held(first, 506 * MB))
+    assert not timer.checkpointed and not plan.reads_kept_bytes and not plan.judged
+    assert timer.outdated() and not timer.outdated()
+    plan.saw_step(held(measured(), 506 * MB))
+    assert timer.checkpointed
+
+
+def test_steps_that_begin_with_less_memory_or_save_less_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, timer, peaks = trying(monkeypatch, mix(), held_bytes=500 * MB)
+    first = span(plan, timer, {Method.CHECKPOINT: [4.0]}, {Method.CHECKPOINT: 800 * MB})
+    small = replace(first, saved_bytes=first.saved_bytes // 2)
+    for number in range(MOST_SKIPPED):
+        assert timer.checkpointed and not peaks, "the same trial goes on"
+        less = held(first, 494 * MB) if number % 2 else held(small, 500 * MB)
+        assert plan.saw_span(less) is (number < MOST_SKIPPED - 1)
+    assert plan.judged and UNTIMED in plan.explain()
+    assert plan.block_action("Layer", 0, input_bytes=1, must_keep_bytes=0) is Action.CHECKPOINT
 
 
 def test_a_step_that_grew_under_a_mix_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
