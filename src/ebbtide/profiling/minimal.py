@@ -19,8 +19,11 @@ copies are in flight. So it is tried where that is no more, and if the disk has 
 On an accelerator host memory for everything is much, and a link hides a part of the copies only. There steps alternate
 between blocks that are all checkpointed, as far as they can be, and a mix, of which recipes alone are one. It is made
 of the second measured step, the first that is like later ones, for the peak of the first step with checkpoints. The
-mean of the blocks of a kind counts, of both, because a mix treats them differently and some are larger than others; and
-it is out if a step with it took more memory than those with checkpoints.
+mean of the blocks of a kind counts, of both, because a mix treats them differently and some are larger than others. It
+is out if a step with it took more memory than those with checkpoints, or if not all kinds are faster with it: other
+combinations were not tried. Only steps count that begin with as much memory in use as the measured one, which is
+measured again if a later one begins with more: gradients accumulate, and an optimizer has a state. Where blocks keep
+more than their inputs whatever the plan, a measured step would need the memory of ordinary training: no mix is tried.
 """
 
 from __future__ import annotations
