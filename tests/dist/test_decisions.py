@@ -108,8 +108,6 @@ class Model(nn.Module):
 class OfTheLength:
     """A plan that decides by the rank's own batch, like ``Minimal``, but with a known threshold."""
 
-    voted = None  # it decides for blocks that need other ranks, too
-
     def __init__(self, plan: Plan, border_bytes: int) -> None:
         self._plan, self._border_bytes = plan, border_bytes
 

@@ -194,8 +194,10 @@ def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.H
 
 
 def follow(handle: ebbtide.Handle, plan: Any) -> None:
-    """Let a handle carry out another plan."""
-    handle._engine.plan = handle._attachment._reruns._plan = plan
+    """Let a handle carry out another plan, which decides for blocks that need other ranks, too."""
+    reruns = handle._attachment._reruns
+    handle._engine.plan = reruns._plan = plan
+    reruns._voted = None
 
 
 class _Recompute:

@@ -64,6 +64,9 @@ _MUST_KEEP_BYTES = 2**62
 """Sizes of blocks without any recipe: a plan that checkpoints no such block checkpoints none. Every rank tries the same
 sizes, whatever its batch, because the ranks that vote must be those that may checkpoint."""
 
+_is_distributed: Callable[[], bool] = getattr(torch.distributed, "is_initialized", bool)
+"""Whether there are process groups; ``bool`` returns False in a torch without them."""
+
 Varies = Callable[[], Callable[[str], object] | None]
 """Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
 ranks are needed, so the third forward that would show it must not run."""
@@ -80,6 +83,7 @@ class Reruns:
     def __init__(self, plan: Plan, votes: Votes) -> None:
         self._plan, self._votes, self._collectives = plan, votes, Collectives()
         self._names = plan if isinstance(plan, NamesBlocks) else None
+        self._voted: Plan | None = getattr(plan, "voted", None)  # where ranks decide together
         self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._states = States()
         self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
@@ -110,7 +114,7 @@ class Reruns:
             return self._names.checkpoints(block.name) and self.able(block, module, called)
         if not self._collectives.known(block, module):
             return False
-        plan = self._plan_of(block, module)
+        plan = self._plan if self._voted is None or not _is_distributed() else self._plan_of(block, module)
         again = _chosen(plan, block, seen.input_bytes, seen.must_keep)
         allowed = again and self._allowed(block.kind, called)
         groups = self._collectives.groups(block, module)
@@ -250,13 +254,13 @@ class Reruns:
     def _possible(self, block: Block, module: nn.Module) -> bool:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
-        plan = self._plan_of(block, module)
+        plan = self._plan if self._voted is None or not _is_distributed() else self._plan_of(block, module)
         return any(_chosen(plan, block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
 
     def _plan_of(self, block: Block, module: nn.Module) -> Plan:
         """Return the plan that decides whether a block is checkpointed: one of all ranks if its forward needs them."""
-        voted: Plan | None = getattr(self._plan, "voted", None)
-        return self._plan if voted is None or not shared_groups() or self._alone(block, module) else voted
+        alone = self._voted is None or not shared_groups() or self._alone(block, module)
+        return self._plan if alone or self._voted is None else self._voted
 
     def _allowed(self, kind: str, called: Called) -> bool:
         """Whether a block of this kind may be checkpointed in this call."""
