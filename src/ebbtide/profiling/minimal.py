@@ -328,13 +328,12 @@ class MinimalPlan(PolicyPlan):
 
 
 def _can_move(step: TimedStep) -> bool:
-    """Whether blocks keep less than their inputs where all is offloaded or recomputed that can be."""
-    kept = [
-        (sum(unit.nbytes for unit in block.units if unit.action is Action.KEEP), block.input_bytes)
+    """Whether blocks keep no more than their inputs where all is offloaded or recomputed that can be."""
+    return all(
+        sum(unit.nbytes for unit in block.units if unit.action is Action.KEEP) <= block.input_bytes
         for block in step.blocks
         if not block.checkpointed
-    ]
-    return all(nbytes <= input_bytes or not nbytes for nbytes, input_bytes in kept)
+    )
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:
