@@ -30,8 +30,8 @@ MIB = 1 << 20
 LOCKSTEP = "lockstep"
 """The note of a row that numbers the lockstep it was taken in."""
 COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
-CASE_SECONDS = 240.0
-"""A case that takes longer is stopped, and its row says so."""
+CASE_SECONDS = 600.0
+"""A case that takes longer is stopped, and its row says so: a plan is judged by then beside another busy process."""
 
 
 def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> argparse.Namespace:
