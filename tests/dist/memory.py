@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import ebbtide
-from tests.helpers.fakedevice import FakeDevice
 from ebbtide.store.host import HostTier
 from ebbtide.wrap import find_blocks
 from tests.dist.sharded import Setup, make_job
 from tests.dist.trial import Record
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 
 POLICIES = ("keep", "inputs", "offload", "minimal")

@@ -37,7 +37,8 @@ def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     # Cases of every run get two moving policies, except the first two; in a run with slow ones all get all.
     few = OFTEN[2:] if len(wanted) <= len(OFTEN) else []
-    policies = {name: (MOVING[i % 3], MOVING[(i + 1) % 3]) if name in few else POLICIES for i, name in enumerate(wanted)}
+    some = [(MOVING[i % 3], MOVING[(i + 1) % 3]) for i in range(len(wanted))]
+    policies = {name: two if name in few else POLICIES for name, two in zip(wanted, some, strict=True)}
     return run_cases({n: (compare_setup, (SETUPS[n], policies[n])) for n in wanted}, 2, timeout_seconds=180.0)
 
 
