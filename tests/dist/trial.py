@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,13 +219,13 @@ class _Recompute:
 def _watch(handle: ebbtide.Handle) -> list[Tensor]:
     """Let the store remember every offloaded byte."""
     tier, parked = handle._engine.tier, []
-    park = tier.park
+    park_all = tier.park_all
 
-    def watched(source: Tensor) -> Any:
-        parked.append(source.clone())
-        return park(source)
+    def watched(sources: Sequence[Tensor], **options: Any) -> Any:
+        parked.extend(source.clone() for source in sources)
+        return park_all(sources, **options)
 
-    tier.park = watched  # type: ignore[method-assign]
+    tier.park_all = watched  # type: ignore[method-assign]
     return parked
 
 

@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ebbtide.planner.machines import Machine
 from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.device import StreamHandle
 from ebbtide.store.protocol import Slot, Streamless
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
@@ -228,11 +229,17 @@ class FakeTensorTier(Streamless):
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
-    def park(self, source: torch.Tensor) -> Slot:
-        return _FakeTensorSlot(source)
+    def park_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Slot]:
+        return [_FakeTensorSlot(source) for source in sources]
 
     def have_parked(self, slots: Sequence[Slot]) -> bool:
         return True
+
+    def wait_parked(self, slots: Sequence[Slot]) -> None:
+        pass
+
+    def prefetch(self, slots: Sequence[Slot]) -> int:
+        return 0
 
     def trim(self) -> None:
         pass

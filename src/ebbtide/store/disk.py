@@ -13,6 +13,7 @@ from ebbtide.base.errors import ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
 from ebbtide.store.faults import freed_error
 from ebbtide.store.location import check_directory, default_directory
@@ -24,7 +25,7 @@ _DEFAULT_IN_FLIGHT_BYTES = 512 << 20
 
 
 class DiskSlot:
-    """One storage on disk. See [Note: a slot's life]; made by ``DiskTier.park`` only.
+    """One storage on disk. See [Note: a slot's life]; made by ``DiskTier.park_all`` only.
 
     It keeps its tier alive: a tier that is never closed ends with its last slot.
     """
@@ -42,10 +43,7 @@ class DiskSlot:
         Raises:
             DiskError: It failed, or the tier cannot be used.
         """
-        self._work.check_usable()
-        if self._parcel.fault is not None:
-            raise self._parcel.fault.error()
-        return self._parcel.state is ParcelState.PARKED
+        return self._tier.have_parked([self])
 
     def wait_parked(self) -> None:
         """Wait for the copy-out.
@@ -72,8 +70,7 @@ class DiskSlot:
         Raises:
             DiskError: The copy-out failed, the slot was freed, or the tier cannot be used.
         """
-        self._work.check(self._parcel)
-        self._work.prefetch(self._parcel)
+        self._work.prefetch([self._parcel])
 
     def put_back(self) -> None:
         """Discard an unused read, or cancel it.
@@ -185,23 +182,45 @@ class DiskTier(Streamless):
             DiskFullError: Budget or disk cannot hold it.
             DiskError: The tier cannot be used: closed, forked, or a thread has died.
         """
-        self._work.check_usable()
-        fits = source.dtype is torch.uint8 and source.dim() == 1 and source.is_contiguous() and self.owns(source)
-        if not fits or source.numel() == 0:
-            raise ConfigError(
-                f"source is {source.dtype} of shape {tuple(source.shape)} on {source.device}",
-                expected="a contiguous, one-dimensional, not empty torch.uint8 tensor on the CPU",
-                hint="pass tensor.contiguous().view(-1).view(torch.uint8)",
-            )
-        parcel = Parcel(source, self._align_bytes)
-        slot = DiskSlot(self, self._work, parcel)
-        if parcel.state is ParcelState.QUEUED:
-            self._work.park(parcel)
+        (slot,) = self.park_all([source])
         return slot
+
+    def park_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[DiskSlot]:
+        """Begin to write several sources out together; raises as ``park`` does. See ``Tier.park_all``."""
+        self._work.check_usable()
+        for source in sources:
+            fits = source.dtype is torch.uint8 and source.dim() == 1 and source.is_contiguous() and self.owns(source)
+            if not fits or source.numel() == 0:
+                raise ConfigError(
+                    f"source is {source.dtype} of shape {tuple(source.shape)} on {source.device}",
+                    expected="a contiguous, one-dimensional, not empty torch.uint8 tensor on the CPU",
+                    hint="pass tensor.contiguous().view(-1).view(torch.uint8)",
+                )
+        parcels = [Parcel(source, self._align_bytes) for source in sources]
+        slots = [DiskSlot(self, self._work, parcel) for parcel in parcels]
+        self._work.park([parcel for parcel in parcels if parcel.state is ParcelState.QUEUED])
+        return slots
 
     def have_parked(self, slots: Sequence[DiskSlot]) -> bool:
         """Whether the copies-out of several slots are done."""
-        return all(slot.parked for slot in slots)
+        self._work.check_usable()
+        for slot in slots:
+            parcel = slot._parcel
+            if parcel.fault is not None:
+                raise parcel.fault.error()
+            if parcel.state is not ParcelState.PARKED:
+                return False
+        return True
+
+    def wait_parked(self, slots: Sequence[DiskSlot]) -> None:
+        """Wait for the copies-out of several slots."""
+        for slot in slots:
+            slot.wait_parked()
+
+    def prefetch(self, slots: Sequence[DiskSlot]) -> int:
+        """Request the bytes of several slots. Returns 0: each read begins when the window has room for it."""
+        self._work.prefetch([slot._parcel for slot in slots])
+        return 0
 
     def trim(self) -> None:
         """Free spare memory of reads, and the memory of ``return_freed_memory``."""

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ebbtide.store.buffers import BufferPool
 from ebbtide.store.claims import Claims
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
-from ebbtide.store.room import Parcel, ParcelState, Read, Room, discard
+from ebbtide.store.room import Parcel, ParcelState, Read, Room, discard, next_read
 from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0
@@ -78,11 +78,7 @@ class DiskWork:
         return not self._closed and os.getpid() == self._pid
 
     def check_usable(self) -> None:
-        """Raise if the tier is unusable.
-
-        Raises:
-            DiskError: Forked, closed, or a thread has died.
-        """
+        """Raise a DiskError if the process has forked, the tier was closed, or a thread has died."""
         if os.getpid() != self._pid:
             raise forked_error(self._pid)
         if self._closed:
@@ -91,11 +87,7 @@ class DiskWork:
             raise self._broken.error()
 
     def check(self, parcel: Parcel) -> None:
-        """Raise if the parcel's bytes cannot be restored.
-
-        Raises:
-            DiskError: Its write failed, it was freed, or the tier cannot be used.
-        """
+        """Raise a DiskError if the parcel was not written, or was freed, or the tier cannot be used."""
         self.check_usable()
         if parcel.fault is not None:
             raise parcel.fault.error()
@@ -110,31 +102,33 @@ class DiskWork:
         self._trash.clear()
         return found
 
-    def park(self, parcel: Parcel) -> None:
-        """Queue a write; waits first if the window is full, or if the disk is full and a place is draining.
+    def park(self, parcels: Sequence[Parcel]) -> None:
+        """Queue writes; waits while the window is full, or the disk is full and a place is draining.
 
         Args:
-            parcel: The bytes to write; its slot is alive meanwhile.
+            parcels: The bytes to write; their slots are alive meanwhile.
 
         Raises:
-            DiskFullError: Budget or disk cannot hold it.
+            DiskFullError: Budget or disk cannot hold them.
             DiskError: The tier cannot be used.
         """
-        need = parcel.interior_bytes
         with self._lock:
             self._settle()
-            self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
-            for again in (True, False):
-                try:
-                    self._room.place(parcel)
-                    break
-                except DiskFullError:
-                    if not again:
-                        raise
-                self._wait_until(lambda: not self._audit())  # lost or draining places may make it look full
-            self._writes.append(parcel)
-            self._out_bytes += need  # last: too low a count widens the window, too high would wait forever
-            self._to_write.notify()
+            for parcel in parcels:
+                need = parcel.interior_bytes
+                self._wait_until(lambda need=need: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
+                for again in (True, False):
+                    try:
+                        self._room.place(parcel)
+                        break
+                    except DiskFullError:
+                        if not again:
+                            raise
+                    self._wait_until(lambda: not self._audit())  # lost or draining places may make it look full
+                if not self._writes:  # else the writer has been woken, or has not yet come to rest
+                    self._to_write.notify()
+                self._writes.append(parcel)
+                self._out_bytes += need  # last: too low a count widens the window, too high would wait forever
         self._trash.clear()
 
     def wait_parked(self, parcel: Parcel) -> None:
@@ -155,12 +149,16 @@ class DiskWork:
         self._trash.clear()
         return cancelled
 
-    def prefetch(self, parcel: Parcel) -> None:
-        """Queue a read, unless one is queued."""
+    def prefetch(self, parcels: Sequence[Parcel]) -> None:
+        """Queue a read of each, unless one is queued; raises as ``check`` does."""
+        for parcel in parcels:
+            self.check(parcel)
         with self._lock:
             self._settle()
-            if parcel.read is None and parcel.state not in (ParcelState.FAILED, ParcelState.DEAD):
-                self._ask(parcel)
+            for parcel in parcels:
+                if parcel.read is None and parcel.state not in (ParcelState.FAILED, ParcelState.DEAD):
+                    self._ask(parcel)
+            self._to_read.notify()
         self._trash.clear()
 
     def put_back(self, parcel: Parcel) -> None:
@@ -224,7 +222,6 @@ class DiskWork:
     def _ask(self, parcel: Parcel) -> Read:
         read = parcel.read = Read(parcel)  # first: after an interrupt, the next caller continues
         self._reads.append(read)
-        self._to_read.notify()
         return read
 
     def _hasten(self, parcel: Parcel) -> None:
@@ -364,16 +361,7 @@ class DiskWork:
             del read
 
     def _next_read(self) -> Read | None:
-        chosen: Read | None = None
-        for read in self._reads:
-            if read.parcel.state in (ParcelState.QUEUED, ParcelState.WRITING):
-                continue
-            if read.urgent:
-                chosen = read
-                break
-            room = self._ahead_bytes <= 0 or self._ahead_bytes + read.parcel.nbytes <= self._window_bytes
-            if chosen is None and room:
-                chosen = read
+        chosen = next_read(self._reads, self._window_bytes - self._ahead_bytes if self._ahead_bytes > 0 else None)
         if chosen is not None:
             self._reads.remove(chosen)
             chosen.begun, self._reading = True, chosen.parcel

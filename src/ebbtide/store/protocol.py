@@ -47,7 +47,7 @@ class Slot(Protocol):
 
 
 class Streamless:
-    """What tiers without streams do alike: the host computes in order, and slots are handled one by one."""
+    """What tiers without streams do alike: the host computes in order."""
 
     def expect(self, nbytes: int) -> None:
         """Do nothing: room costs nothing."""
@@ -61,31 +61,6 @@ class Streamless:
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Do nothing."""
-
-    def park(self, source: torch.Tensor) -> Any:
-        """Begin to copy out one source."""
-        raise NotImplementedError
-
-    def park_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Any]:
-        """Begin to copy out several sources; see ``Tier.park_all``."""
-        found: list[Any] = []
-        for source in sources:
-            try:
-                found.append(self.park(source))
-            except CapError as error:
-                found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
-        return found
-
-    def wait_parked(self, slots: Sequence[Any]) -> None:
-        """Make compute wait for the copies-out of several slots."""
-        for slot in slots:
-            slot.wait_parked()
-
-    def prefetch(self, slots: Sequence[Any]) -> int:
-        """Request the bytes of several slots. Returns 0: all have begun, or wait for room by themselves."""
-        for slot in slots:
-            slot.prefetch()
-        return 0
 
 
 class Tier(Protocol):

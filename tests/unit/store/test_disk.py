@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,51 @@ def test_memory_of_reads_goes_at_once_where_freed_memory_is_returned(tier: DiskT
         slot.free()
     tier.trim()
     assert tier._work.pool.size_bytes == 0
+
+
+def test_threads_at_rest_serve_several_slots_at_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More bytes than the window: the caller waits for the writer, which has to be woken before."""
+    monkeypatch.setattr(diskwork, "_WAKE_SECONDS", 600.0)  # nobody looks by himself whether there is work
+    tier = DiskTier(disk, in_flight_bytes=2 * MIB)
+    while not (tier._work._to_write._waiters and tier._work._to_read._waiters):
+        time.sleep(0.001)
+    sources, found = [noise(MIB + 4096 * i) for i in range(6)], list[torch.Tensor]()
+
+    def move() -> None:
+        slots = tier.park_all([source.clone() for source in sources])
+        tier.wait_parked(slots)
+        assert tier.have_parked(slots)
+        assert tier.prefetch(slots) == 0
+        while not (slots[0]._parcel.read and slots[0]._parcel.read.done):
+            time.sleep(0.001)
+        found.extend(slot.take() for slot in slots)
+
+    thread = threading.Thread(target=move, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [torch.equal(*pair) for pair in zip(sources, found, strict=True)] == [True] * 6
+    tier.close()
+
+
+def test_of_several_of_which_one_does_not_fit_none_keeps_a_place(disk: Path) -> None:
+    tier = DiskTier(disk, budget_bytes=4 * MIB)
+    with pytest.raises(DiskFullError, match=r"8\.0 MiB needed, 2\.0 MiB free"):
+        tier.park_all([noise(MIB), noise(MIB), noise(8 * MIB + 4096), noise(MIB)])
+    assert tier.used_bytes == 0
+    assert tier._work._out_bytes == 0
+    tier.wait_parked(tier.park_all([noise(2 * MIB), noise(2 * MIB)]))
+    tier.close()
+
+
+def test_a_failed_write_of_one_is_an_error_for_all(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = tier.park_all([noise(MIB), noise(MIB)])
+    tier.wait_parked(slots)
+    monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
+    slots += tier.park_all([noise(MIB)])
+    for question in (tier.have_parked, tier.wait_parked, tier.prefetch):
+        with pytest.raises(DiskError, match="writing 1.0 MiB"):
+            while question(slots) is False:
+                time.sleep(0.001)
 
 
 def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,16 +38,16 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a loaded machine a write still runs when the backward that used its source is over."""
     with training("offload", "disk", window=None) as trainee:
-        gate, park = Gate(os.pwritev), DiskTier.park
+        gate, park_all = Gate(os.pwritev), DiskTier.park_all
 
-        def park_and_begin(tier: DiskTier, source: torch.Tensor) -> DiskSlot:
-            slot = park(tier, source)
+        def park_and_begin(tier: DiskTier, sources: Sequence[torch.Tensor], **options: Any) -> list[Any]:
+            slots = park_all(tier, sources, **options)
             assert gate.came.wait(60)  # a write that has not begun would be cancelled
-            return slot
+            return slots
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", gate)
-            patch.setattr(DiskTier, "park", park_and_begin)
+            patch.setattr(DiskTier, "park_all", park_and_begin)
             trainee.step()
             stats = trainee.handle.stats()
             gate.open()
@@ -147,6 +148,23 @@ def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[B
         yield held, fuse.where
         held.clear()
     raise AssertionError("the work has no end")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_interrupted_copies_out_of_several_free_all_their_places(tier: DiskTier) -> None:
+    sources, count = [noise(UNIT) for _ in range(3)], 0
+    for held, where in interrupted(lambda: tier.park_all(sources)):
+        count += 1
+        assert tier.used_bytes <= 3 * UNIT, where
+        held.clear()
+        slots = tier.park_all(sources)
+        assert len({slot._parcel.place for slot in slots}) == 3, where
+        assert [torch.equal(slot.take(), source) for slot, source in zip(slots, sources, strict=True)] == [True] * 3, (
+            where
+        )
+        slots.clear()
+        assert tier.used_bytes == 0, where
+    assert count > 20
 
 
 @pytest.mark.usefixtures("no_collector")
