@@ -1,13 +1,13 @@
-"""One case of a benchmark: one way to save memory on one model at one length, in a process of its own.
+"""One case of a benchmark: one mode on one model at one length, in a process of its own.
 
-Before anything is timed, the gate: on the same weights and inputs, all gradients of a step under the way must be
+Before anything is timed, the gate: on the same weights and inputs, all gradients of a step under the mode must be
 bitwise those of a plain step. Then its own length: steps that warm up, steps that are timed, and one more in which the
 bytes moved out and back are counted from outside: on a device by a dispatch mode that sees every copy between devices,
 on a CPU by the kernel's own account of the process. The loss is the mean square of the last hidden state: the head,
-which all ways treat alike, is left out. There is no optimizer. Memory is the peak above what weights, gradients and
+which all modes treat alike, is left out. There is no optimizer. Memory is the peak above what weights, gradients and
 inputs take, in a step that begins with a trimmed heap and is not timed.
 
-    python -m benchmarks.case '{"way": "plain", "model": "tiny", "tokens": 128}'
+    python -m benchmarks.case '{"mode": "plain", "model": "tiny", "tokens": 128}'
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.peers import Prepared, absent, way_named
+from benchmarks.peers import Prepared, absent, mode_named
 from benchmarks.shapes import SHAPES, Shape
 from ebbtide.store.allocator import trim_heap
 
@@ -43,7 +43,7 @@ MARK = "CASE "
 """Begins the line that holds the result: packages print lines of their own."""
 
 READY = "READY"
-"""The line of a case in lockstep that waits for the other ways."""
+"""The line of a case in lockstep that waits for the other modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Case:
     """The parameters of a case.
 
     Attributes:
-        way: Name of the way: see ``benchmarks.peers``.
+        mode: Name of the mode: see ``benchmarks.peers``.
         model: Name of the shape: see ``benchmarks.shapes``.
         tokens: Length of each sequence.
         batch: Sequences.
@@ -61,7 +61,7 @@ class Case:
         lockstep: Before each timed step, and after the last, write ``READY`` and wait for a line on standard input.
     """
 
-    way: str
+    mode: str
     model: str
     tokens: int
     batch: int = 1
@@ -89,7 +89,7 @@ class Row:
         out_bytes: Bytes that left the device (on a CPU: that were written) in a step, counted from outside.
         in_bytes: Bytes that came back.
         gate: How gradients were compared.
-        notes: What the way reports.
+        notes: What the mode reports.
     """
 
     case: Case
@@ -212,9 +212,9 @@ def run(case: Case, *, progress: Callable[[str], None] = lambda text: None) -> R
         progress: Called with a text at each stage.
     """
     row = Row(case=case)
-    way = way_named(case.way)
+    mode = mode_named(case.mode)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    reason = absent(way, accelerated=device.type != "cpu")
+    reason = absent(mode, accelerated=device.type != "cpu")
     if reason is not None:
         row.status = reason
         return row
@@ -243,8 +243,8 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
         if expected is None:
             row.status = "not compared: plain training does not repeat its own bits here"
             return
-        way = contextlib.contextmanager(way_named(case.way).prepare)
-        with way(model) as prepared:
+        mode = contextlib.contextmanager(mode_named(case.mode).prepare)
+        with mode(model) as prepared:
             wrong = max((_differing(expected, _gradients(prepared, short)) for _ in range(3)), key=len)
             gate.close()
             row.gate = f"{len(expected)} {how}, at {min(case.tokens, case.gate_tokens)} tokens"
@@ -350,7 +350,7 @@ def _simulated_seconds(device: torch.device) -> tuple[float, float]:
 def main() -> None:
     """Run the case that the argument holds as JSON; the last line printed is its row."""
     case = Case(**json.loads(sys.argv[1]))
-    row = run(case, progress=lambda text: print(f"{case.way}: {text}", file=sys.stderr, flush=True))
+    row = run(case, progress=lambda text: print(f"{case.mode}: {text}", file=sys.stderr, flush=True))
     print(MARK + json.dumps(asdict(row)), flush=True)
 
 

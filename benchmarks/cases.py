@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import MARK, READY, Case, Row
-from benchmarks.peers import absent, way_named
+from benchmarks.peers import absent, mode_named
 from benchmarks.results_folder import RESULTS, hardware, is_simulated, result_folder, summary, write_result
 from ebbtide.cli.lockstep import why_alone
 from ebbtide.track import MemoryReader
@@ -31,7 +31,7 @@ LOCKSTEP = "lockstep"
 """The note of a row that numbers the lockstep it was taken in."""
 COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
 CASE_SECONDS = 600.0
-"""A case that takes longer is stopped, and its row says so: a plan is judged by then beside another busy process."""
+"""A case that takes longer is stopped, and its row says so: next to a busy process a plan is judged by then."""
 
 
 def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> argparse.Namespace:
@@ -196,7 +196,7 @@ def against_plain(rows: Sequence[Row]) -> list[list[float]]:
     plain: dict[int, list[list[float]]] = defaultdict(list)
     numbers: list[int] = []
     for row in rows:
-        is_plain = row.case.way == "plain"
+        is_plain = row.case.mode == "plain"
         before = numbers[-1] if numbers else 0
         numbers.append(row.notes.get(LOCKSTEP, before + is_plain))  # older results: ordinary training came first
         if is_plain and row.seconds:
@@ -259,7 +259,7 @@ class Book:
 
     def _run(self, cases: Sequence[Case]) -> list[Row]:
         left = self._ends - time.monotonic() + 60
-        why = [absent(way_named(case.way), accelerated=torch.accelerator.is_available()) for case in cases]
+        why = [absent(mode_named(case.mode), accelerated=torch.accelerator.is_available()) for case in cases]
         why = ["not reached: the suite's time was up" if reason is None and self.late else reason for reason in why]
         present = [case for case, reason in zip(cases, why, strict=True) if reason is None]
         self._compacted = not torch.accelerator.is_available() and compact_memory()
@@ -277,7 +277,7 @@ class Book:
     def _print(self, row: Row) -> None:
         case, median = row.case, f"{summary(row.seconds)['median']:.3f} s" if row.seconds else ""
         print(
-            f"{case.model} {case.tuning} {case.batch} x {case.tokens}  {case.way}: {row.status} {median}",
+            f"{case.model} {case.tuning} {case.batch} x {case.tokens}  {case.mode}: {row.status} {median}",
             flush=True,
         )
 
@@ -310,15 +310,15 @@ def device_name() -> str:
 
 def table(rows: list[Row]) -> list[str]:
     """Return a table of rows, each next to the plain one of its model, tuning and length."""
-    plain = {_key(r.case): r for r in rows if r.case.way == "plain" and r.seconds}
+    plain = {_key(r.case): r for r in rows if r.case.mode == "plain" and r.seconds}
     lines = [
-        "| model | tuning | sequences x tokens | way | step, s | ÷ plain | peak, MB | ÷ plain | out, MB | in, MB | "
+        "| model | tuning | sequences x tokens | mode | step, s | ÷ plain | peak, MB | ÷ plain | out, MB | in, MB | "
         "status |",
         "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
         case, beside = row.case, plain.get(_key(row.case))
-        cells = [case.model, case.tuning, f"{case.batch} x {case.tokens}", case.way]
+        cells = [case.model, case.tuning, f"{case.batch} x {case.tokens}", case.mode]
         if row.seconds:
             found = summary(row.seconds)
             base = summary(beside.seconds)["median"] if beside else 0.0

@@ -34,7 +34,7 @@ class Nodes:
         ranks: Devices of a node.
         host_bytes_per_second: Rate of each node's host memory.
         devices_a_switch: Devices that share a link to the host.
-        switch_bytes_per_second: Rate of that link, each way; ``None``: there are no switches.
+        switch_bytes_per_second: Rate of that link, in each direction; ``None``: there are no switches.
     """
 
     ranks: int

@@ -31,8 +31,8 @@ SIMULATED = {
     "host": ("--pairs", "2", "--total-mib", "64"),
     "overhead": ("--pairs", "3"),
     "bound": ("--small", "--rounds", "1", "--tokens", "64"),
-    "pareto": ("--small", "--ways", "plain,ebbtide offload"),
-    "longest": ("--small", "--ways", "plain,ebbtide offload", "--most-tokens", "256"),
+    "pareto": ("--small", "--modes", "plain,ebbtide offload"),
+    "longest": ("--small", "--modes", "plain,ebbtide offload", "--most-tokens", "256"),
 }
 """What makes a suite small enough for the simulated device, whose memory and cores are those of this machine."""
 WITH_MINUTES = ("rounds", "link", "bound", "pareto", "longest")

@@ -1,4 +1,4 @@
-"""Steps of small models, in which host time dominates: the ways take them in turn, in one process."""
+"""Steps of small models, in which host time dominates: the modes take them in turn, in one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.case import step, synchronize
 from benchmarks.frames import ours, shares
-from benchmarks.peers import Prepared, way_named
+from benchmarks.peers import Prepared, mode_named
 from benchmarks.shapes import SHAPES, Shape, qwen3
 
-WAYS = ("plain", "ebbtide keep", "ebbtide offload", "ebbtide minimal")
+MODES = ("plain", "ebbtide keep", "ebbtide offload", "ebbtide minimal")
 WARMUP_STEPS = 5
 SPY_SECONDS = 15.0
 
@@ -24,44 +24,45 @@ SMALL_MODELS: dict[str, tuple[Shape, int]] = {
 
 
 def small_steps(shape: Shape, tokens: int, pairs: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time steps of a model under each way, in turn.
+    """Time steps of a model under each mode, in turn.
 
     Args:
         shape: Shape of the model.
         tokens: Tokens of each step.
-        pairs: Steps of each way that are timed.
+        pairs: Steps of each mode that are timed.
 
     Returns:
-        By way: seconds of its steps ÷ those of the plain ones of the same turn; and the share of its time in ebbtide's
+        By mode: seconds of its steps ÷ those of the plain ones of the same turn; and the share of its time in ebbtide's
         own lines, None if py-spy is not installed.
     """
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     inputs = shape.inputs(tokens, 1, device)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with contextlib.ExitStack() as stack:
-        ways: dict[str, Prepared] = {}
-        for way in WAYS:
+        modes: dict[str, Prepared] = {}
+        for mode in MODES:
             torch.manual_seed(0)
             model = shape.build(device, "full").train()
-            ways[way] = stack.enter_context(contextlib.contextmanager(way_named(way).prepare)(model))
+            modes[mode] = stack.enter_context(contextlib.contextmanager(mode_named(mode).prepare)(model))
         for _ in range(WARMUP_STEPS):
-            losses = [step(prepared, inputs) for prepared in ways.values()]
+            losses = [step(prepared, inputs) for prepared in modes.values()]
             if not all(torch.equal(loss, losses[0]) for loss in losses):
                 raise SystemExit("the losses differ; no speed number on a red gate")
         for _ in range(pairs):
-            for way, prepared in ways.items():
+            for mode, prepared in modes.items():
                 synchronize(device)
                 began = time.perf_counter()
                 step(prepared, inputs)
                 synchronize(device)
-                seconds[way].append(time.perf_counter() - began)
+                seconds[mode].append(time.perf_counter() - began)
         found = {
-            way: shares(lambda prepared=prepared: step(prepared, inputs), SPY_SECONDS) for way, prepared in ways.items()
+            mode: shares(lambda prepared=prepared: step(prepared, inputs), SPY_SECONDS)
+            for mode, prepared in modes.items()
         }
     return {
-        way: (
-            [one / plain for one, plain in zip(seconds[way], seconds["plain"], strict=True)],
-            None if (sampled := found[way]) is None else ours(sampled),
+        mode: (
+            [one / plain for one, plain in zip(seconds[mode], seconds["plain"], strict=True)],
+            None if (sampled := found[mode]) is None else ours(sampled),
         )
-        for way in WAYS
+        for mode in MODES
     }

@@ -1,8 +1,8 @@
-"""Ways to save activation memory, ours and others', behind one interface.
+"""Modes of saving activation memory, ours and others', behind one interface.
 
-A *way* prepares a model and defines the contexts of its forward and of its whole step. Peers run from their own
+A *mode* prepares a model and defines the contexts of its forward and of its whole step. Peers run from their own
 published packages, at the setting their documentation recommends; where that is a choice, both are here. Nothing of
-a package is imported before its way is prepared, in the process of its case.
+a package is imported before its mode is prepared, in the process of its case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Prepared:
         model: The model to call: the original, or a wrapper.
         forward: Opened around each forward.
         step: Opened around each forward and backward.
-        notes: Return the way's own report after the last step, for its row.
+        notes: Return the mode's own report after the last step, for its row.
         settled: Whether further steps will be like the latest.
     """
 
@@ -38,8 +38,8 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way, at one setting.
+class Mode:
+    """One mode, at one setting.
 
     Attributes:
         name: Its name in tables.
@@ -56,38 +56,38 @@ class Way:
     setting: str = ""
 
 
-def absent(way: Way, *, accelerated: bool) -> str | None:
-    """Return why a way cannot run here, or None.
+def absent(mode: Mode, *, accelerated: bool) -> str | None:
+    """Return why a mode cannot run here, or None.
 
     Args:
-        way: The way.
+        mode: The mode.
         accelerated: Whether the case runs on an accelerator.
     """
-    if way.package:
+    if mode.package:
         try:
-            importlib.metadata.version(way.package)
+            importlib.metadata.version(mode.package)
         except importlib.metadata.PackageNotFoundError:
-            return f"not installed: pip install {way.package}"
-    if way.accelerator and not accelerated:
+            return f"not installed: pip install {mode.package}"
+    if mode.accelerator and not accelerated:
         return "not run: its package needs an accelerator"
     return None
 
 
-def all_ways() -> dict[str, Way]:
-    """Return every way by name, ordinary training first."""
-    from benchmarks.peers.builtin import WAYS as builtin
-    from benchmarks.peers.packages import WAYS as packages
+def all_modes() -> dict[str, Mode]:
+    """Return every mode by name, ordinary training first."""
+    from benchmarks.peers.builtin import MODES as builtin
+    from benchmarks.peers.packages import MODES as packages
 
-    return {way.name: way for way in (*builtin, *packages)}
+    return {mode.name: mode for mode in (*builtin, *packages)}
 
 
-def way_named(name: str) -> Way:
-    """Return one of ``all_ways()``, hooks alone, or one with settings in its name, as ``planned(...)`` makes them."""
+def mode_named(name: str) -> Mode:
+    """Return one of ``all_modes()``, hooks alone, or one with settings in its name, as ``planned(...)`` makes them."""
     from benchmarks.peers.builtin import HOOKS_ALONE, with_settings
 
-    return (all_ways() | {HOOKS_ALONE.name: HOOKS_ALONE}).get(name) or with_settings(name)
+    return (all_modes() | {HOOKS_ALONE.name: HOOKS_ALONE}).get(name) or with_settings(name)
 
 
 def planned(**aim: float | str) -> str:
-    """Return the name of the way that trains under ``Auto`` with these arguments: see ``way_named``."""
+    """Return the name of the mode that trains under ``Auto`` with these arguments: see ``mode_named``."""
     return "ebbtide auto, " + ", ".join(f"{key}={value}" for key, value in aim.items())

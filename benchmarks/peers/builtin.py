@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import ebbtide
-from benchmarks.peers import Prepared, Way
+from benchmarks.peers import Mode, Prepared
 from ebbtide.profiling.measured import MeasuredPlan
 
 
@@ -59,17 +59,17 @@ def saved_on_cpu(model: nn.Module) -> Generator[Prepared]:
     yield Prepared(model=model, forward=lambda: save_on_cpu(**pinned))
 
 
-def policy(name: str) -> Way:
-    """Return the way of one of ebbtide's policies."""
+def policy(name: str) -> Mode:
+    """Return the mode of one of ebbtide's policies."""
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
         yield from _under(model, name)
 
-    return Way(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
+    return Mode(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
 
 
-def with_settings(name: str) -> Way:
-    """Return the way of a name such as ``ebbtide offload, window=1MiB``; ``benchmarks.peers.planned`` makes them too.
+def with_settings(name: str) -> Mode:
+    """Return the mode of a name such as ``ebbtide offload, window=1MiB``; ``benchmarks.peers.planned`` makes them too.
 
     Its notes are the plan's predictions, if there is a plan.
 
@@ -80,7 +80,7 @@ def with_settings(name: str) -> Way:
     kinds: dict[str, type[Any]] = {"auto": ebbtide.Auto, "minimal": ebbtide.Minimal, "offload": ebbtide.Offload}
     kind = kinds.get(begin.removeprefix("ebbtide "))
     if kind is None or begin == name or not all("=" in text for text in given):
-        raise ValueError(f"{name!r} is no way")
+        raise ValueError(f"{name!r} is no mode")
     aim: dict[str, Any] = dict(text.split("=", 1) for text in given)
     window = aim.pop("window", None)
     if "max_slowdown" in aim:
@@ -89,7 +89,7 @@ def with_settings(name: str) -> Way:
     def prepare(model: nn.Module) -> Generator[Prepared]:
         yield from _under(model, kind(**aim), window)
 
-    return Way(name=name, prepare=prepare, setting=name.removeprefix("ebbtide "))
+    return Mode(name=name, prepare=prepare, setting=name.removeprefix("ebbtide "))
 
 
 def _under(model: nn.Module, policy: Any, window: str | None = None) -> Generator[Prepared]:
@@ -103,12 +103,12 @@ def _under(model: nn.Module, policy: Any, window: str | None = None) -> Generato
         yield Prepared(model=model, notes=notes, settled=lambda: getattr(plan, "judged", True))
 
 
-WAYS = (
-    Way(name="plain", prepare=plain),
-    Way(name="checkpointing", prepare=checkpointing, setting="use_reentrant=False"),
-    Way(name="transformers offload", prepare=checkpointing_offload, setting="use_reentrant=False, offload=True"),
-    Way(name="save_on_cpu", prepare=saved_on_cpu, setting="pin_memory=True on a device"),
-    Way(name="save_on_cpu, pageable", prepare=saved_in_pageable_memory, setting="pin_memory=False, its default"),
+MODES = (
+    Mode(name="plain", prepare=plain),
+    Mode(name="checkpointing", prepare=checkpointing, setting="use_reentrant=False"),
+    Mode(name="transformers offload", prepare=checkpointing_offload, setting="use_reentrant=False, offload=True"),
+    Mode(name="save_on_cpu", prepare=saved_on_cpu, setting="pin_memory=True on a device"),
+    Mode(name="save_on_cpu, pageable", prepare=saved_in_pageable_memory, setting="pin_memory=False, its default"),
     *map(policy, ("auto", "minimal", "offload", "inputs")),
 )
 

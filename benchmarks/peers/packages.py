@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.peers import Prepared, Way
+from benchmarks.peers import Mode, Prepared
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -44,8 +44,8 @@ def torchtune_checkpointing(model: nn.Module) -> Generator[Prepared]:
             yield prepared
 
 
-def verl(checkpointed: bool) -> Way:
-    """Return the way of verl, which needs at least three blocks under FSDP; here it has one rank."""
+def verl(checkpointed: bool) -> Mode:
+    """Return the mode of verl, which needs at least three blocks under FSDP; here it has one rank."""
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
         from torch.distributed.fsdp import fully_shard
@@ -64,13 +64,13 @@ def verl(checkpointed: bool) -> Way:
             yield Prepared(model=model)
 
     name = "verl, checkpointing" if checkpointed else "verl"
-    return Way(
+    return Mode(
         name=name, prepare=prepare, package="verl", accelerator=True, setting=f"fsdp2, enable_ckpt={checkpointed}"
     )
 
 
-def trainstream(amount: str | float) -> Way:
-    """Return the way of TrainStream's activation offloader alone: its optimizer is not compared."""
+def trainstream(amount: str | float) -> Mode:
+    """Return the mode of TrainStream's activation offloader alone: its optimizer is not compared."""
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
         from trainstream import ActivationOffloader, find_blocks, profile_hardware
@@ -79,7 +79,7 @@ def trainstream(amount: str | float) -> Way:
         yield Prepared(model=model)
         offloader.remove()
 
-    return Way(
+    return Mode(
         name=f"TrainStream {amount}", prepare=prepare, package="trainstream", accelerator=True,
         setting=f"activation offload {amount}",
     )  # fmt: skip
@@ -99,10 +99,10 @@ def unsloth(model: nn.Module) -> Generator[Prepared]:
     unsloth_checkpointing.unpatch_unsloth_smart_gradient_checkpointing()
 
 
-WAYS = (
-    Way(name="TRL", prepare=trl, package="trl", accelerator=True, setting="get_act_offloading_ctx_manager(model)"),
-    Way(name="torchtune", prepare=torchtune, package="torchtune", accelerator=True, setting="use_streams=True"),
-    Way(
+MODES = (
+    Mode(name="TRL", prepare=trl, package="trl", accelerator=True, setting="get_act_offloading_ctx_manager(model)"),
+    Mode(name="torchtune", prepare=torchtune, package="torchtune", accelerator=True, setting="use_streams=True"),
+    Mode(
         name="torchtune, checkpointing", prepare=torchtune_checkpointing, package="torchtune", accelerator=True,
         setting="use_streams=True on checkpointed blocks",
     ),
@@ -110,7 +110,7 @@ WAYS = (
     verl(True),
     trainstream("auto"),
     trainstream(1.0),
-    Way(
+    Mode(
         name="Unsloth", prepare=unsloth, package="unsloth_zoo", accelerator=True,
         setting="smart gradient checkpointing, float32 kept exactly",
     ),

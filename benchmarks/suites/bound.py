@@ -33,17 +33,17 @@ SMALL_LENGTHS = {"small": 512, "SmolLM2-12": 192}
 
 
 def aims(rows: list[Row]) -> list[str]:
-    """Return the ways to try.
+    """Return the modes to try.
 
     Args:
         rows: The results of this model so far: budgets follow from the first peaks.
     """
-    ways = ["plain", *(planned(max_slowdown=slowdown) for slowdown in SLOWDOWNS)]
-    peaks = {way: next((total(r) for r in rows if r.case.way == way and r.seconds), 0) for way in ways}
+    modes = ["plain", *(planned(max_slowdown=slowdown) for slowdown in SLOWDOWNS)]
+    peaks = {mode: next((total(r) for r in rows if r.case.mode == mode and r.seconds), 0) for mode in modes}
     high, known = peaks["plain"], [nbytes for nbytes in peaks.values() if nbytes]
-    if high and len(known) == len(ways):
-        ways += [planned(memory_budget=int(min(known) + share * (high - min(known)))) for share in SHARES]
-    return ways
+    if high and len(known) == len(modes):
+        modes += [planned(memory_budget=int(min(known) + share * (high - min(known)))) for share in SHARES]
+    return modes
 
 
 def total(row: Row) -> int:
@@ -54,27 +54,27 @@ def total(row: Row) -> int:
 def table(rows: list[Row]) -> list[str]:
     """Return a row for every model and aim; medians over all rounds."""
     lines = [
-        "| model | method | peak: predicted | measured | off | step ÷ plain: predicted | measured | beyond the promise"
+        "| model | mode | peak: predicted | measured | off | step ÷ plain: predicted | measured | beyond the promise"
         " | bound | above the bound | kept / offloaded / recomputed | status |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     compared: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row, ratios in zip(rows, against_plain(rows), strict=True):
-        groups[row.case.model, row.case.way].append(row)
-        compared[row.case.model, row.case.way] += ratios
-    for (model, way), found in groups.items():
+        groups[row.case.model, row.case.mode].append(row)
+        compared[row.case.model, row.case.mode] += ratios
+    for (model, mode), found in groups.items():
         status = ", ".join(sorted({row.status for row in found}))
-        cells = [f"{model}, {found[0].case.batch} x {found[0].case.tokens}", way.removeprefix("ebbtide ")]
-        cells += _figures([row for row in found if row.seconds], compared[model, way]) or [""] * 9
+        cells = [f"{model}, {found[0].case.batch} x {found[0].case.tokens}", mode.removeprefix("ebbtide ")]
+        cells += _figures([row for row in found if row.seconds], compared[model, mode]) or [""] * 9
         lines.append("| " + " | ".join([*cells, status]) + " |")
     return lines
 
 
-def promised(way: str) -> float | None:
-    """Return the largest slowdown that a way promises; None: it promises no slowdown."""
+def promised(mode: str) -> float | None:
+    """Return the largest slowdown that a mode promises; None: it promises no slowdown."""
     begin = planned(max_slowdown="")
-    return float(way.removeprefix(begin)) if way.startswith(begin) else None
+    return float(mode.removeprefix(begin)) if mode.startswith(begin) else None
 
 
 def kept_promises(rows: list[Row]) -> str:
@@ -82,7 +82,7 @@ def kept_promises(rows: list[Row]) -> str:
     beyond = [
         100 * max(statistics.median(ratios) - 1 - slowdown, 0.0)
         for row, ratios in zip(rows, against_plain(rows), strict=True)
-        if ratios and (slowdown := promised(row.case.way)) is not None
+        if ratios and (slowdown := promised(row.case.mode)) is not None
     ]
     if not beyond:
         return "No promise was put to the test."
@@ -101,8 +101,8 @@ def _figures(found: list[Row], ratios: list[float]) -> list[str]:
         return ["", format_size(peak), "", "", came, "", "", "", ""]
     said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
     said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in older results
-    bound, slowdown = 1 + said["bound_percent"] / 100, promised(found[0].case.way)
-    has_peak = found[0].case.way.startswith(planned(memory_budget=""))  # measured for a budget only
+    bound, slowdown = 1 + said["bound_percent"] / 100, promised(found[0].case.mode)
+    has_peak = found[0].case.mode.startswith(planned(memory_budget=""))  # measured for a budget only
     return [
         format_size(said["peak_bytes"]) if has_peak else "",
         format_size(peak),
@@ -146,16 +146,16 @@ def main() -> None:
         tokens = given.tokens or lengths.get(model, 512 if given.small else 8192)
         shape = {"model": model, "tokens": tokens, "batch": 2 if given.small else 1}
 
-        def run(ways: list[str], shape: dict[str, Any] = shape) -> None:
-            book.run_in_lockstep(Case(way=way, gate_tokens=128, steps=STEPS, **shape) for way in ways)
+        def run(modes: list[str], shape: dict[str, Any] = shape) -> None:
+            book.run_in_lockstep(Case(mode=mode, gate_tokens=128, steps=STEPS, **shape) for mode in modes)
 
         def following(model: str = model) -> list[str]:
             return aims([row for row in book.rows if row.case.model == model])
 
         for _ in range(given.rounds):
-            ways = following()
-            run([*ways, "plain"])  # equal runs differ: compare with their mean
-            if later := following()[len(ways) :]:  # in the first round: budgets, now that there are peaks
+            modes = following()
+            run([*modes, "plain"])  # equal runs differ: compare with their mean
+            if later := following()[len(modes) :]:  # in the first round: budgets, now that there are peaks
                 run(["plain", *later, "plain"])
     book.close()
 

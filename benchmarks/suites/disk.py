@@ -95,7 +95,7 @@ def multiplied_while(move: Callable[[int], int] | None, total_bytes: int) -> Mov
 
 
 def cost_to_compute(directory: Path, total_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return, for each kind of page and way, the milliseconds that a MiB adds to compute each round, and its rate."""
+    """Return, by kind of page and direction, the milliseconds that a MiB adds to compute each round, and its rate."""
     file = BackingFile(directory)
     total_bytes = total_bytes // PIECE_BYTES * PIECE_BYTES
     file.grow(0, total_bytes)
@@ -107,12 +107,14 @@ def cost_to_compute(directory: Path, total_bytes: int, rounds: int) -> dict[str,
         for round_ in range(rounds + 1):
             alone, _ = multiplied_while(None, total_bytes)
             for pages, memory in memories.items():
-                for way, call in (("out", os.pwritev), ("in", os.preadv)):
+                for direction, call in (("out", os.pwritev), ("in", os.preadv)):
                     view = memoryview(memory)[:PIECE_BYTES]
                     seconds, moved = multiplied_while(lambda at, c=call, v=view: c(file.fd, [v], at), total_bytes)  # type: ignore[misc]
                     if round_:
-                        found.setdefault(f"{pages}_{way}_cost", []).append(1e3 * (seconds - alone) / (moved / MIB))
-                        found.setdefault(f"{pages}_{way}_rate", []).append(moved / seconds)
+                        found.setdefault(f"{pages}_{direction}_cost", []).append(
+                            1e3 * (seconds - alone) / (moved / MIB)
+                        )
+                        found.setdefault(f"{pages}_{direction}_rate", []).append(moved / seconds)
             for pages in memories:
                 found.setdefault(f"{pages}_fresh", []).append(first_use(32 * MIB, huge=pages == "huge"))
     finally:
@@ -184,28 +186,29 @@ def report(
         "pairs; MiB/s as median (quartiles). The ratio is that of each pair. Made by "
         "`python -m benchmarks.suites.disk`; every run is in `run.json`.",
         "",
-        f"| tensor size | way | raw | tier | tier ÷ raw (goal ≥ {GOAL}) |",
+        f"| tensor size | direction | raw | tier | tier ÷ raw (goal ≥ {GOAL}) |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for size, ways in sizes.items():
-        for way in ("out", "in"):
-            raw, tier, ratio = (ways[f"{x}_{way}"] for x in ("raw", "tier", "ratio"))
+    for size, directions in sizes.items():
+        for direction in ("out", "in"):
+            raw, tier, ratio = (directions[f"{x}_{direction}"] for x in ("raw", "tier", "ratio"))
             cells = [f"{x['median'] / MIB:.0f} ({x['q1'] / MIB:.0f} to {x['q3'] / MIB:.0f})" for x in (raw, tier)]
             share = f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
-            lines.append(f"| {size} | {way} | {cells[0]} | {cells[1]} | {share} |")
+            lines.append(f"| {size} | {direction} | {cells[0]} | {cells[1]} | {share} |")
     lines += [
         "",
         "The same pieces of 2.25 MiB, raw, beside matrices that are multiplied with all processors:",
         "",
-        "| pages | way | MiB/s | milliseconds that a MiB adds to compute |",
+        "| pages | direction | MiB/s | milliseconds that a MiB adds to compute |",
         "| --- | --- | --- | --- |",
     ]
     first: list[str] = []
     for pages in ("small", "huge"):
-        for way in ("out", "in"):
-            rate, cost = (costs[f"{pages}_{way}_{x}"] for x in ("rate", "cost"))
+        for direction in ("out", "in"):
+            rate, cost = (costs[f"{pages}_{direction}_{x}"] for x in ("rate", "cost"))
             lines.append(
-                f"| {pages} | {way} | {rate['median'] / MIB:.0f} ({rate['q1'] / MIB:.0f} to {rate['q3'] / MIB:.0f}) "
+                f"| {pages} | {direction} "
+                f"| {rate['median'] / MIB:.0f} ({rate['q1'] / MIB:.0f} to {rate['q3'] / MIB:.0f}) "
                 f"| {cost['median']:.3f} ({cost['q1']:.3f} to {cost['q3']:.3f}) |"
             )
         fresh = costs[f"{pages}_fresh"]
@@ -230,9 +233,9 @@ def main() -> None:
     runs: dict[str, dict[str, list[float]]] = {}
     for size_mib in (1, 4, 16):
         found = measure(directory, size_mib * MIB, options.total_mib * MIB, options.pairs)
-        for way in ("out", "in"):
-            pairs = zip(found[f"tier_{way}"], found[f"raw_{way}"], strict=True)
-            found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
+        for direction in ("out", "in"):
+            pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
+            found[f"ratio_{direction}"] = [tier / raw for tier, raw in pairs]
         runs[f"{size_mib} MiB"] = found
         sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
     compute = cost_to_compute(directory, options.total_mib * MIB, options.pairs)

@@ -51,7 +51,7 @@ def main() -> None:
     """Measure, and write the results after every round."""
     given = arguments(__doc__, minutes=20.0, tokens=512, rounds=4, model="small")
     book = Book("equal", given.out, given.minutes, report, {"model": given.model, "rounds": given.rounds})
-    case = Case(way="plain", model=given.model, tokens=given.tokens, batch=2, steps=STEPS, gate_tokens=64)
+    case = Case(mode="plain", model=given.model, tokens=given.tokens, batch=2, steps=STEPS, gate_tokens=64)
     for _ in range(given.rounds):
         book.run_in_lockstep([case] * RUNS)
     book.close()

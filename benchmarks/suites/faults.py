@@ -2,7 +2,7 @@
 
 On a CPU, memory that is freed and allocated again costs page faults, and the kernel's time to clear pages. Each case is
 a process of its own (``benchmarks/case.py``, with its gate) in which nothing of the allocator is set beforehand. The
-ways of a length run in lockstep, and each step time is divided by that of ordinary training's step of the same number.
+modes of a length run in lockstep, and each step time is divided by that of ordinary training's step of the same number.
 
     python -m benchmarks.suites.faults [--tokens 256,512,1024] [--rounds 2] [--minutes 90] [--model NAME] [--out DIR]
 """
@@ -18,27 +18,27 @@ from benchmarks.cases import Book, against_plain, arguments
 from benchmarks.results_folder import summary
 from ebbtide.base.units import format_size
 
-WAYS = ("plain", "checkpointing", "ebbtide auto", "ebbtide minimal", "ebbtide keep")
+MODES = ("plain", "checkpointing", "ebbtide auto", "ebbtide minimal", "ebbtide keep")
 STEPS = 10
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return a row for every length and way; medians over all rounds."""
+    """Return a row for every length and mode; medians over all rounds."""
     lines = [
-        "| tokens | method | page faults a step | system time | step | step ÷ plain | peak | of it tensors | status |",
+        "| tokens | mode | page faults a step | system time | step | step ÷ plain | peak | of it tensors | status |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     compared: dict[tuple[int, str], list[float]] = defaultdict(list)
     for row, ratios in zip(rows, against_plain(rows), strict=True):
-        groups[row.case.tokens, row.case.way].append(row)
-        compared[row.case.tokens, row.case.way] += ratios
-    for (tokens, way), found in sorted(groups.items(), key=lambda group: (group[0][0], WAYS.index(group[0][1]))):
+        groups[row.case.tokens, row.case.mode].append(row)
+        compared[row.case.tokens, row.case.mode] += ratios
+    for (tokens, mode), found in sorted(groups.items(), key=lambda group: (group[0][0], MODES.index(group[0][1]))):
         status = ", ".join(sorted({row.status for row in found}))
         done = [row for row in found if row.seconds]
         cells = [""] * 6
         if done:
-            over = summary(compared[tokens, way]) if compared[tokens, way] else None
+            over = summary(compared[tokens, mode]) if compared[tokens, mode] else None
             cells = [
                 f"{statistics.median(n for row in done for n in row.faults):,.0f}",
                 f"{statistics.median(s for row in done for s in row.system_seconds):.2f} s",
@@ -47,7 +47,7 @@ def table(rows: Sequence[Row]) -> list[str]:
                 format_size(statistics.median(row.base_bytes + row.peak_bytes for row in done)),
                 format_size(statistics.median(row.allocated_bytes for row in done)),
             ]
-        lines.append("| " + " | ".join([str(tokens), way, *cells, status]) + " |")
+        lines.append("| " + " | ".join([str(tokens), mode, *cells, status]) + " |")
     return lines
 
 
@@ -78,7 +78,8 @@ def main() -> None:
     for tokens in map(int, given.tokens.split(",")):
         for _ in range(given.rounds):
             book.run_in_lockstep(
-                Case(way=way, model=given.model, tokens=tokens, steps=STEPS, gate_tokens=64) for way in (*WAYS, "plain")
+                Case(mode=mode, model=given.model, tokens=tokens, steps=STEPS, gate_tokens=64)
+                for mode in (*MODES, "plain")
             )
     book.close()
 

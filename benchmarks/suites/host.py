@@ -121,15 +121,15 @@ def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float
         "(quartiles). The ratio is that of each pair. Made by `python -m benchmarks.suites.host`; every run is in "
         "`run.json`.",
         "",
-        f"| tensor size | way | raw | tier | tier ÷ raw (goal ≥ {GOAL}) |",
+        f"| tensor size | direction | raw | tier | tier ÷ raw (goal ≥ {GOAL}) |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for size, ways in sizes.items():
-        for way in ("out", "in"):
-            raw, tier, ratio = (ways[f"{x}_{way}"] for x in ("raw", "tier", "ratio"))
+    for size, directions in sizes.items():
+        for direction in ("out", "in"):
+            raw, tier, ratio = (directions[f"{x}_{direction}"] for x in ("raw", "tier", "ratio"))
             cells = [f"{x['median'] / 1e9:.1f} ({x['q1'] / 1e9:.1f} to {x['q3'] / 1e9:.1f})" for x in (raw, tier)]
             share = f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
-            lines.append(f"| {size} | {way} | {cells[0]} | {cells[1]} | {share} |")
+            lines.append(f"| {size} | {direction} | {cells[0]} | {cells[1]} | {share} |")
     lines += [
         "",
         f"Bytes held ÷ bytes parked, tensors of uneven sizes: **{waste['tier']:.4f}** in {waste['chunks']:.0f} chunks "
@@ -154,9 +154,9 @@ def main() -> None:
         found, state = measure(size_mib * MIB, options.total_mib * MIB, options.pairs)
         if state.pageable_bytes:
             raise SystemExit("the system refused to pin memory: pageable copies are no measure of the link")
-        for way in ("out", "in"):
-            pairs = zip(found[f"tier_{way}"], found[f"raw_{way}"], strict=True)
-            found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
+        for direction in ("out", "in"):
+            pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
+            found[f"ratio_{direction}"] = [tier / raw for tier, raw in pairs]
         runs[f"{size_mib} MiB"] = found
         sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
     waste = count_waste(options.total_mib * MIB)

@@ -63,7 +63,7 @@ def raw_loop(sizes: list[int], stack: contextlib.ExitStack) -> Callable[[], Rate
 def step_rates(handle: ebbtide.Handle, run: Callable[[], object]) -> Rates:
     """Return the rates of the copies of one step, out and in, while they ran."""
     tier = handle._engine.tier
-    tier.counters  # noqa: B018  what was under way before counts before
+    tier.counters  # noqa: B018  what was in flight before counts before
     before = [
         getattr(tier.counters, name) for name in ("timed_out_bytes", "out_seconds", "timed_in_bytes", "in_seconds")
     ]
@@ -86,17 +86,17 @@ def report(result: dict[str, Any]) -> str:
         f"# Copies in a real step and in a bare loop: {result['device']}, {result['hardware']}",
         "",
         f"{result['model']}, {result['tokens']} tokens, {len(result['sizes_bytes'])} tensors, "
-        f"{sum(result['sizes_bytes']) / 1e6:.0f} MB each way, {result['pairs']} alternating pairs; GB/s as median "
-        "(quartiles); the ratio is that of each pair. Made by `python -m benchmarks.suites.link`.",
+        f"{sum(result['sizes_bytes']) / 1e6:.0f} MB in each direction, {result['pairs']} alternating pairs; GB/s as "
+        "median (quartiles); the ratio is that of each pair. Made by `python -m benchmarks.suites.link`.",
         "",
-        f"| way | bare loop | in the step | ratio (goal on a device ≥ {GOAL}) | stall of a step, s |",
+        f"| direction | bare loop | in the step | ratio (goal on a device ≥ {GOAL}) | stall of a step, s |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for way in ("out", "in"):
-        raw, tier, ratio = (rows[f"{x}_{way}"] for x in ("raw", "tier", "ratio"))
+    for direction in ("out", "in"):
+        raw, tier, ratio = (rows[f"{x}_{direction}"] for x in ("raw", "tier", "ratio"))
         cells = [f"{x['median'] / 1e9:.2f} ({x['q1'] / 1e9:.2f} to {x['q3'] / 1e9:.2f})" for x in (raw, tier)]
         share = f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
-        lines.append(f"| {way} | {cells[0]} | {cells[1]} | {share} | {result['stall_seconds_per_step']:.4f} |")
+        lines.append(f"| {direction} | {cells[0]} | {cells[1]} | {share} | {result['stall_seconds_per_step']:.4f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -118,9 +118,9 @@ def main() -> None:
         loop, before = raw_loop(sizes, stack), handle.stats().total_stall_seconds
         found = interleaved(given.pairs, loop, lambda: step_rates(handle, lambda: step(prepared, inputs)))
         stall = (handle.stats().total_stall_seconds - before) / (given.pairs + 1)
-    for way in ("out", "in"):
-        pairs = zip(found[f"tier_{way}"], found[f"raw_{way}"], strict=True)
-        found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
+    for direction in ("out", "in"):
+        pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
+        found[f"ratio_{direction}"] = [tier / raw for tier, raw in pairs]
     result: dict[str, Any] = {
         "suite": "link",
         "hardware": hardware(RESULTS),

@@ -1,19 +1,19 @@
-"""Loading a sharded model: host memory, bytes read and time, compared with other ways of loading.
+"""Loading a sharded model: host memory, bytes read and time, compared with other loaders.
 
-A decoder with random weights is written in several safetensors files and loaded in every way on gloo ranks in processes
-of their own, in turn. Memory is the peak that the system keeps of each process (reset before loading), above what the
-process had before and its shard; bytes are those that the system read from the disk for all ranks, after the files were
-dropped from the page cache; time ends when every page of every shard was read, so that a mapping that has not
-been read yet counts too; a second time ends when every page was also written, as the first optimizer step does, because
-a private mapping copies its pages then. Processor seconds are those of all ranks; on a shared machine they vary less
-than time. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
-shards differ fails the suite.
+A decoder with random weights is written in several safetensors files and loaded with every loader on gloo ranks in
+processes of their own, in turn. Memory is the peak that the system keeps of each process (reset before loading), above
+what the process had before and its shard; bytes are those that the system read from the disk for all ranks, after the
+files were dropped from the page cache; time ends when every page of every shard was read, so that a mapping that has
+not been read yet counts too; a second time ends when every page was also written, as the first optimizer step does,
+because a private mapping copies its pages then. Processor seconds are those of all ranks; on a shared machine they vary
+less than time. Every rank's shards are compared with those of plain loading by digest: a loader of ours whose shards
+differ fails the suite.
 
     python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32]
         [--often WAY ...] [--small]
 
 ``--rounds`` has a number for each of ``--worlds``: more ranks than cores show memory and bytes, not time. ``--often``
-names the ways that are run in every round; the others are then run in the first round only. With ``--work`` the
+names the loaders that are run in every round; the others are then run in the first round only. With ``--work`` the
 checkpoint and every finished load are kept there, and the same command resumes where it stopped; finished rounds count.
 """
 
@@ -35,14 +35,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loading_ways import IMPORTED, MIB, PLAIN, RAW, SMALL, TINY, WAYS, WIDE, rank_main
+from benchmarks.loaders import IMPORTED, LOADERS, MIB, PLAIN, RAW, SMALL, TINY, WIDE, rank_main
 from benchmarks.results_folder import hardware, result_folder, summary, write_result
 
 WAIT_SECONDS = 300
 SPARE_BYTES = 2 << 30
 OURS = ("ebbtide, slices", "ebbtide, broadcast")
 SHOWN = ("ebbtide, slices", PLAIN, "accelerate, from rank 0")
-"""The ways whose memory over time is drawn."""
+"""The loaders whose memory over time is drawn."""
 
 
 class Bench:
@@ -66,41 +66,41 @@ class Bench:
         """The files of the checkpoint."""
         return sorted((self.work / "big").glob("*.safetensors"))
 
-    def run(self, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
+    def run(self, loader: str, dtype: str, world: int, number: int) -> dict[str, Any]:
         """Return the result of one load: its ranks' values, or ``error``; a finished run is not repeated."""
-        key = f"{world} {dtype} {way} {number}"
+        key = f"{world} {dtype} {loader} {number}"
         if key not in self._runs:
             started = time.monotonic()
-            self._runs[key] = {"key": key, **self._load(way, dtype, world, number)}
+            self._runs[key] = {"key": key, **self._load(loader, dtype, world, number)}
             with self._log.open("a") as log:
                 log.write(json.dumps(self._runs[key]) + "\n")
             print(f"{key}: {time.monotonic() - started:.1f} s {self._runs[key].get('error', '')}", file=sys.stderr)
         return self._runs[key]
 
-    def rounds_done(self, dtype: str, world: int, ways: Collection[str]) -> int:
-        """Return how many rounds of a case are complete for some ways."""
+    def rounds_done(self, dtype: str, world: int, loaders: Collection[str]) -> int:
+        """Return how many rounds of a case are complete for some loaders."""
         number = 0
-        while all(f"{world} {dtype} {way} {number}" in self._runs for way in ways):
+        while all(f"{world} {dtype} {loader} {number}" in self._runs for loader in loaders):
             number += 1
         return number
 
-    def record(self, way: str, dtype: str, world: int, folder: Path) -> None:
+    def record(self, loader: str, dtype: str, world: int, folder: Path) -> None:
         """Load once more with memory recorded on the first rank, and keep the run folder."""
         if not (folder / "summary.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            found = self._load(way, dtype, world, 0, record=folder)
+            found = self._load(loader, dtype, world, 0, record=folder)
             if "error" in found:
-                raise SystemExit(f"{way} could not be recorded: {found['error']}")
+                raise SystemExit(f"{loader} could not be recorded: {found['error']}")
 
-    def _load(self, way: str, dtype: str, world: int, number: int, *, record: Path | None = None) -> dict[str, Any]:
+    def _load(self, loader: str, dtype: str, world: int, number: int, *, record: Path | None = None) -> dict[str, Any]:
         wide = 2 if dtype == "float32" else 1
         # Plain loading holds a whole model on every rank, plus mapped files.
-        needed = int(self.total_bytes * ((world * wide if way == PLAIN else 2 * wide) + 1.5)) + SPARE_BYTES
+        needed = int(self.total_bytes * ((world * wide if loader == PLAIN else 2 * wide) + 1.5)) + SPARE_BYTES
         if not _wait_for_memory(needed):
             return {"error": f"the machine has no {needed / (1 << 30):.0f} GiB of memory to spare"}
         self._drop_cache()
         with tempfile.TemporaryDirectory(prefix="meet-", dir=self.work) as folder, _threads_of_one():
-            arguments = [(rank, world, folder, way, dtype, record is not None) for rank in range(world)]
+            arguments = [(rank, world, folder, loader, dtype, record is not None) for rank in range(world)]
             ranks = [self._context.Process(target=rank_main, args=a, daemon=True) for a in arguments]
             for one in ranks:
                 one.start()
@@ -156,33 +156,35 @@ def _ended(ranks: list[Any], deadline: float) -> str:
     return f"a rank ended with {failed[0]}" if failed else ""
 
 
-def measure(bench: Bench, dtype: str, world: int, rounds: int, often: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
-    """Run the ways ``rounds`` times, in turn, beginning with a different one each time; return the rows of a table.
+def measure(
+    bench: Bench, dtype: str, world: int, rounds: int, often: Collection[str] = tuple(LOADERS)
+) -> dict[str, Any]:
+    """Run the loaders ``rounds`` times, in turn, beginning with a different one each time; return the rows of a table.
 
     Args:
         bench: Stores the runs.
         dtype: The dtype to load into.
         world: Number of ranks.
         rounds: Number of rounds.
-        often: The ways of every round; the others are run in the first.
+        often: The loaders of every round; the others are run in the first.
     """
     rounds = max(rounds, bench.rounds_done(dtype, world, often))
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, Any]]] = {loader: [] for loader in LOADERS}
     for number in range(rounds):
-        names = [way for way in WAYS if way in often or number == 0]
-        first = number % len(names)  # the ways of this round: none follows the same one each time
-        for way in names[first:] + names[:first]:
-            found[way].append(bench.run(way, dtype, world, number))
+        names = [loader for loader in LOADERS if loader in often or number == 0]
+        first = number % len(names)  # the loaders of this round: none follows the same one each time
+        for loader in names[first:] + names[:first]:
+            found[loader].append(bench.run(loader, dtype, world, number))
     plainly = next((run["ranks"] for run in found[PLAIN] if "ranks" in run), None)
     if plainly is None:
         raise SystemExit(f"plain loading failed: {found[PLAIN][0]['error']}")
     rows: dict[str, Any] = {}
-    for way, runs in found.items():
+    for loader, runs in found.items():
         good = [run["ranks"] for run in runs if "ranks" in run]
         errors = [run["error"] for run in runs if "error" in run]
-        rows[way] = _row(good, plainly, bench.total_bytes) if good else {}
+        rows[loader] = _row(good, plainly, bench.total_bytes) if good else {}
         if errors:
-            rows[way]["error"] = f"{len(errors)} of {len(runs)} did not run: {errors[0]}"
+            rows[loader]["error"] = f"{len(errors)} of {len(runs)} did not run: {errors[0]}"
     return rows
 
 
@@ -223,9 +225,9 @@ def report(result: dict[str, Any]) -> str:
     ]
     for case, rows in result["cases"].items():
         rounds = max(len(row.get("runs", [])) for row in rows.values())
-        medians = {way: row["seconds"]["median"] for way, row in rows.items() if "runs" in row}
+        medians = {loader: row["seconds"]["median"] for loader, row in rows.items() if "runs" in row}
         raw = medians.get(RAW)
-        fastest = min((seconds for way, seconds in medians.items() if way not in (*OURS, RAW)), default=None)
+        fastest = min((seconds for loader, seconds in medians.items() if loader not in (*OURS, RAW)), default=None)
         lines += [
             "",
             f"## {case}: {rounds} {'round' if rounds == 1 else 'rounds'}",
@@ -233,19 +235,19 @@ def report(result: dict[str, Any]) -> str:
             "| method | memory | private | seconds | of the fastest | of raw | written | processor | shards |",
             "| --- " * 9 + "|",
         ]
-        for way, row in rows.items():
+        for loader, row in rows.items():
             error = row.get("error", "").replace("|", "/")
             if "runs" not in row:
-                lines.append(f"| {way} | | | | | | | | {error} |")
+                lines.append(f"| {loader} | | | | | | | | {error} |")
                 continue
             several = len(row["runs"]) > 1
             cells = [_spread(row[k], MIB, 0, several) for k in ("above_shard_bytes", "private_above_shard_bytes")]
             cells.append(_spread(row["seconds"], 1, 1, several))
-            cells.append(f"{medians[way] / fastest:.2f}" if fastest and way != RAW else "")
-            cells.append(f"{raw / medians[way]:.2f}" if raw else "")
+            cells.append(f"{medians[loader] / fastest:.2f}" if fastest and loader != RAW else "")
+            cells.append(f"{raw / medians[loader]:.2f}" if raw else "")
             cells += [_spread(row[k], 1, 1, several) for k in ("written_seconds", "processor_seconds")]
-            cells.append("; ".join(words for words in (_verdict(row) if way != RAW else "none", error) if words))
-            lines.append(f"| {way} | {' | '.join(cells)} |")
+            cells.append("; ".join(words for words in (_verdict(row) if loader != RAW else "none", error) if words))
+            lines.append(f"| {loader} | {' | '.join(cells)} |")
     if result["drawn"]:
         lines += ["", f"Memory of the first rank over time, {result['drawn']}:", "", "![Loading](loading.svg)"]
     return "\n".join(lines) + "\n"
@@ -254,8 +256,8 @@ def report(result: dict[str, Any]) -> str:
 def _reads(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the share of the checkpoint that was read from disk: by every method, and by those that read more."""
     shares = [
-        (f"{way} with {case}", row["read_share"]["q3"])
-        for case, rows in cases.items() for way, row in rows.items() if "runs" in row
+        (f"{loader} with {case}", row["read_share"]["q3"])
+        for case, rows in cases.items() for loader, row in rows.items() if "runs" in row
     ]  # fmt: skip
     more = [f"{what}: {share:.2f} times" for what, share in shares if share > 1.05]
     most = max((share for _, share in shares if share <= 1.05), default=1.0)
@@ -281,7 +283,7 @@ def _prepare(work: Path, *, small: bool) -> None:
     ):
         if not (work / name / "config.json").exists():
             code = (
-                "from benchmarks.loading_ways import *; "
+                "from benchmarks.loaders import *; "
                 f"write_checkpoint(Path({str(work / 'draft')!r}), {sizes}, {file_size!r})"
             )
             subprocess.run([sys.executable, "-c", code], check=True)
@@ -290,12 +292,12 @@ def _prepare(work: Path, *, small: bool) -> None:
 
 
 def _draw(bench: Bench, dtype: str, world: int) -> str:
-    """Record the ways in the picture, and return it."""
+    """Record the loaders in the picture, and return it."""
     from ebbtide.report import load_run, loading_svg
 
     folders = [bench.work / f"run-{number}" for number in range(len(SHOWN))]
-    for way, folder in zip(SHOWN, folders, strict=True):
-        bench.record(way, dtype, world, folder)
+    for loader, folder in zip(SHOWN, folders, strict=True):
+        bench.record(loader, dtype, world, folder)
     return loading_svg([load_run(folder) for folder in folders])
 
 
@@ -306,7 +308,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, nargs="+", default=[5, 3], help="for each of --worlds")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--often", nargs="+", default=list(WAYS), choices=list(WAYS), help="run in every round")
+    parser.add_argument("--often", nargs="+", default=list(LOADERS), choices=list(LOADERS), help="run in every round")
     parser.add_argument("--small", action="store_true", help="a checkpoint of about 80 MiB, to try the suite")
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()

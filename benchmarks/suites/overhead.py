@@ -7,7 +7,7 @@ a red gate. Tensors are small, so that the bookkeeping is what is timed and not 
 kernels are enqueued behind one another and waited for at the end. The window there is far below what the chain saves,
 and the suite checks that every pass copies the rest; a pass that fits into the window is held back entirely and has its
 own row. Without an accelerator, "host memory" is offloading over a device whose streams and events do nothing. Then
-steps of two small models are timed under four ways in turn. Where py-spy is installed, it shows which lines take the
+steps of two small models are timed under four modes in turn. Where py-spy is installed, it shows which lines take the
 time.
 
     python -m benchmarks.suites.overhead [--pairs 30] [--out DIR]
@@ -56,7 +56,7 @@ Scope = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run the chain.
+    """One mode of running the chain.
 
     Attributes:
         scope: Open its hooks.
@@ -135,23 +135,23 @@ def variants() -> dict[str, Variant]:
 def measure(pairs: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:
     """Return µs per saved tensor of every variant, in every round; and samples by line of the busiest variants."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    ways, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1], device=device).view(SHAPE)
+    modes, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1], device=device).view(SHAPE)
     expected = chain(x, nullcontext())
-    for name, way in ways.items():
-        if not torch.equal(way.run(x), expected):
+    for name, mode in modes.items():
+        if not torch.equal(mode.run(x), expected):
             raise SystemExit(f"{name}: the gradient differs; no speed number on a red gate")
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in modes}
     for _ in range(pairs):
-        for name, way in ways.items():
+        for name, mode in modes.items():
             synchronize(device)
             started = time.perf_counter()
-            way.run(x)
+            mode.run(x)
             synchronize(device)
             found[name].append((time.perf_counter() - started) / SAVED * 1e6)
     lines = {
         name: sampled
-        for name, way in ways.items()
-        if name in LINES_OF and (sampled := shares(lambda way=way: way.run(x), SPY_SECONDS)) is not None
+        for name, mode in modes.items()
+        if name in LINES_OF and (sampled := shares(lambda mode=mode: mode.run(x), SPY_SECONDS)) is not None
     }
     return found, lines
 
@@ -181,24 +181,24 @@ def by_line(samples: dict[str, list[float]], lines: dict[str, Counter[str]]) -> 
 
 
 def of_small_models(pairs: int) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
-    """Return the ratios of steps of small models by model and way, and their table."""
+    """Return the ratios of steps of small models by model and mode, and their table."""
     rows = [
         "",
         "## Steps of small models",
         "",
-        "Forward and backward, float32; the ways take steps in turn in one process. *Lines of ours*: the share of the",
+        "Forward and backward, float32; the modes take steps in turn in one process. *Lines of ours*: the share of the",
         "step in which the innermost Python line is ebbtide's, with what it asks of torch.",
         "",
-        "| model | way | step / plain | quartiles | lines of ours |",
+        "| model | mode | step / plain | quartiles | lines of ours |",
         "| --- | --- | ---: | --- | ---: |",
     ]
     ratios: dict[str, dict[str, list[float]]] = {}
     for model, (shape, tokens) in SMALL_MODELS.items():
-        ways = small_steps(shape, tokens, pairs)
-        ratios[model] = {way: values for way, (values, _) in ways.items()}
-        for way, (values, share) in ways.items():
+        modes = small_steps(shape, tokens, pairs)
+        ratios[model] = {mode: values for mode, (values, _) in modes.items()}
+        for mode, (values, share) in modes.items():
             row, percent = summary(values), "–" if share is None else f"{share:.1%}"
-            rows.append(f"| {model} | {way} | ×{row['median']:.3f} | {row['q1']:.3f} … {row['q3']:.3f} | {percent} |")
+            rows.append(f"| {model} | {mode} | ×{row['median']:.3f} | {row['q1']:.3f} … {row['q3']:.3f} | {percent} |")
     return ratios, rows
 
 

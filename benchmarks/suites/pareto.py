@@ -1,11 +1,11 @@
-"""Peak memory and step time of every way to save activation memory, compared with ordinary training.
+"""Peak memory and step time of every mode of saving activation memory, compared with ordinary training.
 
 Each case is a process of its own: see ``benchmarks/case.py`` for what is measured, and for the gate before it. Rows
 without a number stay: out of memory, not installed, gradients that differ, not reached. The last group of cases
 repeats the table that other projects publish, 8 and 16 sequences of 256, 512 and 1024 tokens, next to the figures
 they claim.
 
-    python -m benchmarks.suites.pareto [--small] [--minutes 8] [--models Qwen3-8B] [--ways plain,TRL] [--out DIR]
+    python -m benchmarks.suites.pareto [--small] [--minutes 8] [--models Qwen3-8B] [--modes plain,TRL] [--out DIR]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from benchmarks.case import Case, Row
 from benchmarks.cases import Book, arguments, table
-from benchmarks.peers import all_ways
+from benchmarks.peers import all_modes
 
 CLAIMS = (
     "Claimed elsewhere for such batches: 40 to 50 % less memory at 92 to 95 % of the speed without checkpointing, 60 "
@@ -25,32 +25,32 @@ LENGTHS = {"Qwen3-8B": (8192, 4096, 32768), "Qwen3-1.7B": (8192, 32768, 131072),
 SHORT = tuple((batch, tokens) for batch in (8, 16) for tokens in (256, 512, 1024))
 
 
-def cases(*, small: bool, models: list[str], ways: list[str]) -> Iterator[Case]:
+def cases(*, small: bool, models: list[str], modes: list[str]) -> Iterator[Case]:
     """Yield the cases, the most important first.
 
     Args:
         small: A tiny model on few tokens.
         models: Names of shapes; empty: all of ``LENGTHS``.
-        ways: Names of ways; empty: all.
+        modes: Names of modes; empty: all.
     """
-    chosen = [way for way in all_ways() if not ways or way in ways]
+    chosen = [mode for mode in all_modes() if not modes or mode in modes]
     if small:
         for tuning in ("full", "lora"):
-            yield from (Case(way=way, model="tiny", tokens=256, tuning=tuning, steps=3) for way in chosen)
+            yield from (Case(mode=mode, model="tiny", tokens=256, tuning=tuning, steps=3) for mode in chosen)
         for batch, tokens in SHORT[:2]:
-            yield from (Case(way=way, model="tiny", tokens=tokens // 4, batch=batch, steps=3) for way in chosen)
+            yield from (Case(mode=mode, model="tiny", tokens=tokens // 4, batch=batch, steps=3) for mode in chosen)
         return
     for model in models or LENGTHS:
         for tokens in LENGTHS.get(model, (8192,)):
             for tuning in ("full", "lora") if model.startswith("Qwen") else ("full",):
-                yield from (Case(way=way, model=model, tokens=tokens, tuning=tuning) for way in chosen)
+                yield from (Case(mode=mode, model=model, tokens=tokens, tuning=tuning) for mode in chosen)
     for batch, tokens in SHORT:
-        yield from (Case(way=way, model="Qwen3-0.6B", tokens=tokens, batch=batch) for way in chosen)
+        yield from (Case(mode=mode, model="Qwen3-0.6B", tokens=tokens, batch=batch) for mode in chosen)
 
 
 def report(rows: list[Row]) -> str:
     """Return the README of a results folder."""
-    settings = {row.case.way: all_ways()[row.case.way].setting for row in rows}
+    settings = {row.case.mode: all_modes()[row.case.mode].setting for row in rows}
     return "\n".join(
         [
             "# Methods to save activation memory: peak and step time",
@@ -65,7 +65,7 @@ def report(rows: list[Row]) -> str:
             "",
             CLAIMS,
             "",
-            "Settings: " + "; ".join(f"{way}: {setting}" for way, setting in settings.items() if setting) + ".",
+            "Settings: " + "; ".join(f"{mode}: {setting}" for mode, setting in settings.items() if setting) + ".",
             "",
         ]
     )
@@ -73,9 +73,9 @@ def report(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure and write after every case."""
-    given = arguments(__doc__, models="", ways="")
+    given = arguments(__doc__, models="", modes="")
     book = Book("pareto", given.out, given.minutes, report, {"small": given.small})
-    split = {name: [x for x in getattr(given, name).split(",") if x] for name in ("models", "ways")}
+    split = {name: [x for x in getattr(given, name).split(",") if x] for name in ("models", "modes")}
     book.run_all(cases(small=given.small, **split))
     book.close()
 

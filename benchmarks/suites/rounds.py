@@ -1,14 +1,14 @@
-"""Step and peak of several ways on one card, in turn in one process, on one set of weights.
+"""Step and peak of several modes on one card, in turn in one process, on one set of weights.
 
-For machines that are lent for minutes only: nothing is imported, built or warmed up twice. Each way has its own modules
-over the same parameters, trains until it has settled, and then takes one step a round; which one begins changes from
-round to round. The loss and the rest of a step are those of ``benchmarks/case.py``; gradients are not compared here.
-``auto within checkpointing`` is ``Auto`` with checkpointing's peak as its budget. Each way also takes some
-steps in a row, before the rounds and after them: ``Auto`` measures its own steps in a row. On CUDA a last step of each
-way is traced: what the device did, and how long it ran no kernel.
+For machines that are lent for minutes only: nothing is imported, built or warmed up twice. Each mode has its own
+modules over the same parameters, trains until it has settled, and then takes one step a round; which one begins changes
+from round to round. The loss and the rest of a step are those of ``benchmarks/case.py``; gradients are not compared
+here. ``auto within checkpointing`` is ``Auto`` with checkpointing's peak as its budget. Each mode also takes some steps
+in a row, before the rounds and after them: ``Auto`` measures its own steps in a row. On CUDA a last step of each mode
+is traced: what the device did, and how long it ran no kernel.
 
 [Note: who decides] A device queues a limited number of launches, and then the host waits for it: at the end of a step
-the host may be ahead by that many in every way, so "queued" says little about the host. At the end of the forward it
+the host may be ahead by that many in every mode, so "queued" says little about the host. At the end of the forward it
 does: if the device is done as soon as the host has queued it, the host sets the pace.
 
     python -m benchmarks.suites.rounds [--model Qwen3-8B] [--tokens 8192] [--rounds 15] [--minutes 4] [--out DIR]
@@ -31,17 +31,17 @@ from torch import nn
 from benchmarks.case import MOST_WARMUP_STEPS, forget_peak, peak, step, synchronize
 from benchmarks.cases import arguments, device_name
 from benchmarks.device_time import DeviceTime, device_time
-from benchmarks.peers import Prepared, planned, way_named
+from benchmarks.peers import Prepared, mode_named, planned
 from benchmarks.results_folder import result_folder, summary, write_result
 from benchmarks.shapes import SHAPES
 
 WITHIN = "auto within checkpointing"
-WAYS = ("plain", "checkpointing", WITHIN, "ebbtide minimal", "ebbtide auto")
+MODES = ("plain", "checkpointing", WITHIN, "ebbtide minimal", "ebbtide auto")
 LEAST_WARMUP = 8
 MARGIN = 1.02
 """Budget of ``WITHIN``, relative to checkpointing's peak."""
 IN_ROW = 4
-"""Steps in a row, before the rounds and after them; the first of them follows another way and does not count."""
+"""Steps in a row, before the rounds and after them; the first of them follows another mode and does not count."""
 
 
 class Step(NamedTuple):
@@ -85,19 +85,19 @@ COLLECTOR = Collector()
 
 
 class Trained:
-    """A way over shared weights.
+    """A mode over shared weights.
 
     Attributes:
-        steps: Counted steps, alternating with other ways.
+        steps: Counted steps, alternating with other modes.
         in_row: Steps in a row, before the rounds and after them.
         warmup: Steps before all of them.
         traced: How the device spent a step after all of them; None unless it is CUDA's.
     """
 
-    def __init__(self, way: str, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    def __init__(self, mode: str, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
         own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        self._way: Generator[Prepared] = way_named(way).prepare(own)
-        prepared, self._inputs = next(self._way), inputs
+        self._mode: Generator[Prepared] = mode_named(mode).prepare(own)
+        prepared, self._inputs = next(self._mode), inputs
         self.prepared = replace(prepared, forward=self._around_forward(prepared))
         self._device = next(model.parameters()).device
         self._forward: tuple[float, Any] = 0.0, None  # when the host had queued it, and the device's event
@@ -156,12 +156,12 @@ class Trained:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Undo the way's changes."""
-        self._way.close()
+        """Undo the mode's changes."""
+        self._mode.close()
 
 
-def table(ways: dict[str, Trained]) -> list[str]:
-    """Return a row for every way."""
+def table(modes: dict[str, Trained]) -> list[str]:
+    """Return a row for every mode."""
     lines = [
         "| mode | step | ÷ plain | in a row, before | and after | forward | ends after the host | collector | kernels "
         "| gaps | peak |",
@@ -172,14 +172,14 @@ def table(ways: dict[str, Trained]) -> list[str]:
         first, *less = ([getattr(step, name) for step in steps] for name in names)
         return f"{1e3 * statistics.median(x - sum(y) for x, *y in zip(first, *less, strict=True)):.0f} ms"
 
-    for way, trained in ways.items():
+    for mode, trained in modes.items():
         steps, (before, after) = trained.steps, trained.in_row
-        ratio = summary([mine.seconds / p.seconds for mine, p in zip(steps, ways["plain"].steps, strict=True)])
+        ratio = summary([mine.seconds / p.seconds for mine, p in zip(steps, modes["plain"].steps, strict=True)])
         most = 1e3 * max(step.collecting for step in steps)
         device = trained.traced
         kernels, gaps = (f"{1e3 * x:.0f} ms" for x in (device.busy_seconds, device.gap_seconds)) if device else ("", "")
         lines.append(
-            f"| {way} | {ms(steps, 'seconds')} | ×{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) "
+            f"| {mode} | {ms(steps, 'seconds')} | ×{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) "
             f"| {ms(before, 'seconds')} | {ms(after, 'seconds')} | {ms(steps, 'forward')} "
             f"| {ms(steps, 'forward', 'forward_queued')} | {ms(steps, 'collecting')}, at most {most:.0f} "
             f"| {kernels} | {gaps} | {max(step.peak_bytes for step in steps) / 2**30:.2f} GiB |"
@@ -197,26 +197,26 @@ def main() -> None:
     device, begun = torch.accelerator.current_accelerator() or torch.device("cpu"), time.monotonic()
     shape = SHAPES[name]
     model, inputs = shape.build(device, "full").train(), shape.inputs(tokens, 1, device)
-    ways: dict[str, Trained] = {}
-    for way in WAYS:
-        budget = int(MARGIN * ways["checkpointing"].peak_bytes) if way == WITHIN else 0
-        ways[way] = Trained(planned(memory_budget=budget) if budget else way, model, inputs)
-        print(f"{way}: {ways[way].warmup} steps to warm up", flush=True)
+    modes: dict[str, Trained] = {}
+    for mode in MODES:
+        budget = int(MARGIN * modes["checkpointing"].peak_bytes) if mode == WITHIN else 0
+        modes[mode] = Trained(planned(memory_budget=budget) if budget else mode, model, inputs)
+        print(f"{mode}: {modes[mode].warmup} steps to warm up", flush=True)
     for number in range(given.rounds):
         if number and time.monotonic() - begun > 60 * given.minutes:
             break
-        first = number % len(WAYS)
-        for way in (*WAYS[first:], *WAYS[:first]):
-            ways[way].steps.append(ways[way].step())
-    for trained in ways.values():
+        first = number % len(MODES)
+        for mode in (*MODES[first:], *MODES[:first]):
+            modes[mode].steps.append(modes[mode].step())
+    for trained in modes.values():
         trained.take_row()
-    for trained in ways.values():
+    for trained in modes.values():
         trained.traced = device_time(trained.step)
-    found = {way: trained.steps for way, trained in ways.items()}
-    in_row = {way: trained.in_row for way, trained in ways.items()}
-    traced = {way: trained.traced and trained.traced._asdict() for way, trained in ways.items()}
-    notes: dict[str, Any] = {way: trained.prepared.notes() for way, trained in ways.items()}
-    for trained in ways.values():
+    found = {mode: trained.steps for mode, trained in modes.items()}
+    in_row = {mode: trained.in_row for mode, trained in modes.items()}
+    traced = {mode: trained.traced and trained.traced._asdict() for mode, trained in modes.items()}
+    notes: dict[str, Any] = {mode: trained.prepared.notes() for mode, trained in modes.items()}
+    for trained in modes.values():
         trained.close()
     text = [
         f"# Modes in turn: {name}, {tokens} tokens, {device_name()}",
@@ -226,7 +226,7 @@ def main() -> None:
         "ends hardly after the host, the host decides. Made by `python -m benchmarks.suites.rounds`; every step is in",
         f"`run.json`: {', '.join(Step._fields)}.",
         "",
-        *table(ways),
+        *table(modes),
         "",
     ]
     print("\n".join(text))

@@ -1,11 +1,11 @@
-"""Ways to save activation memory on the simulated device: bytes moved, bytes kept, and waits of compute.
+"""Modes of saving activation memory on the simulated device: bytes moved, bytes kept, and waits of compute.
 
-Every way of ``benchmarks.peers`` that runs here trains the same small decoder on the same batch, on a device whose
+Every mode of ``benchmarks.peers`` that runs here trains the same small decoder on the same batch, on a device whose
 kernels and copies take a fixed time. Bytes are counted by a dispatch mode that sees every copy, peaks by the device's
 allocator; seconds are simulated, so that a busy machine changes none (except ``Auto``'s measurements). They show
-how ways differ, and say nothing about a real device.
+how modes differ, and say nothing about a real device.
 
-    python -m tests.simdev.run tests.simdev.peers [--ways 'plain;TRL'] [--tokens 256] [--out DIR]
+    python -m tests.simdev.run tests.simdev.peers [--modes 'plain;TRL'] [--tokens 256] [--out DIR]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import case
 from benchmarks.case import Case, Row
-from benchmarks.peers import all_ways
+from benchmarks.peers import all_modes
 from benchmarks.results_folder import RESULTS, write_result
 from tests.simdev.device import configured
 
@@ -65,13 +65,13 @@ def report(rows: list[tuple[int, Row]], about: Case) -> str:
         "| method | link, GB/s | bits | out, MB | in, MB | peak, MB | ÷ plain | step, ms | ÷ plain | waits, ms |",
         "| --- | ---: | --- |" + " ---: |" * 7,
     ]
-    plain = {rate: row for rate, row in rows if row.case.way == "plain" and row.seconds}
-    absent = [row.case.way for _, row in rows if row.status.startswith(ABSENT)]
+    plain = {rate: row for rate, row in rows if row.case.mode == "plain" and row.seconds}
+    absent = [row.case.mode for _, row in rows if row.status.startswith(ABSENT)]
     table: dict[tuple[str, ...], list[str]] = {}
     for rate, row in rows:
         if not row.status.startswith(ABSENT):
-            table.setdefault((row.case.way, *_cells(row, plain.get(rate))), []).append(f"{rate / 1e9:g}")
-    lines += [f"| {way} | {', '.join(rates)} | {' | '.join(cells)} |" for (way, *cells), rates in table.items()]
+            table.setdefault((row.case.mode, *_cells(row, plain.get(rate))), []).append(f"{rate / 1e9:g}")
+    lines += [f"| {mode} | {', '.join(rates)} | {' | '.join(cells)} |" for (mode, *cells), rates in table.items()]
     lines += ["", f"Not installed: {'; '.join(absent)}."] if absent else []
     lines += ["", "Read in their sources:", ""]
     return "\n".join([*lines, *(f"- {name}: {text}." for name, text in BY_NAME.items()), ""])
@@ -90,19 +90,19 @@ def _cells(row: Row, beside: Row | None) -> list[str]:
 
 
 def main() -> None:
-    """Measure, and write the results after every way."""
+    """Measure, and write the results after every mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default="", help="names, separated by semicolons; default: all")
+    parser.add_argument("--modes", default="", help="names, separated by semicolons; default: all")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, default=RESULTS / "peers_simulated-device")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[tuple[int, Row]] = []
-    chosen = given.ways.split(";") if given.ways else [*all_ways(), *NARROW]
-    for way in chosen:
+    chosen = given.modes.split(";") if given.modes else [*all_modes(), *NARROW]
+    for mode in chosen:
         for rate in RATES:
-            rows.append((rate, measure(Case(way=way, model="tiny", tokens=given.tokens, steps=1), rate)))
-            print(f"{way}, {rate / 1e9:g} GB/s: {rows[-1][1].status}", flush=True)
+            rows.append((rate, measure(Case(mode=mode, model="tiny", tokens=given.tokens, steps=1), rate)))
+            print(f"{mode}, {rate / 1e9:g} GB/s: {rows[-1][1].status}", flush=True)
             if not rows[-1][1].seconds:
                 break  # the rate does not matter there
         found: dict[str, Any] = {"rows": [{"rate": rate, **asdict(row)} for rate, row in rows]}

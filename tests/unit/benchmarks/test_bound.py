@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.case import Case, Row
-from benchmarks.peers import planned, way_named
+from benchmarks.peers import mode_named, planned
 from benchmarks.suites.bound import SLOWDOWNS, aims, kept_promises, table, total
 
 MIB = 1 << 20
 
 
-def row(way: str, peak_mib: int, seconds: list[float], **predicted: float) -> Row:
-    case = Case(way=way, model="small", tokens=512, batch=2)
+def row(mode: str, peak_mib: int, seconds: list[float], **predicted: float) -> Row:
+    case = Case(mode=mode, model="small", tokens=512, batch=2)
     notes = {"predicted": predicted} if predicted else {}
     return Row(case=case, seconds=seconds, base_bytes=100 * MIB, peak_bytes=peak_mib * MIB, notes=notes)
 
 
 def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None:
-    ways = aims([])
-    assert ways == ["plain", *(planned(max_slowdown=s) for s in SLOWDOWNS)]
-    rows = [row(way, 900 - 100 * place, [1.0]) for place, way in enumerate(ways)]
-    assert aims(rows[:-1]) == ways
+    modes = aims([])
+    assert modes == ["plain", *(planned(max_slowdown=s) for s in SLOWDOWNS)]
+    rows = [row(mode, 900 - 100 * place, [1.0]) for place, mode in enumerate(modes)]
+    assert aims(rows[:-1]) == modes
     budgets = [planned(memory_budget=(100 + 500 + between) * MIB) for between in (100, 200, 300)]
-    assert aims(rows)[len(ways) :] == budgets
-    assert aims([*rows, *(row(way, 1, [1.0]) for way in ways)]) == aims(rows), "budgets follow from the first round"
+    assert aims(rows)[len(modes) :] == budgets
+    assert aims([*rows, *(row(mode, 1, [1.0]) for mode in modes)]) == aims(rows), "budgets follow from the first round"
 
 
 def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
@@ -36,7 +36,7 @@ def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
     rows = [
         row("plain", 300, [1.0, 1.0, 1.2]), row(budget, 100, [1.05, 1.05, 1.32], **said),
         row(planned(max_slowdown=0.05), 100, [1.1, 1.1, 1.32], **said),
-        Row(case=Case(way="x", model="small", tokens=512), status="no"),
+        Row(case=Case(mode="x", model="small", tokens=512), status="no"),
     ]  # fmt: skip
     lines = table(rows)[2:]
     assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.000) |  |  |  |  | ok |" in lines[0]
@@ -51,10 +51,10 @@ def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
     assert total(rows[0]) == 400 * MIB
 
 
-def test_a_way_is_named_by_its_arguments() -> None:
-    assert way_named("plain").name == "plain"
-    assert way_named(planned(max_slowdown=0.3)).setting == "auto, max_slowdown=0.3"
-    assert way_named("ebbtide offload, window=1MiB").setting == "offload, window=1MiB"
+def test_a_mode_is_named_by_its_arguments() -> None:
+    assert mode_named("plain").name == "plain"
+    assert mode_named(planned(max_slowdown=0.3)).setting == "auto, max_slowdown=0.3"
+    assert mode_named("ebbtide offload, window=1MiB").setting == "offload, window=1MiB"
     for name in ("ebbtide nothing", "ebbtide auto, x", "TRLs"):
-        with pytest.raises(ValueError, match="is no way"):
-            way_named(name)
+        with pytest.raises(ValueError, match="is no mode"):
+            mode_named(name)

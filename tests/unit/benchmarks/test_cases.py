@@ -16,7 +16,7 @@ from benchmarks import case as case_module
 from benchmarks import cases as cases_module
 from benchmarks.case import Case, CopyCount, Row, digests, most_allocated, run
 from benchmarks.cases import Book, against_plain, compact_memory, run_in_lockstep, table
-from benchmarks.peers import Prepared, Way, absent, all_ways
+from benchmarks.peers import Mode, Prepared, absent, all_modes
 from benchmarks.shapes import Shape
 from benchmarks.suites.longest import longest
 from benchmarks.suites.pareto import cases, report
@@ -39,22 +39,24 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case_module, "SHAPES", {"linear": Shape(make=lambda: Returns(8, 8), feed=feed)})
 
 
-def with_way(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[nn.Module], Generator[Prepared]], **given: Any) -> Row:
-    monkeypatch.setattr(case_module, "way_named", lambda name: Way(name=name, prepare=prepare, **given))
-    return run(Case(way="w", model="linear", tokens=16, steps=2))
+def with_mode(
+    monkeypatch: pytest.MonkeyPatch, prepare: Callable[[nn.Module], Generator[Prepared]], **given: Any
+) -> Row:
+    monkeypatch.setattr(case_module, "mode_named", lambda name: Mode(name=name, prepare=prepare, **given))
+    return run(Case(mode="w", model="linear", tokens=16, steps=2))
 
 
-def test_a_way_whose_gradients_are_equal_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_whose_gradients_are_equal_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     undone: list[bool] = []
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
         yield Prepared(model=model)
         undone.append(True)
 
-    row = with_way(monkeypatch, prepare)
+    row = with_mode(monkeypatch, prepare)
     assert row.status == "ok" and len(row.seconds) == 2 and row.base_bytes > 0 and undone == [True]
     assert row.gate == "2 gradients, bitwise equal, at 16 tokens"
-    assert json.loads(json.dumps(asdict(row)))["case"]["way"] == "w"
+    assert json.loads(json.dumps(asdict(row)))["case"]["mode"] == "w"
 
 
 def test_no_number_where_a_gradient_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +65,7 @@ def test_no_number_where_a_gradient_differs(monkeypatch: pytest.MonkeyPatch) -> 
         yield Prepared(model=model)
         handle.remove()
 
-    row = with_way(monkeypatch, prepare)
+    row = with_mode(monkeypatch, prepare)
     assert row.status == "differs: 1 of 2 gradients, such as bias" and row.seconds == [] and row.peak_bytes == 0
 
 
@@ -76,16 +78,16 @@ def test_what_goes_wrong_is_the_rows_status(error: Exception, status: str, monke
         raise error
         yield
 
-    assert with_way(monkeypatch, prepare).status == status
+    assert with_mode(monkeypatch, prepare).status == status
 
 
 def test_a_missing_package_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_way(monkeypatch, lambda model: iter(()), package="no-such-peer").status == (  # type: ignore[arg-type]
+    assert with_mode(monkeypatch, lambda model: iter(()), package="no-such-peer").status == (  # type: ignore[arg-type]
         "not installed: pip install no-such-peer"
     )
-    way = Way(name="w", prepare=lambda model: iter(()), package="pytest", accelerator=True)  # type: ignore[arg-type]
-    assert absent(way, accelerated=False) == "not run: its package needs an accelerator"
-    assert absent(way, accelerated=True) is None
+    mode = Mode(name="w", prepare=lambda model: iter(()), package="pytest", accelerator=True)  # type: ignore[arg-type]
+    assert absent(mode, accelerated=False) == "not run: its package needs an accelerator"
+    assert absent(mode, accelerated=True) is None
 
 
 def test_digests_see_one_bit_and_its_place() -> None:
@@ -133,13 +135,13 @@ def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
     monkeypatch.setattr(cases_module, "run_in_lockstep", runs)
     monkeypatch.setattr(cases_module, "COMPACT_MEMORY", tmp_path / "compact_memory")
     book = Book("trial", tmp_path, 1.0, report, {"small": True})
-    book.run(Case(way="plain", model="tiny", tokens=128))
+    book.run(Case(mode="plain", model="tiny", tokens=128))
     first = json.loads((tmp_path / "run.json").read_text())
     assert [r["status"] for r in first["rows"]] == ["ok"]
     assert first["memory_compacted"] and (tmp_path / "compact_memory").read_text() == "1"
-    book.run(Case(way="torchtune", model="tiny", tokens=128))
+    book.run(Case(mode="torchtune", model="tiny", tokens=128))
     book._ends = 0.0
-    book.run(Case(way="save_on_cpu", model="tiny", tokens=128))
+    book.run(Case(mode="save_on_cpu", model="tiny", tokens=128))
     found = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert [r["status"].split(":")[0] for r in found][::2] == ["ok", "not reached"] and len(ran) == 1
     assert found[1]["status"].startswith(("not installed", "not run"))
@@ -153,8 +155,8 @@ def test_memory_that_may_not_be_compacted_is_no_error(tmp_path: Path, monkeypatc
 
 def test_cases_in_lockstep_take_each_step_together() -> None:
     """Each case writes when it may take a step; a failing case leaves its steps to the others."""
-    ways = ("plain", "ebbtide keep", "no such way")
-    tried = [Case(way=way, model="tiny", tokens=32, steps=3, gate_tokens=16, lockstep=True) for way in ways]
+    modes = ("plain", "ebbtide keep", "no such mode")
+    tried = [Case(mode=mode, model="tiny", tokens=32, steps=3, gate_tokens=16, lockstep=True) for mode in modes]
     plain, keep, unknown = run_in_lockstep(tried)
     assert (plain.status, keep.status) == ("ok", "ok")
     assert len(plain.seconds) == len(keep.seconds) == 3 and plain.allocated_bytes > 0
@@ -167,7 +169,7 @@ def test_cases_that_memory_does_not_hold_together_follow_one_another(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(share_module, "free_memory_bytes", lambda: 1024**2)
-    tried = [Case(way="plain", model="tiny", tokens=32, steps=2, gate_tokens=16, lockstep=True)] * 2
+    tried = [Case(mode="plain", model="tiny", tokens=32, steps=2, gate_tokens=16, lockstep=True)] * 2
     rows = run_in_lockstep(tried)
     assert [(row.status, len(row.seconds), row.case.lockstep) for row in rows] == [("ok", 2, False)] * 2
     assert "The cases follow one another: 2 at once need " in capfd.readouterr().out
@@ -183,10 +185,10 @@ def test_the_most_that_tensors_hold_is_exact() -> None:
     assert 16_000 <= most_allocated(act) < 16_100  # and a few scalars
 
 
-def test_every_way_is_a_row_of_every_group() -> None:
-    found = list(cases(small=True, models=[], ways=[]))
-    assert {case.way for case in found} == set(all_ways()) and {case.tuning for case in found} == {"full", "lora"}
-    large = list(cases(small=False, models=[], ways=["plain"]))
+def test_every_mode_is_a_row_of_every_group() -> None:
+    found = list(cases(small=True, models=[], modes=[]))
+    assert {case.mode for case in found} == set(all_modes()) and {case.tuning for case in found} == {"full", "lora"}
+    large = list(cases(small=False, models=[], modes=["plain"]))
     short = {(c.batch, c.tokens) for c in large if c.batch > 1}
     assert short == {(b, t) for b in (8, 16) for t in (256, 512, 1024)} and large[0].model == "Qwen3-8B"
     lines = table([Row(case=found[0], status="out of memory")])
@@ -209,11 +211,11 @@ def plainly(model: nn.Module) -> Generator[Prepared]:
 
 def test_a_gate_on_a_device_that_does_not_repeat_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(case_module.SHAPES, "linear", Shape(make=lambda: Unsteady(8, 8), feed=feed))
-    row = with_way(monkeypatch, plainly)
+    row = with_mode(monkeypatch, plainly)
     assert row.status == "ok" and len(row.seconds) == 2
     assert row.gate == "2 gradients, bitwise equal, with deterministic algorithms, at 16 tokens"
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(Unsteady, "steady", False)
-    row = with_way(monkeypatch, plainly)
+    row = with_mode(monkeypatch, plainly)
     assert row.status.startswith("not compared") and not row.seconds and not row.peak_bytes
     assert not torch.are_deterministic_algorithms_enabled()

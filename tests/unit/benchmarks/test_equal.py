@@ -7,7 +7,7 @@ from benchmarks.suites.equal import RUNS, report, table
 
 
 def rows(*seconds: float) -> list[Row]:
-    case = Case(way="plain", model="tiny", tokens=64)
+    case = Case(mode="plain", model="tiny", tokens=64)
     return [Row(case=case, seconds=[one, one, 9 * one]) for one in seconds]
 
 

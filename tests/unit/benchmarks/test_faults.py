@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from benchmarks.case import Case, Row
 from benchmarks.cases import against_plain
-from benchmarks.peers import way_named
-from benchmarks.suites.faults import WAYS, table
+from benchmarks.peers import mode_named
+from benchmarks.suites.faults import MODES, table
 
 MIB = 1 << 20
 
 
-def row(way: str, seconds: float, faults: int, tokens: int = 256) -> Row:
-    case = Case(way=way, model="tiny", tokens=tokens)
+def row(mode: str, seconds: float, faults: int, tokens: int = 256) -> Row:
+    case = Case(mode=mode, model="tiny", tokens=tokens)
     times = [seconds, seconds, 9 * seconds]
     return Row(
         case=case,
@@ -35,8 +35,8 @@ def test_ordinary_training_first_and_last_is_one_yardstick() -> None:
     assert [ratios[:1] for ratios in against_plain(rows)] == [[1.0], [4 / 3], []]
 
 
-def test_every_way_is_known_and_plain_is_first() -> None:
-    assert [way_named(way).name for way in WAYS] == list(WAYS) and WAYS[0] == "plain"
+def test_every_mode_is_known_and_plain_is_first() -> None:
+    assert [mode_named(mode).name for mode in MODES] == list(MODES) and MODES[0] == "plain"
 
 
 def test_a_step_is_divided_by_the_plain_one_of_its_lockstep() -> None:
@@ -46,7 +46,7 @@ def test_a_step_is_divided_by_the_plain_one_of_its_lockstep() -> None:
         row("plain", 7.0, 1, tokens=512),
     ]  # fmt: skip
     assert against_plain(rows)[1] == [1.5] * 3 and against_plain(rows)[3] == [2.0] * 3
-    lines = table([*rows, Row(case=Case(way="ebbtide keep", model="tiny", tokens=512), status="no")])[2:]
+    lines = table([*rows, Row(case=Case(mode="ebbtide keep", model="tiny", tokens=512), status="no")])[2:]
     assert lines[1] == (
         "| 256 | ebbtide auto | 120 | 0.10 s | 4.00 s | x1.750 (1.500 to 2.000) | 2.0 MiB | 512.0 KiB | ok |"
     )

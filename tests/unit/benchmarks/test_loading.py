@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.loading_ways import MIB, PLAIN, RAW, WAYS
+from benchmarks.loaders import LOADERS, MIB, PLAIN, RAW
 from benchmarks.suites.loading import Bench, measure, report
 
 SHARD = 100 * MIB
@@ -23,18 +23,21 @@ def _rank(above: int, disk: int, digest: str, seconds: float) -> dict[str, Any]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record real loads; ``DCP, load`` reads other bytes, and one way fails."""
+    """Record real loads; ``DCP, load`` reads other bytes, and one loader fails."""
     done: list[str] = []
 
-    def load(self: Bench, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
-        done.append(f"{way} {number}")
-        if way == "DCP, from rank 0" or (way == PLAIN and number == 1):
+    def load(self: Bench, loader: str, dtype: str, world: int, number: int) -> dict[str, Any]:
+        done.append(f"{loader} {number}")
+        if loader == "DCP, from rank 0" or (loader == PLAIN and number == 1):
             return {"error": "no room | at all"}
-        above = (12 if way.startswith("ebb") else 500) * MIB
-        if way == RAW:
+        above = (12 if loader.startswith("ebb") else 500) * MIB
+        if loader == RAW:
             return {"ranks": [_rank(16 * MIB, 100 * MIB, "none", 1.5) for _ in range(world)]}
-        digest, seconds = "other" if way == "DCP, load" else "same", 2.5 if way.startswith("transformers") else 2.0
-        seconds += way in ("DCP, load", PLAIN, "accelerate, from rank 0")
+        digest, seconds = (
+            "other" if loader == "DCP, load" else "same",
+            2.5 if loader.startswith("transformers") else 2.0,
+        )
+        seconds += loader in ("DCP, load", PLAIN, "accelerate, from rank 0")
         return {"ranks": [_rank(above, 100 * MIB, digest, seconds) for _ in range(world)]}
 
     monkeypatch.setattr(Bench, "_load", load)
@@ -49,26 +52,29 @@ def _bench(work: Path) -> Bench:
 
 def test_a_load_that_is_done_is_not_done_again(tmp_path: Path, loads: list[str]) -> None:
     first = measure(_bench(tmp_path), "bfloat16", 2, 2)
-    assert len(loads) == 2 * len(WAYS)
-    assert loads[0].endswith(" 0") and loads[0].rsplit(" ", 1)[0] != loads[len(WAYS)].rsplit(" ", 1)[0]
+    assert len(loads) == 2 * len(LOADERS)
+    assert loads[0].endswith(" 0") and loads[0].rsplit(" ", 1)[0] != loads[len(LOADERS)].rsplit(" ", 1)[0]
     assert measure(_bench(tmp_path), "bfloat16", 2, 2) == first
-    assert len(loads) == 2 * len(WAYS)
+    assert len(loads) == 2 * len(LOADERS)
     assert measure(_bench(tmp_path), "bfloat16", 2, 1) == first, "finished loads count"
     measure(_bench(tmp_path), "bfloat16", 2, 3)
-    assert len(loads) == 3 * len(WAYS)
+    assert len(loads) == 3 * len(LOADERS)
 
 
-def test_ways_that_are_not_run_often_are_run_once(tmp_path: Path, loads: list[str]) -> None:
+def test_loaders_that_are_not_run_often_are_run_once(tmp_path: Path, loads: list[str]) -> None:
     rows = measure(_bench(tmp_path), "bfloat16", 2, 3, ["ebbtide, slices", "transformers DistributedConfig"])
-    assert len(loads) == len(WAYS) + 2 * 2
-    turns = [loads[len(WAYS) + 2 * number].rsplit(" ", 1)[0] for number in range(2)]
+    assert len(loads) == len(LOADERS) + 2 * 2
+    turns = [loads[len(LOADERS) + 2 * number].rsplit(" ", 1)[0] for number in range(2)]
     assert turns == ["transformers DistributedConfig", "ebbtide, slices"], "each begins in turn"
-    assert [len(rows[way]["runs"]) for way in ("ebbtide, slices", "DCP, load")] == [3, 1]
+    assert [len(rows[loader]["runs"]) for loader in ("ebbtide, slices", "DCP, load")] == [3, 1]
     told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
     text = report({**told, "cases": {"2 ranks": rows}})
     assert "## 2 ranks: 3 rounds\n" in text
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
-    assert {way for way in WAYS if " to " in lines[way]} == {"ebbtide, slices", "transformers DistributedConfig"}
+    assert {loader for loader in LOADERS if " to " in lines[loader]} == {
+        "ebbtide, slices",
+        "transformers DistributedConfig",
+    }
 
 
 def test_rows_tell_memory_above_the_shard_and_what_was_read(tmp_path: Path, loads: list[str]) -> None:

@@ -1,8 +1,8 @@
-"""The ways of loading a sharded model that the suite on loading compares, and what one rank measures of one of them.
+"""The loaders of sharded models that the suite on loading compares, and what one rank measures of one of them.
 
 A rank is a process of its own, forked from one that has imported a training program's packages and done nothing else;
-before it measures it loads a tiny model in the same way, so that a library's one-time imports and setup are not part of
-loading a model.
+before it measures it loads a tiny model with the same loader, so that a library's one-time imports and setup are not
+part of loading a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMPORTED = (
     "ebbtide.track",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "benchmarks.loading_ways",
+    "benchmarks.loaders",
 )
 """What a program has imported anyway."""
 WIDE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 38400}
@@ -168,7 +168,7 @@ RAW_THREADS = 4
 RAW_BUFFER_BYTES = 16 * MIB
 RAW = "raw reads"
 PLAIN = "from_pretrained on each rank"
-WAYS: dict[str, Callable[[str, torch.dtype], Any]] = {
+LOADERS: dict[str, Callable[[str, torch.dtype], Any]] = {
     "ebbtide, slices": ours,
     "ebbtide, broadcast": ours_broadcast,
     PLAIN: plain,
@@ -208,14 +208,14 @@ class _PrivatePeak:
             self.nbytes = max(self.nbytes, _status("RssAnon"))
 
 
-def rank_main(rank: int, world: int, folder: str, way: str, dtype: str, record: bool) -> None:
-    """Load in one way in this rank, and write its measurements to ``<folder>/rank-<rank>.json``.
+def rank_main(rank: int, world: int, folder: str, loader: str, dtype: str, record: bool) -> None:
+    """Load with one loader in this rank, and write its measurements to ``<folder>/rank-<rank>.json``.
 
     Args:
         rank: Rank of this process.
         world: Number of ranks.
         folder: Where ranks meet; the checkpoints ``big`` and ``tiny`` are next to it.
-        way: One of ``WAYS``.
+        loader: One of ``LOADERS``.
         dtype: Name of the dtype of the parameters.
         record: Also record memory over time on the first rank, into ``<folder>/run``.
     """
@@ -224,22 +224,22 @@ def rank_main(rank: int, world: int, folder: str, way: str, dtype: str, record: 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     home, as_dtype = Path(folder).parent, getattr(torch, dtype)
-    WAYS[way](str(home / "tiny"), as_dtype)
+    LOADERS[loader](str(home / "tiny"), as_dtype)
     gc.collect()
     torch.distributed.barrier()
-    found = _measured(way, str(home / "big"), as_dtype, Path(folder) / "run" if record and rank == 0 else None)
+    found = _measured(loader, str(home / "big"), as_dtype, Path(folder) / "run" if record and rank == 0 else None)
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def _measured(way: str, path: str, dtype: torch.dtype, run: Path | None) -> dict[str, Any]:
+def _measured(loader: str, path: str, dtype: torch.dtype, run: Path | None) -> dict[str, Any]:
     if run is not None:
-        return _recorded(way, path, dtype, run)
+        return _recorded(loader, path, dtype, run)
     base, base_private, disk = _status("VmRSS"), _status("RssAnon"), _disk_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     with _PrivatePeak() as private:
         started, processor = time.perf_counter(), time.process_time()
-        model = WAYS[way](path, dtype)
+        model = LOADERS[loader](path, dtype)
         locals_ = _touched(model)
         processor = time.process_time() - processor
         torch.distributed.barrier()
@@ -264,19 +264,19 @@ def _measured(way: str, path: str, dtype: torch.dtype, run: Path | None) -> dict
     }
 
 
-def _recorded(way: str, path: str, dtype: torch.dtype, run: Path) -> dict[str, Any]:
-    """Load while memory is recorded; ``load_sharded`` emits its own events, the other ways' events are emitted here."""
+def _recorded(loader: str, path: str, dtype: torch.dtype, run: Path) -> dict[str, Any]:
+    """Load while memory is recorded; ``load_sharded`` emits its own events, those of others are emitted here."""
     import ebbtide
     from ebbtide.base.events import BUS
 
-    with ebbtide.track_memory(run, mode=way, model="Qwen3 with random weights", sample_seconds=0.01):
-        if not way.startswith("ebbtide"):
-            BUS.emit("load", edge="begin", source=way, rank=0, bytes=None, seconds=None)
+    with ebbtide.track_memory(run, mode=loader, model="Qwen3 with random weights", sample_seconds=0.01):
+        if not loader.startswith("ebbtide"):
+            BUS.emit("load", edge="begin", source=loader, rank=0, bytes=None, seconds=None)
         started = time.perf_counter()
-        _touched(WAYS[way](path, dtype))
+        _touched(LOADERS[loader](path, dtype))
         seconds = time.perf_counter() - started
-        if not way.startswith("ebbtide"):
-            BUS.emit("load", edge="end", source=way, rank=0, bytes=None, seconds=round(seconds, 3))
+        if not loader.startswith("ebbtide"):
+            BUS.emit("load", edge="end", source=loader, rank=0, bytes=None, seconds=round(seconds, 3))
     for _ in ("loaded", "written"):  # where the ranks that are measured wait
         torch.distributed.barrier()
     return {"seconds": seconds}
@@ -292,6 +292,6 @@ def _touched(model: Any) -> dict[str, torch.Tensor]:
 
 def _digest(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
-        return "on meta"  # some ways leave buffers there
+        return "on meta"  # some loaders leave buffers there
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(data).hexdigest()}"
