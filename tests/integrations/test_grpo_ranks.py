@@ -20,20 +20,20 @@ REFERENCE = {"beta": 0.04, "num_iterations": 2, "max_steps": 4}
 LORA = {"train_type": "lora", "lora_rank": 2}
 
 CASES: dict[str, dict[str, Any]] = {
-    "fsdp2": {"strategy": "fsdp2", **REFERENCE, "save": True},
-    "fsdp2 auto": {"strategy": "fsdp2", **REFERENCE, **OURS},
-    "fsdp2 minimal": {"strategy": "fsdp2", **REFERENCE, **OURS, "gradient_checkpointing": True},
-    "fsdp2 lora": {"strategy": "fsdp2", **LORA, **REFERENCE},
-    "fsdp2 lora auto": {"strategy": "fsdp2", **LORA, **REFERENCE, **OURS},
-    "fsdp2 unpadded": {"strategy": "fsdp2", "padding_free": True},
-    "fsdp2 unpadded auto": {"strategy": "fsdp2", "padding_free": True, **OURS},
-    "fsdp2 divergence": {"strategy": "fsdp2", "kl_reward_coef": 0.1, "num_iterations": 2},
-    "fsdp2 divergence auto": {"strategy": "fsdp2", "kl_reward_coef": 0.1, "num_iterations": 2, **OURS},
-    "fsdp1": {"strategy": "fsdp", "beta": 0.04},
-    "fsdp1 auto": {"strategy": "fsdp", "beta": 0.04, **OURS},
+    "fsdp2": {"fsdp_strategy": "fsdp2", **REFERENCE, "save": True},
+    "fsdp2 auto": {"fsdp_strategy": "fsdp2", **REFERENCE, **OURS},
+    "fsdp2 minimal": {"fsdp_strategy": "fsdp2", **REFERENCE, **OURS, "gradient_checkpointing": True},
+    "fsdp2 lora": {"fsdp_strategy": "fsdp2", **LORA, **REFERENCE},
+    "fsdp2 lora auto": {"fsdp_strategy": "fsdp2", **LORA, **REFERENCE, **OURS},
+    "fsdp2 unpadded": {"fsdp_strategy": "fsdp2", "padding_free": True},
+    "fsdp2 unpadded auto": {"fsdp_strategy": "fsdp2", "padding_free": True, **OURS},
+    "fsdp2 divergence": {"fsdp_strategy": "fsdp2", "kl_reward_coef": 0.1, "num_iterations": 2},
+    "fsdp2 divergence auto": {"fsdp_strategy": "fsdp2", "kl_reward_coef": 0.1, "num_iterations": 2, **OURS},
+    "fsdp1": {"fsdp_strategy": "fsdp", "beta": 0.04},
+    "fsdp1 auto": {"fsdp_strategy": "fsdp", "beta": 0.04, **OURS},
     "ddp": {**REFERENCE},
     "ddp auto": {**REFERENCE, **OURS},
-    "saving": {"strategy": "fsdp2", **REFERENCE, **OURS, "num_iterations": 4, "max_steps": 6, "save_steps": 3},
+    "saving": {"fsdp_strategy": "fsdp2", **REFERENCE, **OURS, "num_iterations": 4, "max_steps": 6, "save_steps": 3},
 }
 
 

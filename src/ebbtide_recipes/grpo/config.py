@@ -17,7 +17,7 @@ from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.skeleton.rules import at_least, within
 
 ALIASES: Mapping[str, str] = {
-    **{name: field for name, field in LANGUAGE_ALIASES.items() if name != "strategy"},
+    **LANGUAGE_ALIASES,
     **verl.ALIASES,
     "reward_func": "reward_funcs",
     "max_response_length": "max_completion_length",
@@ -95,7 +95,6 @@ class GrpoConfig(LanguageConfig):
         vllm_server_port: Port of the server; default: 8000.
         vllm_server_timeout: Seconds to wait for the server at the start; default: 240.
         vllm_group_port: Port over which weights reach the server; default: 51216.
-        strategy: verl's flag: fsdp is FSDP1 and fsdp2 is FSDP2, full_shard.
         learning_rate: Peak learning rate; default: 1e-6 for full training, 1e-5 for adapters.
         per_device_train_batch_size: Completions in a micro-batch.
         per_device_eval_batch_size: Completions in a batch of the evaluation.
@@ -143,13 +142,11 @@ class GrpoConfig(LanguageConfig):
     vllm_server_port: int | None = None
     vllm_server_timeout: float | None = None
     vllm_group_port: int | None = None
-    strategy: Literal["fsdp", "fsdp2"] | None = None
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     output_dir: str = "runs/grpo"
 
     def __post_init__(self) -> None:
-        self._apply_strategy()
         super().__post_init__()
         _check_numbers(self)
         _check_server(self)
@@ -210,22 +207,6 @@ class GrpoConfig(LanguageConfig):
             vllm = COLOCATE if self.vllm_mode == "server" else SERVER
         idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
         return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
-
-    def _apply_strategy(self) -> None:
-        """Translate verl's ``strategy`` into the equivalent flags."""
-        if self.strategy is None:
-            return
-        version = 1 if self.strategy == "fsdp" else 2
-        sharded = self.fsdp_strategy in ("none", "full_shard")
-        if not sharded or self.fsdp_version not in (2, version):
-            raise ConfigError(
-                f"strategy is {self.strategy!r} with fsdp_strategy {self.fsdp_strategy!r} and fsdp_version "
-                f"{self.fsdp_version}",
-                expected=f"one meaning: {self.strategy} is fsdp_strategy 'full_shard' with fsdp_version {version}",
-                hint="leave --strategy out, or the other two",
-            )
-        object.__setattr__(self, "fsdp_strategy", "full_shard")
-        object.__setattr__(self, "fsdp_version", version)
 
 
 def _check_numbers(config: GrpoConfig) -> None:

@@ -16,7 +16,7 @@ ALIASES: Mapping[str, str] = {
     "data.shuffle": "dataset_shuffle",
     "data.dataloader_num_workers": "dataloader_num_workers",
     "actor_rollout_ref.model.use_remove_padding": "padding_free",
-    f"{_ACTOR}.strategy": "strategy",
+    f"{_ACTOR}.strategy": "fsdp_strategy",
     f"{_ACTOR}.ppo_epochs": "num_iterations",
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "per_device_train_batch_size",
     f"{_ACTOR}.clip_ratio_c": "delta",

@@ -11,6 +11,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.cli.arguments import read_arguments
 from ebbtide_recipes.grpo import rewards, verl
 from ebbtide_recipes.grpo.config import ALIASES, UNSUPPORTED, GrpoConfig
+from ebbtide_recipes.skeleton.sharding import resolved
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -75,7 +76,7 @@ def test_a_file_of_verls_is_one_run(tmp_path: Path) -> None:
         padding_free=True,
         activation_cpu_offload=True,
         gradient_checkpointing=True,
-        strategy="fsdp2",
+        fsdp_strategy="fsdp2",
         learning_rate=1e-6,
         num_iterations=2,
         per_device_train_batch_size=16,
@@ -88,13 +89,15 @@ def test_a_file_of_verls_is_one_run(tmp_path: Path) -> None:
         nproc_per_node=8,
         nnodes=1,
     )
+    config = resolved(config)
     assert (config.fsdp_strategy, config.fsdp_version) == ("full_shard", 2)
 
 
 def test_verls_keys_are_flags_too() -> None:
     config = read("--actor_rollout_ref.actor.strategy", "fsdp", "--actor_rollout_ref.rollout.n", "5")
-    assert (config.fsdp_strategy, config.fsdp_version, config.num_generations) == ("full_shard", 1, 5)
-    assert read("--strategy", "fsdp2").fsdp_version == 2
+    sharded = resolved(config)
+    assert (sharded.fsdp_strategy, sharded.fsdp_version, config.num_generations) == ("full_shard", 1, 5)
+    assert resolved(read("--strategy", "fsdp2")).fsdp_version == 2
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
@@ -126,8 +129,7 @@ def test_names_and_values_belong_to_something() -> None:
     ("flags", "said"),
     [
         (("--strategy", "megatron"), "--strategy is 'megatron'; expected .*fsdp.*fsdp2"),
-        (("--strategy", "fsdp", "--fsdp_strategy", "shard_grad_op"), "strategy is 'fsdp' with fsdp_strategy"),
-        (("--strategy", "fsdp2", "--fsdp_version", "1"), "strategy is 'fsdp2' .*fsdp_version 1"),
+        (("--strategy", "fsdp", "--fsdp_strategy", "shard_grad_op"), "fsdp_strategy is set twice: fsdp, shard_grad_op"),
         (("--num_generations", "1"), "num_generations is 1; expected 2 or more"),
         (("--max_completion_length", "0"), "max_completion_length is 0; expected 1 or more"),
         (("--temperature", "0"), "temperature is 0.0; expected a number above 0"),
@@ -242,9 +244,9 @@ def test_vllm_gets_no_adapters_from_shards_that_cannot_be_merged(
     from ebbtide_recipes.grpo import recipe
 
     monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: object())
-    config = GrpoConfig(use_vllm=True, train_type=train_type, strategy=strategy)
+    config = GrpoConfig(use_vllm=True, train_type=train_type, fsdp_strategy=strategy)
     with pytest.raises(ConfigError, match=f"use_vllm is true with adapters and {words}"):
-        recipe.RECIPE.check(config)
+        recipe.RECIPE.check(resolved(config))
 
 
 @pytest.mark.parametrize("preset", sorted((ROOT / "examples" / "grpo").glob("*.yaml")), ids=lambda path: path.name)
@@ -260,5 +262,5 @@ def test_the_guides_file_of_verls_is_one_run(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(guide.split("```yaml")[1].split("```")[0])
     config = read(str(file), "--reward_funcs", "accuracy")
-    assert (config.strategy, config.num_generations, config.padding_free) == ("fsdp2", 4, True)
+    assert (config.fsdp_strategy, config.num_generations, config.padding_free) == ("fsdp2", 4, True)
     assert config.completions(8) == 128
