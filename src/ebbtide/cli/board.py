@@ -28,7 +28,7 @@ class Board:
     Args:
         out: The comparison's folder.
         modes: In display order.
-        console: A rich console.
+        console: As ``plain_console`` returns it.
         warm_up: Steps of each child that do not count.
         flag: The flag that sets the number of steps.
     """
@@ -52,8 +52,8 @@ class Board:
         problem, run = _read(mode, ended, self._warm_up)
         if run is None:
             self._failures.setdefault(mode, []).append(f"round {index}: {problem}")
-            self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
-            self._console.print(ended.tail, markup=False, highlight=False, style="dim", soft_wrap=True)
+            self._console.print(f"{head}failed: {problem}", style="red")
+            self._console.print(ended.tail, style="dim")
             return
         self._rounds.setdefault(index, {})[mode] = run
         view = measured(run.summary)
@@ -63,7 +63,7 @@ class Board:
             f"activations {size(view.get('activation_bytes'))}",
             f"step {number(run.summary.get('step_seconds_median'), '{:.3f} s')}",
         ]
-        self._print(head + "  ".join(lines))
+        self._console.print(head + "  ".join(lines))
 
     def _spread(self) -> str:
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
@@ -89,12 +89,12 @@ class Board:
         if shown:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
-            self._print("")
+            self._console.print("")
             splits = {run.name: found for run in shown if (found := split(run)) is not None}
             words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
             for line in [*_counted(shown), *late, *equal, *words]:
-                self._print(line)
-            self._print(f"\n{self._out / REPORT_FILE}")
+                self._console.print(line)
+            self._console.print(f"\n{self._out / REPORT_FILE}")
         return modes
 
     def _wait_for_plans(self) -> list[str]:
@@ -171,11 +171,8 @@ class Board:
         for row in strings.rows:
             cells = [row[index] for index in shown]
             table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
-        self._print("")
-        self._console.print(table)
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print("")
+        self._console.print(table, soft_wrap=False)
 
 
 def _counted(runs: Sequence[Run]) -> list[str]:

@@ -66,7 +66,8 @@ class RunProgress:
     """Follow the runs of a comparison through their run files and print their progress.
 
     Args:
-        console: A rich console. On a terminal one line changes in place; elsewhere lines are printed at intervals.
+        console: As ``plain_console`` returns it. On a terminal one line changes in place; elsewhere lines are printed at
+            intervals.
         runs: Their total number.
         steps: Steps of each; ``None``: not known in advance.
         output: Name of the file of a run's output in its folder.
@@ -191,7 +192,7 @@ class RunProgress:
 
     def _print(self, words: str) -> None:
         self._shown_at = self._clock()
-        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(words)
 
 
 class WorkProgress:
@@ -217,12 +218,11 @@ class WorkProgress:
         if not self._stream.isatty():
             self.report(phase)
             return
-        from rich.console import Console
         from rich.text import Text
 
         text = Text(phase)  # brackets in a path are no markup
         if self._status is None:
-            self._status = Console(file=self._stream).status(text)
+            self._status = plain_console(self._stream).status(text)
             self._status.start()
         else:
             self._status.update(text)
@@ -230,10 +230,21 @@ class WorkProgress:
     def report(self, line: str) -> None:
         """Print a line that stays."""
         if self._status is not None:
-            self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._status.console.print(line)
         else:
             # Not by rich, which exits where a pipe is closed.
             print(line, file=self._stream, flush=True)
+
+
+def plain_console(file: TextIO | None = None) -> Any:
+    """Return a rich console that prints lines as they are: brackets are no markup, and long lines are not broken.
+
+    Args:
+        file: Where it prints; ``None``: standard output.
+    """
+    from rich.console import Console
+
+    return Console(file=file, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,12 +128,11 @@ def run_rounds(
         plan: The runs.
         start: Returns a child's command and environment.
         environment: Further fields of the result's environment.
-        console: A rich console.
+        console: As ``plain_console`` returns it.
         refuse: Called with each finished child until one was accepted; raises to skip the others.
     """
     warm_up = warm_up_steps()
-    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    report(_counted_words(plan, warm_up))
+    console.print(_counted_words(plan, warm_up))
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
     progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
     everywhere = {**_environment(plan), **environment}
@@ -150,12 +148,12 @@ def run_rounds(
                     board.add(number, plan.rounds, mode, ended)
 
                 starts = [_start(number, mode, start, plan.out) for mode in order]
-                run_round(starts, progress, ended=add, lockstep=plan.lockstep, report=report)
+                run_round(starts, progress, ended=add, lockstep=plan.lockstep, report=console.print)
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
             hint = f"hint: to compare again, name another folder with --out, or remove {plan.out}"
-            report(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
+            console.print(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
         finally:
             progress.end()
         modes_merged = board.finish(everywhere)
@@ -208,7 +206,7 @@ def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None
     lines += [f"  {mode:<16} {does[mode]}" for mode in plan.modes]
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def check_modes(modes: Sequence[str], rounds: int) -> None:

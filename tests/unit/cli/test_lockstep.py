@@ -30,7 +30,7 @@ class Round:
 
     def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True, small_bytes=0):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
-        console = Console(file=self.file, width=300)
+        console = Console(file=self.file, width=300, markup=False, highlight=False, soft_wrap=True)
 
         def start(mode, factor):
             command = [sys.executable, str(CHILD), str(folder / mode), str(folder / "log"), str(factor), str(steps)]
