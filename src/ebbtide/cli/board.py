@@ -12,7 +12,7 @@ from ebbtide.base.errors import DataError, counted
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
-from ebbtide.report import Run, html, load_run, split, verdicts
+from ebbtide.report import Run, html, load_run, splits_of, verdicts
 from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.report.verdict import LEAST_TIMED
 from ebbtide.track import write_summary
@@ -90,8 +90,7 @@ class Board:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
             self._console.print("")
-            splits = {run.name: found for run in shown if (found := split(run)) is not None}
-            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
+            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits_of(shown))
             for line in [*_counted(shown), *late, *equal, *words]:
                 self._console.print(line)
             self._console.print(f"\n{self._out / REPORT_FILE}")
