@@ -22,6 +22,7 @@ from ebbtide.report.table import (
     headline,
     losses_table,
     measured,
+    on_cpu,
     phases_table,
     section,
 )
@@ -131,8 +132,7 @@ def _memory_words(summary: Mapping[str, Any]) -> str:
     if measured(summary).get("activation_bytes") is None:
         return ""
     seen = "measured by another process" if summary.get("outside") else "sampled by the run itself"
-    on_cpu = summary.get("device") in (None, "cpu")
-    kind = f"resident memory, {seen}" if on_cpu else "allocated device memory, sampled by the run itself"
+    kind = f"resident memory, {seen}" if on_cpu(summary) else "allocated device memory, sampled by the run itself"
     return (
         f"Memory is {kind}. Activation memory is the growth during forward and loss, before backward begins: "
         "in the step with a trimmed heap, or the median over the counted steps."
