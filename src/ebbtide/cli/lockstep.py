@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,6 @@ from ebbtide.cli.progress import RunProgress, RunReader
 
 GROWTH = 1.25
 """A run's memory after its first step, times this, is expected to be its peak."""
-
-_FREE_PIECES = Path("/proc/buddyinfo")
-_HUGE_ORDER = 9
 
 _FIRST_SLOW = (
     "The first run may be up to a fifth slower than equal ones: it gets the memory that is free in small pieces\n"
@@ -62,6 +58,8 @@ def run_round(
         ended: Called with the mode and the outcome of each run.
         report: Called with the reason, if the runs follow one another.
     """
+    from ebbtide.store.pages import small_free_bytes  # its package imports torch, which `--help` does without
+
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
         small_bytes = small_free_bytes()
@@ -129,20 +127,6 @@ def _step(child: Child, reader: RunReader, progress: RunProgress) -> Ended | Non
     return child.follow(over)
 
 
-def small_free_bytes(pieces: Path = _FREE_PIECES) -> int:
-    """Return how much of the free memory lies in pieces smaller than a huge page; 0 where that is unknown.
-
-    Args:
-        pieces: Lists, for each zone of memory, the number of its free pieces of 1, 2, 4, ... pages.
-    """
-    try:
-        zones = [line.partition("zone")[2].split()[1:] for line in pieces.read_text().splitlines()]
-        pages = sum(int(number) << order for zone in zones for order, number in enumerate(zone[:_HUGE_ORDER]))
-    except (OSError, ValueError):
-        return 0
-    return pages * mmap.PAGESIZE
-
-
 def is_first_slow(small_bytes: int, one_bytes: int) -> bool:
     """Whether the run that starts first may get much slower memory than the others.
 
@@ -153,7 +137,7 @@ def is_first_slow(small_bytes: int, one_bytes: int) -> bool:
         small_bytes: Free memory in small pieces before the first run.
         one_bytes: The first run's memory.
     """
-    from ebbtide.store.pages import host_reclaims_pages  # it imports torch, which starting a run does not need
+    from ebbtide.store.pages import host_reclaims_pages  # as above
 
     return host_reclaims_pages() and 2 * small_bytes > one_bytes
 
@@ -171,7 +155,7 @@ def why_alone(one_bytes: int, *, runs: int, device: str, processes: int = 1) -> 
         return f"each has {processes} processes"
     if device != "cpu":
         return f"they train on one {device}"
-    from ebbtide.store.share import free_memory_bytes  # it imports torch, which starting a run does not need
+    from ebbtide.store.share import free_memory_bytes  # as above
 
     needed, free = int(one_bytes * GROWTH * runs) - one_bytes, free_memory_bytes()
     if needed <= free:

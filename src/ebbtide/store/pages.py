@@ -1,4 +1,4 @@
-"""Back memory with pages before it is used: pinned memory by several threads.
+"""Pages of memory: back it with them before it is used, huge ones too; and the pages of files in the page cache.
 
 Registering memory faults its pages in on one thread, under a lock of the driver: tenths of a second per GiB, in the
 middle of the first step. ``MADV_POPULATE_WRITE`` (Linux 5.14) does that part beforehand, without the GIL; on older
@@ -24,11 +24,13 @@ from ebbtide.store.share import ranks_of
 HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
 _HUGE_ORDER = 9
+"""Power of two: the pages in a huge one."""
 _PIECE_BYTES = 64 << 20
 _MOST_THREADS = 8
 _LOW_BIT = bytes(i & 1 for i in range(256))
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _REPORTED_ORDER = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+_FREE_PIECES = Path("/proc/buddyinfo")
 
 
 def populate(address: int, nbytes: int, memory: object) -> None:
@@ -136,6 +138,20 @@ def host_reclaims_pages(order: Path = _REPORTED_ORDER) -> bool:
         return 0 <= int(order.read_text()) <= _HUGE_ORDER
     except (OSError, ValueError):
         return False
+
+
+def small_free_bytes(pieces: Path = _FREE_PIECES) -> int:
+    """Return how much of the free memory lies in pieces smaller than a huge page; 0 where that is unknown.
+
+    Args:
+        pieces: Lists, for each zone of memory, the number of its free pieces of 1, 2, 4, ... pages.
+    """
+    try:
+        zones = [line.partition("zone")[2].split()[1:] for line in pieces.read_text().splitlines()]
+        pages = sum(int(number) << order for zone in zones for order, number in enumerate(zone[:_HUGE_ORDER]))
+    except (OSError, ValueError):
+        return 0
+    return pages * mmap.PAGESIZE
 
 
 def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:

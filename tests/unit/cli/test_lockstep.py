@@ -1,7 +1,6 @@
 """The runs of a round go in lockstep, and the obstacles to it."""
 
 import io
-import mmap
 import os
 import sys
 import threading
@@ -12,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, read_events
-from ebbtide.cli import lockstep as lockstep_module
-from ebbtide.cli.lockstep import Start, is_first_slow, run_round, small_free_bytes, why_alone
+from ebbtide.cli.lockstep import Start, is_first_slow, run_round, why_alone
 from ebbtide.cli.merge import merge
 from ebbtide.cli.progress import RunProgress
 from ebbtide.store import share as share_module
@@ -46,7 +44,7 @@ class Round:
         progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
         self.reasons = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lockstep_module, "small_free_bytes", lambda: small_bytes)
+            patch.setattr("ebbtide.store.pages.small_free_bytes", lambda: small_bytes)
             run_round(
                 starts,
                 progress,
@@ -125,22 +123,6 @@ def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     # Medians of steps 2 to 4 of each run.
     merged = {mode["mode"]: mode for mode in merge({1: alone.summaries()}, list(FACTORS), {})}
     assert merged["checkpointing"]["step_ratio"]["median"] == 1.5
-
-
-def test_free_memory_in_small_pieces_is_read_of_all_zones(tmp_path):
-    pieces = tmp_path / "buddyinfo"
-    pieces.write_text(
-        "Node 0, zone      DMA      1      0      0      0      0      0      0      0      1      1      3\n"
-        "Node 0, zone   Normal      2      1      0      0      0      0      0      0      0    822    719\n"
-    )
-    assert small_free_bytes(pieces) == (1 + 256 + 2 + 2) * mmap.PAGESIZE
-
-
-@pytest.mark.parametrize("text", ["", "Node 0, zone DMA one two", None])
-def test_free_memory_in_pieces_of_unknown_size_warns_of_nothing(tmp_path, text):
-    if text is not None:
-        (tmp_path / "buddyinfo").write_text(text)
-    assert small_free_bytes(tmp_path / "buddyinfo") == 0
 
 
 @pytest.mark.parametrize(("reclaims", "small", "slow"), [(True, 6, True), (True, 5, False), (False, 60, False)])
