@@ -14,7 +14,7 @@ import torch
 from ebbtide.base.errors import DiskFullError
 from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
-from ebbtide.store.aligned import BackingFile, Split
+from ebbtide.store.aligned import BackingFile, split
 from ebbtide.store.buffers import Buffer, BufferPool
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
 from ebbtide.store.faults import Fault
@@ -47,10 +47,9 @@ class Parcel:
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
         self.nbytes, self.address = source.numel(), source.data_ptr()
-        split = Split.of(self.address, self.nbytes, align_bytes)
-        self.interior_bytes = split.interior_bytes
-        self.head = ctypes.string_at(self.address, split.head_bytes)
-        self.tail = ctypes.string_at(self.address + self.nbytes - split.tail_bytes, split.tail_bytes)
+        head_bytes, self.interior_bytes, tail_bytes = split(self.address, self.nbytes, align_bytes)
+        self.head = ctypes.string_at(self.address, head_bytes)
+        self.tail = ctypes.string_at(self.address + self.nbytes - tail_bytes, tail_bytes)
         on_disk = self.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
         self.state = ParcelState.QUEUED if on_disk else ParcelState.PARKED
