@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError, DataError, few, note_place, spelled
+from ebbtide.base.errors import ConfigError, DataError, few, note_place
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
@@ -25,13 +25,13 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import NameMap, check_plan, make_plan, values_of, word
+from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, word
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
 from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
-from ebbtide.load.together import Meet, Ranks
+from ebbtide.load.together import Meet, Ranks, by_rank
 from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
@@ -140,7 +140,7 @@ class Loading:
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
-            shown = few(left, count=8)
+            shown = few(left, count=SHOWN)
             logger.warning("%d attributes have tensors on meta, which are not loaded: %s", len(left), shown)
         return sharded
 
@@ -188,8 +188,9 @@ class Loading:
         sees, source = [s["sees"] for s in sights], self.options.source
         blind, kinds = [r for r, s in enumerate(sees) if not s], {s for s in sees if s}
         if len(kinds) > 1:
+            seen = by_rank({rank: sight[:8] or "nothing" for rank, sight in enumerate(sees)})
             raise DataError(
-                f"ranks see {len(kinds)} different checkpoints ({_spelled(sees)})",
+                f"ranks see {len(kinds)} different checkpoints ({seen})",
                 expected="the same tensors, dtypes and files on each rank that sees a checkpoint",
                 hint="check that every machine has the same copy",
             )
@@ -247,7 +248,7 @@ class Loading:
             catalog = {"made by the model": plan.missing, "kept as they are": plan.kept, "not used": plan.unexpected}
             for what, names in catalog.items():
                 if names and self.ranks.me == 0:
-                    shown = few(names, count=8)
+                    shown = few(names, count=SHOWN)
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
         self._four.settle(self.plan.sources)
         return {}
@@ -319,10 +320,3 @@ class Loading:
             BUS.emit(
                 "load", edge="progress", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=None
             )
-
-
-def _spelled(sees: Sequence[str]) -> str:
-    by_sight: dict[str, list[int]] = {}
-    for rank, sight in enumerate(sees):
-        by_sight.setdefault(sight, []).append(rank)
-    return "; ".join(f"{spelled(ranks)}: {sight[:8] or 'nothing'}" for sight, ranks in by_sight.items())

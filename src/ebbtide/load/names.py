@@ -27,7 +27,7 @@ UNSAVED = "(buffer) "
 """Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
 
 SHOWN = 8
-"""Names of one kind that an error lists."""
+"""Names of one kind that an error or a warning lists."""
 
 _COPY = re.compile(r"(?<=\.)(?:modules_to_save|ln_tuning_layers)\.[^.]+\.")
 
