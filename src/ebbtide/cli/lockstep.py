@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ebbtide.base.units import format_size
@@ -21,30 +20,20 @@ _FIRST_SLOW = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """How a run is started.
-
-    Attributes:
-        mode: Its mode.
-        what: Its round and mode, for the progress.
-        folder: Its run folder.
-        prepare: Returns its command and its complete environment; called when it is started.
-    """
-
-    mode: str
-    what: str
-    folder: Path
-    prepare: Callable[[], tuple[Sequence[str], Mapping[str, str]]]
+StartOf = Callable[[str, Path], tuple[list[str], dict[str, str]]]
+"""Mode and run folder → a child's command and its complete environment; called when it is started."""
 
 
 def run_round(
-    starts: Sequence[Start],
+    name: str,
+    modes: Sequence[str],
+    folder: Path,
+    start: StartOf,
     progress: RunProgress,
     *,
     ended: Callable[[str, Ended], None],
-    lockstep: bool = True,
-    report: Callable[[str], None] = lambda words: None,
+    lockstep: bool,
+    report: Callable[[str], None],
 ) -> None:
     """Run the children of a round.
 
@@ -52,10 +41,13 @@ def run_round(
     are taken in lockstep: one by each run, then the next by each. Else each runs to its end before the next is started.
 
     Args:
-        starts: The runs, in order.
+        name: Of the round, for the progress.
+        modes: The modes, in order.
+        folder: Has a run folder for each mode.
+        start: How a run is started.
         progress: Shows them.
-        lockstep: They may run at the same time: no two write the same files.
         ended: Called with the mode and the outcome of each run.
+        lockstep: They may run at the same time: no two write the same files.
         report: Called with the reason, if the runs follow one another.
     """
     from ebbtide.store.pages import small_free_bytes  # its package imports torch, which `--help` does without
@@ -63,20 +55,16 @@ def run_round(
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
         small_bytes = small_free_bytes()
-        alone: bool | None = True if len(starts) == 1 or not lockstep else None
-        for number, start in enumerate(starts, start=1):
-            reader = progress.begin(start.what, start.folder)
-            command, environment = start.prepare()
-            child = Child(command, start.folder, environment=environment)
+        alone = True if len(modes) == 1 or not lockstep else None  # None: the first run's first step decides
+        for number, mode in enumerate(modes):
+            reader = progress.begin(f"{name}, {mode}", folder / mode)
+            command, environment = start(mode, folder / mode)
+            child = Child(command, folder / mode, environment=environment)
             closing.callback(child.close)
             outcome = None if alone else _step(child, reader, progress)
             if outcome is None and alone is None:
-                reason = why_alone(
-                    child.most_bytes,
-                    runs=len(starts) - number + 1,
-                    device=reader.device,
-                    processes=reader.world_size,
-                )
+                runs = len(modes) - number
+                reason = why_alone(child.most_bytes, runs=runs, device=reader.device, processes=reader.world_size)
                 alone = reason is not None
                 if reason is not None:
                     report(f"The runs follow one another: {reason}.")
@@ -86,10 +74,10 @@ def run_round(
                 child.release()
                 outcome = child.follow(lambda: bool(progress.look()))
             if outcome is None:
-                waiting[start.mode] = child, reader
+                waiting[mode] = child, reader
             else:
                 progress.end()
-                ended(start.mode, outcome)
+                ended(mode, outcome)
         while waiting:
             _step_all(waiting, progress, ended)
 

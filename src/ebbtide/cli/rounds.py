@@ -25,7 +25,7 @@ from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, SAMPLE_SECONDS, Ended
-from ebbtide.cli.lockstep import Start, run_round
+from ebbtide.cli.lockstep import StartOf, run_round
 from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
@@ -58,9 +58,6 @@ MORE_FOR_MINIMAL = 4
 """Further steps by default where ``ebbtide-minimal`` compares its methods first."""
 
 Stopped = Literal["", "interrupted", "terminated"]
-
-StartOf = Callable[[str, Path], tuple[list[str], dict[str, str]]]
-"""Mode and run folder → a child's command and environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +135,10 @@ def run_rounds(
     everywhere = {**_environment(plan), **environment}
     stopped: Stopped = ""
 
+    def start_mode(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+        command, variables = start(mode, folder)
+        return command, {**variables, **VARIABLES.get(mode, {})}
+
     with terminate_as_interrupt():
         try:
             for number, order in enumerate(plan.orders, start=1):
@@ -147,8 +148,10 @@ def run_rounds(
                         refuse(ended)
                     board.add(number, plan.rounds, mode, ended)
 
-                starts = [_start(number, mode, start, plan.out) for mode in order]
-                run_round(starts, progress, ended=add, lockstep=plan.lockstep, report=console.print)
+                run_round(
+                    f"round {number}", order, plan.out / f"round-{number}", start_mode, progress,
+                    ended=add, lockstep=plan.lockstep, report=console.print,
+                )  # fmt: skip
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
@@ -158,16 +161,6 @@ def run_rounds(
             progress.end()
         modes_merged = board.finish(everywhere)
         return CompareResult(out=plan.out, modes=modes_merged, environment=everywhere, stopped=stopped)
-
-
-def _start(number: int, mode: str, start: StartOf, out: Path) -> Start:
-    folder = out / f"round-{number}" / mode
-
-    def prepare() -> tuple[list[str], dict[str, str]]:
-        command, variables = start(mode, folder)
-        return command, {**variables, **VARIABLES.get(mode, {})}
-
-    return Start(mode=mode, what=f"round {number}, {mode}", folder=folder, prepare=prepare)
 
 
 def check_packages(extra: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, read_events
-from ebbtide.cli.lockstep import Start, is_first_slow, run_round, why_alone
+from ebbtide.cli.lockstep import is_first_slow, run_round, why_alone
 from ebbtide.cli.merge import merge
 from ebbtide.cli.progress import RunProgress
 from ebbtide.store import share as share_module
@@ -30,23 +30,19 @@ class Round:
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300, markup=False, highlight=False, soft_wrap=True)
 
-        def start(mode, factor):
-            command = [sys.executable, str(CHILD), str(folder / mode), str(folder / "log"), str(factor), str(steps)]
-            command += ["3"] * (mode == failing)
-            return Start(
-                mode=mode,
-                what=f"round 1, {mode}",
-                folder=folder / mode,
-                prepare=lambda: (command, dict(os.environ)),
-            )
+        def start(mode, run_folder):
+            command = [sys.executable, str(CHILD), str(run_folder), str(folder / "log"), str(FACTORS[mode]), str(steps)]
+            return command + ["3"] * (mode == failing), dict(os.environ)
 
-        starts = [start(mode, factor) for mode, factor in FACTORS.items()]
-        progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
+        progress = RunProgress(console, runs=len(FACTORS), steps=steps, output="output.txt")
         self.reasons = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ebbtide.store.pages.small_free_bytes", lambda: small_bytes)
             run_round(
-                starts,
+                "round 1",
+                list(FACTORS),
+                folder,
+                start,
                 progress,
                 ended=ended or self.outcomes.__setitem__,
                 lockstep=lockstep,
