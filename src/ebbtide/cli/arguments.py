@@ -67,12 +67,7 @@ def read_arguments(
 
 
 def set_names(kind: type[Any], argv: Sequence[str]) -> set[str]:
-    """Return the fields and translated keys that arguments set, outside of the file.
-
-    Args:
-        kind: As ``read_arguments`` takes it.
-        argv: The arguments after the verb.
-    """
+    """Return the fields and translated keys that arguments set, outside of the file; see ``read_arguments``."""
     names = _Names(kind, "", ())
     return {name for what, written, _ in _split(argv, names) if what and (name := names.known(written)) is not None}
 

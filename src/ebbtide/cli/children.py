@@ -143,12 +143,7 @@ class Child:
 
 @contextmanager
 def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen[bytes], None, None]:
-    """Start a child that leads its own process group; end the whole family on exit.
-
-    Args:
-        command: The program and its arguments.
-        options: Further arguments of ``subprocess.Popen``.
-    """
+    """Start a child that leads its own process group; end the whole family on exit. Options are those of ``Popen``."""
     running: list[subprocess.Popen[Any]] = []
     try:
         with hold_interrupts():

@@ -132,9 +132,6 @@ def run(argv: Sequence[str]) -> int:
 
     A command follows ``--``: ``ebbtide compare [--steps N] -- python train.py``.
 
-    Args:
-        argv: The arguments after ``compare``.
-
     Returns:
         The exit code: 0, 1 if a child failed, 130 if interrupted, 143 if terminated.
 

@@ -100,12 +100,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def spread_of(count: int, noun: str = "round") -> str:
-    """Describe ``low`` and ``high`` of a number of rounds or steps.
-
-    Args:
-        count: Their number.
-        noun: What they are.
-    """
+    """Describe ``low`` and ``high`` of a number of rounds, or of steps."""
     return f"quartiles of the {noun}s" if count >= QUARTILES_FROM else f"lowest and highest {noun}"
 
 

@@ -66,8 +66,8 @@ class RunProgress:
     """Follow the runs of a comparison through their run files and print their progress.
 
     Args:
-        console: As ``plain_console`` returns it. On a terminal one line changes in place; elsewhere lines are printed at
-            intervals.
+        console: As ``plain_console`` returns it. On a terminal one line changes in place; elsewhere lines are
+            printed at intervals.
         runs: Their total number.
         steps: Steps of each; ``None``: not known in advance.
         output: Name of the file of a run's output in its folder.
@@ -90,12 +90,7 @@ class RunProgress:
         self._status: Any = None
 
     def begin(self, what: str, folder: Path) -> RunReader:
-        """Follow the next run.
-
-        Args:
-            what: Its round and mode.
-            folder: Its run folder, which may not exist yet.
-        """
+        """Follow the next run; see ``RunReader``."""
         reader = RunReader(what, folder, len(self._begun) + 1, self._clock)
         self._begun.append(reader)
         self.resume(reader)
@@ -137,12 +132,7 @@ class RunProgress:
             self._status = None
 
     def all_stepped(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Print a step that all runs of a round have taken.
-
-        Args:
-            step: Its number.
-            seconds: Its time, by mode.
-        """
+        """Print the number of a step that all runs of a round have taken, and its time by mode."""
         of = "" if self._steps is None else f" of {self._steps}"
         plain = seconds.get("plain")
         texts = [

@@ -182,12 +182,6 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
 def run(argv: Sequence[str]) -> int:
     """Print or write a report: ``ebbtide report FOLDER... [--format F] [--output FILE] [--force]``.
 
-    Args:
-        argv: The arguments after ``report``.
-
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: An argument that cannot be read.
         DataError: As ``report``.

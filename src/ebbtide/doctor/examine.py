@@ -57,11 +57,7 @@ def examine(
 
 
 def look(target: str = "auto", disk_path: str | None = None, *, environment: Mapping[str, str] | None = None) -> Facts:
-    """Read this machine's facts without measuring; arguments as for ``examine``.
-
-    Returns:
-        The facts.
-    """
+    """Read this machine's facts without measuring; arguments as for ``examine``."""
     variables = os.environ if environment is None else environment
     device = look_at_device()
     if target == "auto":
@@ -81,14 +77,11 @@ def look(target: str = "auto", disk_path: str | None = None, *, environment: Map
 
 
 def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
-    """Measure the machine.
+    """Return the facts with measured rates, or with the reason that there are none.
 
     Args:
         facts: As ``look`` returns them.
         root: The folder of ``sys``.
-
-    Returns:
-        The facts with measured rates, or with the reason that there are none.
     """
     # An unusable disk is a finding; the link to host memory is measured without it.
     disk_path = facts.disk.path if facts.disk.requested and facts.disk.refused is None else None

@@ -30,11 +30,7 @@ class Finding:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all findings: problems first, then by code.
-
-    Args:
-        facts: The facts about a machine.
-    """
+    """Return all findings: problems first, then by code."""
     found: list[Finding] = []
     for rule in RULES:
         texts = rule.check(facts)

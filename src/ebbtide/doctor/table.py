@@ -10,11 +10,7 @@ Row = tuple[str, str, str]
 
 
 def table(facts: Facts) -> Table:
-    """Make the table.
-
-    Args:
-        facts: The facts about a machine.
-    """
+    """Make the table of a machine's facts."""
     rows = [*_device_rows(facts), *_measured_rows(facts), *_place_rows(facts), *_host_rows(facts)]
     return Table(columns=("what", "value", "meaning"), rows=tuple(rows))
 

@@ -46,10 +46,7 @@ class Rebinding:
             self._names.append([names[id(parameter)] for parameter in group["params"]])
 
     def rebind(self, model: nn.Module) -> None:
-        """Give the optimizer the parameters that the model has now.
-
-        Args:
-            model: After it was loaded.
+        """Give the optimizer the parameters that the model has after it was loaded.
 
         Raises:
             ConfigError: The wrapper keeps several parameters as one.

@@ -50,11 +50,7 @@ def empty(model: nn.Module) -> Callable[[], None]:
 
 
 def check_model(model: object, *, loaded: bool = False) -> None:
-    """Refuse what cannot be loaded into.
-
-    Args:
-        model: The model.
-        loaded: Its own values are the weights.
+    """Refuse what cannot be loaded into; ``loaded``: the model's own values are the weights.
 
     Raises:
         ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained prompts.

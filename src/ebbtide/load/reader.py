@@ -162,11 +162,7 @@ class SliceReader:
         self.close()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read pieces and return when all are read.
-
-        Args:
-            pieces: What to read, and into which views.
-            done: Called with the bytes of every finished read.
+        """Read pieces into their views and return when all are read; ``done`` receives the bytes of each job.
 
         Raises:
             DataError: A file cannot be read, or changed since its header was read.

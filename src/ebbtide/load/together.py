@@ -23,11 +23,7 @@ Meet = Callable[[Sequence[int], str, str], Mapping[int, str]]
 
 
 class Ranks:
-    """The ranks that load together: those of the default process group, or this process alone.
-
-    Args:
-        meet: How they meet.
-    """
+    """The ranks that load together: those of the default process group, or this process alone."""
 
     def __init__(self, meet: Meet | None) -> None:
         alone = meet is None or not dist.is_available() or not dist.is_initialized()

@@ -37,9 +37,6 @@ def split(address: int, nbytes: int, align_bytes: int) -> tuple[int, int, int]:
 class BackingFile:
     """An unlinked file: freed when its last descriptor is closed, even by ``kill -9``.
 
-    Args:
-        directory: Its directory.
-
     Raises:
         DiskPathError: No file can be created or written there.
     """

@@ -87,11 +87,7 @@ def near_processors(root: Path = _PROCESSORS) -> set[int]:
 def give_pages(address: int, nbytes: int) -> int:
     """Back memory that is about to be written with pages, in one call instead of one fault per page.
 
-    A page fault costs as much as clearing the page. Contents are unchanged.
-
-    Args:
-        address: Address of memory that stays mapped during the call.
-        nbytes: Its size.
+    A page fault costs as much as clearing the page. Contents are unchanged; the memory must stay mapped meanwhile.
 
     Returns:
         0, or the system's error number; then pages are faulted in one by one. ``EINVAL``: Linux before 5.14;
@@ -160,11 +156,6 @@ def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:
     The part is mapped for that time only, and nothing of it is accessed: a file that has become shorter is an error
     number, not a signal.
 
-    Args:
-        fd: Of the file, open for reading.
-        offset_bytes: The beginning of the part.
-        nbytes: Its size.
-
     Returns:
         0, or the number of the system's error. ``EINVAL``: Linux before 5.14; ``ENOSYS``: another system.
     """
@@ -176,12 +167,7 @@ def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:
 
 
 def resident_pages(fd: int, nbytes: int) -> bytes | None:
-    """Return for each page of a file whether ``mincore`` reports it in the page cache, 0 or 1; None if it is not known.
-
-    Args:
-        fd: Of the file, open for reading.
-        nbytes: Its size, above zero.
-    """
+    """Return 0 or 1 for each page of a file that is not empty: whether ``mincore`` has it as cached; None: unknown."""
     found, length = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))(), ctypes.c_size_t(nbytes)
     problem = _on_mapped_file(fd, 0, length, lambda address: _libc().mincore(address, length, found))
     return None if problem else bytes(found).translate(_LOW_BIT)

@@ -58,11 +58,7 @@ class Parcel:
         self.place = -1
 
     def copy_in(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
-        """Return the bytes in new memory. See [Note: aligned interior].
-
-        Args:
-            file: The file with the interior.
-            pool: Spare memory.
+        """Return the bytes in new memory, the interior from the file. See [Note: aligned interior].
 
         Raises:
             OSError: The interior cannot be read.
@@ -148,9 +144,6 @@ class Room:
     def place(self, parcel: Parcel) -> None:
         """Give a parcel a place.
 
-        Args:
-            parcel: Gets the place.
-
         Raises:
             DiskFullError: Budget or disk is exceeded.
             DiskError: The file cannot be grown for another reason.
@@ -165,11 +158,7 @@ class Room:
             self._extents.release(place, parcel.interior_bytes)
 
     def dead(self, *busy: Parcel | None) -> list[Parcel]:
-        """Return the dead parcels with a place.
-
-        Args:
-            busy: Parcels that may keep a place when they are dead.
-        """
+        """Return the dead parcels with a place, but for the busy ones, which may keep it."""
         return [p for p in self.parcels if p.state is ParcelState.DEAD and p not in busy]
 
     def mend(self) -> int:
