@@ -59,7 +59,7 @@ def read_arguments(
         print_help(kind, prog=prog)
         return None
     path, flags = _read_flags(argv, names)
-    keys, names.keys = names.keys, {}
+    keys, names.keys = names.keys, {}  # the translated keys of flags; of the file, which they override, come next
     values = _read_file(path, names) if path is not None else {}
     values = names.translate({**names.keys, **keys}, {**values, **flags})
     names.refuse()

@@ -100,12 +100,13 @@ class Board:
         """Exclude the steps before the last plan of any run from every run; report plans that came too late."""
         runs = [run for by_mode in self._rounds.values() for run in by_mode.values()]
         made = max((steps_before_plan(run.events) for run in runs), default=0)
-        steps = min((int(run.summary["steps"]) for run in runs), default=0)
-        # A plan that came too late to be timed is no reason to time fewer steps.
-        room = steps - (_LEAST_COUNTED if made + SETTLING <= steps - _LEAST_COUNTED else 1 + LEAST_TIMED)
-        if made + SETTLING <= self._warm_up:
+        settled = made + SETTLING
+        if settled <= self._warm_up:
             return []
-        warm_up = max(self._warm_up, min(made + SETTLING, room))
+        steps = min(int(run.summary["steps"]) for run in runs)
+        # A plan that came too late to be timed is no reason to time fewer steps.
+        counted_steps = _LEAST_COUNTED if settled <= steps - _LEAST_COUNTED else 1 + LEAST_TIMED
+        warm_up = max(self._warm_up, min(settled, steps - counted_steps))
         if warm_up > self._warm_up:
             self._warm_up = warm_up
             for by_mode in self._rounds.values():
@@ -121,8 +122,10 @@ class Board:
         return [f"{last}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result."""
-        # If plain itself is not deterministic, losses and parameters cannot be compared.
+        """Compare the trained parameters with those of plain, and plain's rounds with each other; return the result.
+
+        If plain itself is not deterministic, losses and parameters cannot be compared.
+        """
         sums = {
             mode: [
                 event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")
@@ -175,7 +178,7 @@ class Board:
 
 
 def _counted(runs: Sequence[Run]) -> list[str]:
-    """Print which steps count, if they are the same in all runs."""
+    """Return which steps count, in words, if they are the same in all runs."""
     counts = {(run.summary["warm_up_steps"], run.summary["steps"], run.summary["timed_steps"]) for run in runs}
     if len(counts) != 1:
         return []

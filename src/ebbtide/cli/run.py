@@ -241,7 +241,7 @@ def _at_terminal() -> bool:
 
 
 def _ending(notes: Sequence[Event], code: int) -> list[str]:
-    """Print the offloaded bytes, or why nothing was offloaded."""
+    """Return the lines at the end: the offloaded bytes, or why nothing was offloaded."""
     reason = why_untrained(notes)
     if reason is not None:
         what, hint = reason

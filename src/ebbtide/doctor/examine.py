@@ -61,14 +61,14 @@ def look(target: str = "auto", disk_path: str | None = None, *, environment: Map
     variables = os.environ if environment is None else environment
     device = look_at_device()
     if target == "auto":
-        target = "disk" if device.kind == "cpu" else "host"
+        target = "host" if device.accelerated else "disk"
     ranks = ranks_of(variables)
     return Facts(
         torch=torch.__version__,
         torch_oldest=oldest("torch"),
         target=target,
         device=device,
-        bus=None if device.kind == "cpu" else look_at_bus(device.address),
+        bus=look_at_bus(device.address) if device.accelerated else None,
         disk=look_at_disk(disk_path),
         host=look_at_host(ranks=ranks),
         ranks=ranks,

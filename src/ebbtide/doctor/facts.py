@@ -73,6 +73,11 @@ class DeviceFacts:
     asynchronous: bool | None
     address: str | None
 
+    @property
+    def accelerated(self) -> bool:
+        """Whether it is an accelerator."""
+        return self.kind != "cpu"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PcieLink:
