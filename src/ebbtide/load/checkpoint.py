@@ -117,11 +117,11 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
             expected="a folder or an index alone, or files that hold tensors",
             hint="pass the folder or the index without the files: it names them",
         )
-    where = named[0] if len(named) == 1 else named[0].parent
-    file = _front(where) if where.is_dir() and len(named) == 1 else named[0]
-    files, promised = (
-        _indexed(file) if file.name.endswith(INDEX_SUFFIX) else (named if len(named) > 1 else [file], None)
-    )
+    where, file, files, promised = named[0].parent, named[0], named, dict[str, Path]()
+    if len(named) == 1:
+        where = named[0]
+        file = _front(where) if where.is_dir() else where
+        files, promised = _indexed(file) if file.name.endswith(INDEX_SUFFIX) else ([file], promised)
     pickled = [f for f in files if f.suffix in _PICKLED]
     if pickled:
         if not allow_pickle:

@@ -112,7 +112,7 @@ class Loading:
 
         try:
             self._agree(dtype, optimizer)
-            BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
+            self._emit("begin", None)
             self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         except BaseException:
             self._undo.close()
@@ -124,9 +124,7 @@ class Loading:
         seconds = time.monotonic() - started
         figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
         logger.info("loaded %s on rank %d by %s in %.1f s", *figures)
-        BUS.emit(
-            "load", edge="end", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=round(seconds, 3)
-        )
+        self._emit("end", self._done_bytes, round(seconds, 3))
         return sharded
 
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
@@ -166,22 +164,20 @@ class Loading:
             self._undo.callback(empty(self.model))
         self._undo.callback(set_dtype(self.model, dtype))
         self._four = FourBit(self.model, dtype)
-        present, name = self._weights is not None and self.options.source != "initialize", "the given values"
-        if not present:
-            pass
-        elif isinstance(self._weights, nn.Module):
-            self.checkpoint = checkpoint_of(values_of(self._weights), "the given model")
-        elif isinstance(self._weights, Mapping):
-            self.checkpoint = checkpoint_of(self._weights, "the given state dict")
-        elif self._weights is not None:
-            paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
+        weights, name = None if self.options.source == "initialize" else self._weights, "the given values"
+        if isinstance(weights, nn.Module):
+            self.checkpoint = checkpoint_of(values_of(weights), "the given model")
+        elif isinstance(weights, Mapping):
+            self.checkpoint = checkpoint_of(weights, "the given state dict")
+        elif weights is not None:
+            paths = [weights] if isinstance(weights, (str, os.PathLike)) else list(weights)
             where = str(paths[0] if len(paths) == 1 else Path(paths[0]).parent) if paths else ""
             name = f"a checkpoint in {where!r}"
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
         host, seed = os.uname().nodename, torch.initial_seed()
-        return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
+        return {"sees": sees, "given": weights is not None, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
         """Choose the source from what the ranks see; all choose the same."""
@@ -317,6 +313,7 @@ class Loading:
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
             logger.debug("rank %d: %s of %s", self.ranks.me, *map(format_size, (self._done_bytes, self._total_bytes)))
-            BUS.emit(
-                "load", edge="progress", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=None
-            )
+            self._emit("progress", self._done_bytes)
+
+    def _emit(self, edge: str, nbytes: int | None, seconds: float | None = None) -> None:
+        BUS.emit("load", edge=edge, source=self.path, rank=self.ranks.me, bytes=nbytes, seconds=seconds)
