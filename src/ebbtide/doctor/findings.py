@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.doctor import device_rules, place_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from ebbtide.doctor import device_rules, store_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from ebbtide.doctor.facts import Facts
 from ebbtide.doctor.rules import DEFINED, Severity
 

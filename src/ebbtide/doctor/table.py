@@ -11,7 +11,7 @@ Row = tuple[str, str, str]
 
 def table(facts: Facts) -> Table:
     """Make the table of a machine's facts."""
-    rows = [*_device_rows(facts), *_measured_rows(facts), *_place_rows(facts), *_host_rows(facts)]
+    rows = [*_device_rows(facts), *_measured_rows(facts), *_store_rows(facts), *_host_rows(facts)]
     return Table(columns=("what", "value", "meaning"), rows=tuple(rows))
 
 
@@ -60,7 +60,7 @@ def _measured_rows(facts: Facts) -> list[Row]:
     ]
 
 
-def _place_rows(facts: Facts) -> list[Row]:
+def _store_rows(facts: Facts) -> list[Row]:
     disk = facts.disk
     kind = disk.filesystem or "file system not known"
     rows: list[Row] = [
