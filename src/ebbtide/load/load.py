@@ -299,9 +299,7 @@ class Loading:
         if checkpoint.values:
             yield Values(checkpoint.values)
             return
-        with SliceReader(
-            checkpoint.entries, shared=lambda key: key in shared, ahead=self._one_machine, pinned=pinned
-        ) as reader:
+        with SliceReader(checkpoint.entries, shared=shared, ahead=self._one_machine, pinned=pinned) as reader:
             yield reader
 
     def _done(self, nbytes: int) -> None:
