@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.extras import require
-from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTSIDE_FILE
+from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTPUT_FILE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
 from ebbtide.cli.starting import started
 from ebbtide.track import MemoryReader, Sampler
 
-OUTPUT_FILE = "output.txt"
 SAMPLE_SECONDS = 0.005
 """Time between two samples of a child's memory."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from ebbtide.base.runs import EVENTS_FILE
+from ebbtide.base.runs import EVENTS_FILE, OUTPUT_FILE
 
 REPORT_SECONDS = 10.0
 """Between two plain lines of one run, unless a new phase began."""
@@ -70,7 +70,6 @@ class RunProgress:
             printed at intervals.
         runs: Their total number.
         steps: Steps of each; ``None``: not known in advance.
-        output: Name of the file of a run's output in its folder.
         clock: Returns seconds.
     """
 
@@ -80,10 +79,9 @@ class RunProgress:
         *,
         runs: int,
         steps: int | None,
-        output: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._runs, self._steps, self._output, self._clock = console, runs, steps, output, clock
+        self._console, self._runs, self._steps, self._clock = console, runs, steps, clock
         self._begun: list[RunReader] = []
         self._current: RunReader | None = None
         self._shown_at = 0.0
@@ -174,8 +172,9 @@ class RunProgress:
         left = self.seconds_left()
         return words if left is None else f"{words}; {duration(left)} left in all"
 
-    def _last_output(self, reader: RunReader) -> str:
-        path = reader.folder / self._output
+    @staticmethod
+    def _last_output(reader: RunReader) -> str:
+        path = reader.folder / OUTPUT_FILE
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         message = next((line.strip() for line in reversed(lines) if line.startswith("INFO ")), "")
         return f": {message.removeprefix('INFO ')[:100]}" if message else ""

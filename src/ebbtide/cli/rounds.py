@@ -24,7 +24,7 @@ from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
-from ebbtide.cli.children import OUTPUT_FILE, SAMPLE_SECONDS, Ended
+from ebbtide.cli.children import SAMPLE_SECONDS, Ended
 from ebbtide.cli.lockstep import StartOf, run_round
 from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
@@ -131,7 +131,7 @@ def run_rounds(
     warm_up = warm_up_steps()
     console.print(_counted_words(plan, warm_up))
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
-    progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
+    progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps)
     everywhere = {**_environment(plan), **environment}
     stopped: Stopped = ""
 

@@ -34,7 +34,7 @@ class Round:
             command = [sys.executable, str(CHILD), str(run_folder), str(folder / "log"), str(FACTORS[mode]), str(steps)]
             return command + ["3"] * (mode == failing), dict(os.environ)
 
-        progress = RunProgress(console, runs=len(FACTORS), steps=steps, output="output.txt")
+        progress = RunProgress(console, runs=len(FACTORS), steps=steps)
         self.reasons = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ebbtide.store.pages.small_free_bytes", lambda: small_bytes)

@@ -23,7 +23,7 @@ class Followed:
         self.clock, self.folder, self.file = Clock(), folder, io.StringIO()
         plain = {"markup": False, "highlight": False, "soft_wrap": True}
         console = Console(file=self.file, width=200, force_terminal=terminal, **plain)
-        self.progress = RunProgress(console, runs=2, steps=steps, output="output.txt", clock=self.clock)
+        self.progress = RunProgress(console, runs=2, steps=steps, clock=self.clock)
 
     def at(self, seconds, *events):
         self.clock.now = seconds
