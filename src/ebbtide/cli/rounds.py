@@ -18,7 +18,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.extras import check_installed
@@ -27,7 +27,7 @@ from ebbtide.cli.board import Board
 from ebbtide.cli.children import SAMPLE_SECONDS, Ended
 from ebbtide.cli.lockstep import StartOf, run_round
 from ebbtide.cli.progress import RunProgress
-from ebbtide.cli.signals import Terminated, terminate_as_interrupt
+from ebbtide.cli.signals import STOP_CODES, how_stopped, terminate_as_interrupt
 
 DOES: dict[str, str] = {
     "plain": "ordinary training",
@@ -57,8 +57,6 @@ SCRIPT_STEPS = 12
 MORE_FOR_MINIMAL = 4
 """Further steps by default where ``ebbtide-minimal`` compares its methods first."""
 
-Stopped = Literal["", "interrupted", "terminated"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
@@ -68,19 +66,19 @@ class CompareResult:
         out: The folder with ``summary.json``, ``report.html`` and the run folders.
         modes: One merged summary per mode.
         environment: Settings and versions common to all children.
-        stopped: Why it ended early: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM).
+        stopped: Why it ended early: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM), or ``""``.
     """
 
     out: Path
     modes: list[dict[str, Any]]
     environment: dict[str, Any]
-    stopped: Stopped = ""
+    stopped: str = ""
 
     @property
     def exit_code(self) -> int:
         """0; 1 if a child failed; 130 if interrupted; 143 if terminated."""
         if self.stopped:
-            return 143 if self.stopped == "terminated" else 130
+            return STOP_CODES[self.stopped]
         return 1 if any(mode["status"] != "ok" for mode in self.modes) else 0
 
 
@@ -133,7 +131,7 @@ def run_rounds(
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
     progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps)
     everywhere = {**_environment(plan), **environment}
-    stopped: Stopped = ""
+    stopped = ""
 
     def start_mode(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         command, variables = start(mode, folder)
@@ -153,7 +151,7 @@ def run_rounds(
                     ended=add, lockstep=plan.lockstep, report=console.print,
                 )  # fmt: skip
         except KeyboardInterrupt as stop:
-            stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            stopped = how_stopped(stop)
             result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
             hint = f"hint: to compare again, name another folder with --out, or remove {plan.out}"
             console.print(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
