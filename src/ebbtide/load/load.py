@@ -26,7 +26,7 @@ from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, word
-from ebbtide.load.optimizers import Rebinding
+from ebbtide.load.optimizers import rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
@@ -120,7 +120,7 @@ class Loading:
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)
-        self._rebinding.rebind(sharded)
+        self._rebind(sharded)
         seconds = time.monotonic() - started
         figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
         logger.info("loaded %s on rank %d by %s in %.1f s", *figures)
@@ -158,7 +158,7 @@ class Loading:
         loaded = self._weights is None and self.options.source != "initialize" and is_loaded(self.model)
         check_model(self.model, loaded=loaded)
         check_attributes(self.model)
-        self._rebinding = Rebinding(self.model, optimizer)
+        self._rebind = rebinding(self.model, optimizer)
         if loaded:
             self._weights = values_of(self.model)
             self._undo.callback(empty(self.model))
