@@ -247,7 +247,7 @@ class HostTier:
 
         The garbage collector may kill a ticket while this thread holds the lock, so the lock is not taken here.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # as ``_is_forked``, without a call for each slot
             return
         self._dead.append(slot)
         if slot.ahead is not None or slot.source is not None:
@@ -312,7 +312,7 @@ class HostTier:
             yield
 
     def _settle(self) -> None:
-        if os.getpid() != self._pid:
+        if self._is_forked:
             return
         self._waits_for_device = False
         # An interrupted step is repeated, so references are dropped last. More slots may die meanwhile.
