@@ -51,11 +51,6 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
 def check_installed(module: str, *, extra: str, use: str) -> None:
     """Check a package of an extra like ``require``, without the seconds that its import may take.
 
-    Args:
-        module: Its import name.
-        extra: The extra of ebbtide that installs it.
-        use: The feature that needs it, for the error.
-
     Raises:
         EbbtideError: It is not installed, or too old.
     """
@@ -67,9 +62,6 @@ def check_installed(module: str, *, extra: str, use: str) -> None:
 @functools.cache
 def check_version(package: str) -> None:
     """Raise if a package is older than the oldest tested version. See [Note: one bound per package].
-
-    Args:
-        package: Its name for pip and for import.
 
     Raises:
         EbbtideError: It is installed, and too old.

@@ -25,6 +25,7 @@ EVENTS_FILE = "run.jsonl"
 OUTSIDE_FILE = "outside.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
+OUTPUT_FILE = "output.txt"
 LOCK_FILE = ".lock"
 _ASIDE = re.compile(r"run-(\d+)\.jsonl")
 LOCKSTEP_FILE = "lockstep"

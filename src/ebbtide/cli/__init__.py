@@ -29,9 +29,9 @@ from ebbtide.base.errors import (
     nearest,
 )
 from ebbtide.base.extras import installed
-from ebbtide.cli.signals import Terminated, terminate_as_interrupt
+from ebbtide.cli.signals import STOP_CODES, how_stopped, terminate_as_interrupt
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 _RUN_FAILURES = (CapError, DiskError, ModifiedInPlaceError, RestoreError, TrainingError)
 """Errors of a valid command at run time; all others, and a disk path that cannot serve, are bad input."""
@@ -102,9 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 0  # `ebbtide --help | head -1`
     except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, Terminated)
-        print("terminated" if terminated else "interrupted", file=sys.stderr)
-        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+        print(how_stopped(stop), file=sys.stderr)
+        return STOP_CODES[how_stopped(stop)]
     except EbbtideError as error:
         print(f"error: {error}", file=sys.stderr)
         failed = isinstance(error, _RUN_FAILURES) and not isinstance(error, DiskPathError)

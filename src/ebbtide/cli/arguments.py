@@ -59,7 +59,7 @@ def read_arguments(
         print_help(kind, prog=prog)
         return None
     path, flags = _read_flags(argv, names)
-    keys, names.keys = names.keys, {}
+    keys, names.keys = names.keys, {}  # the translated keys of flags; of the file, which they override, come next
     values = _read_file(path, names) if path is not None else {}
     values = names.translate({**names.keys, **keys}, {**values, **flags})
     names.refuse()
@@ -67,12 +67,7 @@ def read_arguments(
 
 
 def set_names(kind: type[Any], argv: Sequence[str]) -> set[str]:
-    """Return the fields and translated keys that arguments set, outside of the file.
-
-    Args:
-        kind: As ``read_arguments`` takes it.
-        argv: The arguments after the verb.
-    """
+    """Return the fields and translated keys that arguments set, outside of the file; see ``read_arguments``."""
     names = _Names(kind, "", ())
     return {name for what, written, _ in _split(argv, names) if what and (name := names.known(written)) is not None}
 

@@ -12,7 +12,7 @@ from ebbtide.base.errors import DataError, counted
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
-from ebbtide.report import Run, html, load_run, split, verdicts
+from ebbtide.report import Run, html, load_run, splits_of, verdicts
 from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.report.verdict import LEAST_TIMED
 from ebbtide.track import write_summary
@@ -28,7 +28,7 @@ class Board:
     Args:
         out: The comparison's folder.
         modes: In display order.
-        console: A rich console.
+        console: As ``plain_console`` returns it.
         warm_up: Steps of each child that do not count.
         flag: The flag that sets the number of steps.
     """
@@ -52,8 +52,8 @@ class Board:
         problem, run = _read(mode, ended, self._warm_up)
         if run is None:
             self._failures.setdefault(mode, []).append(f"round {index}: {problem}")
-            self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
-            self._console.print(ended.tail, markup=False, highlight=False, style="dim", soft_wrap=True)
+            self._console.print(f"{head}failed: {problem}", style="red")
+            self._console.print(ended.tail, style="dim")
             return
         self._rounds.setdefault(index, {})[mode] = run
         view = measured(run.summary)
@@ -63,7 +63,7 @@ class Board:
             f"activations {size(view.get('activation_bytes'))}",
             f"step {number(run.summary.get('step_seconds_median'), '{:.3f} s')}",
         ]
-        self._print(head + "  ".join(lines))
+        self._console.print(head + "  ".join(lines))
 
     def _spread(self) -> str:
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
@@ -89,24 +89,24 @@ class Board:
         if shown:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
-            self._print("")
-            splits = {run.name: found for run in shown if (found := split(run)) is not None}
-            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
+            self._console.print("")
+            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits_of(shown))
             for line in [*_counted(shown), *late, *equal, *words]:
-                self._print(line)
-            self._print(f"\n{self._out / REPORT_FILE}")
+                self._console.print(line)
+            self._console.print(f"\n{self._out / REPORT_FILE}")
         return modes
 
     def _wait_for_plans(self) -> list[str]:
         """Exclude the steps before the last plan of any run from every run; report plans that came too late."""
         runs = [run for by_mode in self._rounds.values() for run in by_mode.values()]
         made = max((steps_before_plan(run.events) for run in runs), default=0)
-        steps = min((int(run.summary["steps"]) for run in runs), default=0)
-        # A plan that came too late to be timed is no reason to time fewer steps.
-        room = steps - (_LEAST_COUNTED if made + SETTLING <= steps - _LEAST_COUNTED else 1 + LEAST_TIMED)
-        if made + SETTLING <= self._warm_up:
+        settled = made + SETTLING
+        if settled <= self._warm_up:
             return []
-        warm_up = max(self._warm_up, min(made + SETTLING, room))
+        steps = min(int(run.summary["steps"]) for run in runs)
+        # A plan that came too late to be timed is no reason to time fewer steps.
+        counted_steps = _LEAST_COUNTED if settled <= steps - _LEAST_COUNTED else 1 + LEAST_TIMED
+        warm_up = max(self._warm_up, min(settled, steps - counted_steps))
         if warm_up > self._warm_up:
             self._warm_up = warm_up
             for by_mode in self._rounds.values():
@@ -122,8 +122,10 @@ class Board:
         return [f"{last}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result."""
-        # If plain itself is not deterministic, losses and parameters cannot be compared.
+        """Compare the trained parameters with those of plain, and plain's rounds with each other; return the result.
+
+        If plain itself is not deterministic, losses and parameters cannot be compared.
+        """
         sums = {
             mode: [
                 event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")
@@ -171,15 +173,12 @@ class Board:
         for row in strings.rows:
             cells = [row[index] for index in shown]
             table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
-        self._print("")
-        self._console.print(table)
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print("")
+        self._console.print(table, soft_wrap=False)
 
 
 def _counted(runs: Sequence[Run]) -> list[str]:
-    """Print which steps count, if they are the same in all runs."""
+    """Return which steps count, in words, if they are the same in all runs."""
     counts = {(run.summary["warm_up_steps"], run.summary["steps"], run.summary["timed_steps"]) for run in runs}
     if len(counts) != 1:
         return []

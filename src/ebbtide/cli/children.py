@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.extras import require
-from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTSIDE_FILE
+from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTPUT_FILE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
 from ebbtide.cli.starting import started
 from ebbtide.track import MemoryReader, Sampler
 
-OUTPUT_FILE = "output.txt"
 SAMPLE_SECONDS = 0.005
 """Time between two samples of a child's memory."""
 
@@ -143,12 +142,7 @@ class Child:
 
 @contextmanager
 def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen[bytes], None, None]:
-    """Start a child that leads its own process group; end the whole family on exit.
-
-    Args:
-        command: The program and its arguments.
-        options: Further arguments of ``subprocess.Popen``.
-    """
+    """Start a child that leads its own process group; end the whole family on exit. Options are those of ``Popen``."""
     running: list[subprocess.Popen[Any]] = []
     try:
         with hold_interrupts():

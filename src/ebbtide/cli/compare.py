@@ -5,7 +5,6 @@ Recipes are switched by their flags (here), other scripts from outside (``compar
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
 from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.progress import plain_console
 from ebbtide.cli.recipe import RECIPES, check, names, read
 from ebbtide.cli.rounds import (
     DEFAULT_MODES,
@@ -55,12 +55,10 @@ DEFAULT_RECIPE = "sft"
 def compare(
     arguments: Sequence[str],
     *,
-    recipe: str = "sft",
+    recipe: str = DEFAULT_RECIPE,
     modes: Sequence[str] = DEFAULT_MODES,
     rounds: int = 3,
     out: Path,
-    command: Sequence[str] | None = None,
-    console: Any = None,
 ) -> CompareResult:
     """Run a recipe under several modes and compare memory, time and losses.
 
@@ -70,8 +68,6 @@ def compare(
         modes: Keys of ``MODES``.
         rounds: How often each mode is run.
         out: The output folder; must not hold a comparison.
-        command: Starts a child; default: this Python and ``-m ebbtide RECIPE``.
-        console: A rich console; the terminal's if ``None``.
 
     Returns:
         The result, already written to ``out``, even after failed children or an interrupt.
@@ -82,35 +78,24 @@ def compare(
         EbbtideError: The recipe refuses its arguments in one of the modes, or a package is not installed.
     """
     check_packages("recipes")
-    from rich.console import Console
-
     _check(recipe, arguments, modes, rounds, out)
-    console = Console() if console is None else console
-    config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
-    steps = _steps(arguments, config)
+    console = plain_console()
+    config = read(recipe, arguments, others=("modes", "rounds", "out"))
+    steps = config.max_steps if config.max_steps > 0 else None
     plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, lockstep=True)
     announce(console, plan)
     if set_twice := _set_twice(config):
         console.print(
             f"{', '.join(set_twice)}: compare sets these; their values in the file have no effect", style="yellow"
         )
-    for mode in modes if config is not None else ():  # before any child is started
+    for mode in modes:  # before any child is started
         check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
-    program = [sys.executable, "-m", "ebbtide", recipe] if command is None else list(command)
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-        return [*program, *arguments, *_flags(recipe, mode, arguments, folder)], dict(os.environ)
+        flags = _flags(recipe, mode, arguments, folder)
+        return [sys.executable, "-m", "ebbtide", recipe, *arguments, *flags], dict(os.environ)
 
     return run_rounds(plan, start, {"recipe": recipe, "arguments": list(arguments)}, console)
-
-
-def _steps(arguments: Sequence[str], config: Any) -> int | None:
-    """Return the steps of each child from the arguments or the recipe's config; ``None`` if not set."""
-    if config is not None:
-        return config.max_steps if config.max_steps > 0 else None
-    following = dict(itertools.pairwise([*arguments, ""]))
-    named = following.get("--max_steps", "")
-    return int(named) if named.isdigit() else None
 
 
 def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> list[str]:
@@ -139,16 +124,13 @@ def _check(recipe: str, arguments: Sequence[str], modes: Sequence[str], rounds: 
 
 def _set_twice(config: Any) -> list[str]:
     """Return the names that both the file and compare set."""
-    return [] if config is None else [name for name in OWN_FLAGS if config.is_set(name)]
+    return [name for name in OWN_FLAGS if config.is_set(name)]
 
 
 def run(argv: Sequence[str]) -> int:
     """Compare as the arguments say: ``ebbtide compare [RECIPE] [--modes A,B] [--rounds N] [--out DIR] [recipe's own]``.
 
     A command follows ``--``: ``ebbtide compare [--steps N] -- python train.py``.
-
-    Args:
-        argv: The arguments after ``compare``.
 
     Returns:
         The exit code: 0, 1 if a child failed, 130 if interrupted, 143 if terminated.

@@ -11,10 +11,9 @@ from typing import Any, cast
 
 from ebbtide.base.errors import DataError, TrainingError
 from ebbtide.cli.children import Ended
+from ebbtide.cli.progress import plain_console
 from ebbtide.cli.rounds import (
-    DEFAULT_MODES,
     DOES,
-    SCRIPT_STEPS,
     CompareResult,
     Rounds,
     announce,
@@ -35,9 +34,9 @@ _SCRIPT_DOES = {
 def compare_script(
     command: Sequence[str],
     *,
-    modes: Sequence[str] = DEFAULT_MODES,
-    rounds: int = 3,
-    steps: int | None = SCRIPT_STEPS,
+    modes: Sequence[str],
+    rounds: int,
+    steps: int | None,
     out: Path,
 ) -> CompareResult:
     """Run a training script under several modes and compare memory, time, losses and the trained parameters.
@@ -59,15 +58,13 @@ def compare_script(
         TrainingError: The first run trained nothing, so there is nothing to compare.
     """
     check_packages("cli,track")
-    from rich.console import Console
-
     check_command(command, verb="compare")
     check_modes(modes, rounds)
     check_folder(out)
-    console = Console()
+    console = plain_console()
     plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, flag="--steps")
     announce(console, plan, {**DOES, **_SCRIPT_DOES})
-    console.print(_care(command, steps), markup=False, highlight=False, soft_wrap=True)
+    console.print(_care(command, steps))
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +74,7 @@ def compare_script(
 
     result = run_rounds(plan, start, {"command": shlex.join(command), "steps": steps}, console, refuse=_refuse)
     for line in _checkpoints(out):
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(line, style="yellow")
     return result
 
 

@@ -22,9 +22,6 @@ EXIT_PROBLEM = 1
 def run(argv: Sequence[str]) -> int:
     """Examine this machine: ``ebbtide doctor [--disk_path DIR] [--target T] [--out FILE] [--json] [--versions]``.
 
-    Args:
-        argv: The arguments after ``doctor``.
-
     Returns:
         1 if there is a problem, else 0; notes are not problems.
 
@@ -66,11 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def lines(found: Examination) -> list[str]:
-    """Format the table and the findings.
-
-    Args:
-        found: The examination.
-    """
+    """Format the table and the findings."""
     from ebbtide.doctor.table import table
     from ebbtide.report.text import grid
 
@@ -83,11 +76,7 @@ def lines(found: Examination) -> list[str]:
 
 
 def as_values(found: Examination) -> dict[str, Any]:
-    """Return the findings as JSON values; ``None``: not known.
-
-    Args:
-        found: The examination.
-    """
+    """Return an examination as JSON values; ``None``: not known."""
     facts = asdict(found.facts)
     host = facts["host"]
     host["nodes"] = {str(node): sorted(cpus) for node, cpus in host["nodes"].items()}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ebbtide.base.units import format_size
@@ -15,9 +13,6 @@ from ebbtide.cli.progress import RunProgress, RunReader
 GROWTH = 1.25
 """A run's memory after its first step, times this, is expected to be its peak."""
 
-_FREE_PIECES = Path("/proc/buddyinfo")
-_HUGE_ORDER = 9
-
 _FIRST_SLOW = (
     "The first run may be up to a fifth slower than equal ones: it gets the memory that is free in small pieces\n"
     "({size}), which this virtual machine's host backs by small pages\n"
@@ -25,30 +20,20 @@ _FIRST_SLOW = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """How a run is started.
-
-    Attributes:
-        mode: Its mode.
-        what: Its round and mode, for the progress.
-        folder: Its run folder.
-        prepare: Returns its command and its complete environment; called when it is started.
-    """
-
-    mode: str
-    what: str
-    folder: Path
-    prepare: Callable[[], tuple[Sequence[str], Mapping[str, str]]]
+StartOf = Callable[[str, Path], tuple[list[str], dict[str, str]]]
+"""Mode and run folder → a child's command and its complete environment; called when it is started."""
 
 
 def run_round(
-    starts: Sequence[Start],
+    name: str,
+    modes: Sequence[str],
+    folder: Path,
+    start: StartOf,
     progress: RunProgress,
     *,
     ended: Callable[[str, Ended], None],
-    lockstep: bool = True,
-    report: Callable[[str], None] = lambda words: None,
+    lockstep: bool,
+    report: Callable[[str], None],
 ) -> None:
     """Run the children of a round.
 
@@ -56,29 +41,30 @@ def run_round(
     are taken in lockstep: one by each run, then the next by each. Else each runs to its end before the next is started.
 
     Args:
-        starts: The runs, in order.
+        name: Of the round, for the progress.
+        modes: The modes, in order.
+        folder: Has a run folder for each mode.
+        start: How a run is started.
         progress: Shows them.
-        lockstep: They may run at the same time: no two write the same files.
         ended: Called with the mode and the outcome of each run.
+        lockstep: They may run at the same time: no two write the same files.
         report: Called with the reason, if the runs follow one another.
     """
+    from ebbtide.store.pages import small_free_bytes  # its package imports torch, which `--help` does without
+
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
         small_bytes = small_free_bytes()
-        alone: bool | None = True if len(starts) == 1 or not lockstep else None
-        for number, start in enumerate(starts, start=1):
-            reader = progress.begin(start.what, start.folder)
-            command, environment = start.prepare()
-            child = Child(command, start.folder, environment=environment)
+        alone = True if len(modes) == 1 or not lockstep else None  # None: the first run's first step decides
+        for number, mode in enumerate(modes):
+            reader = progress.begin(f"{name}, {mode}", folder / mode)
+            command, environment = start(mode, folder / mode)
+            child = Child(command, folder / mode, environment=environment)
             closing.callback(child.close)
             outcome = None if alone else _step(child, reader, progress)
             if outcome is None and alone is None:
-                reason = why_alone(
-                    child.most_bytes,
-                    runs=len(starts) - number + 1,
-                    device=reader.device,
-                    processes=reader.world_size,
-                )
+                runs = len(modes) - number
+                reason = why_alone(child.most_bytes, runs=runs, device=reader.device, processes=reader.world_size)
                 alone = reason is not None
                 if reason is not None:
                     report(f"The runs follow one another: {reason}.")
@@ -88,10 +74,10 @@ def run_round(
                 child.release()
                 outcome = child.follow(lambda: bool(progress.look()))
             if outcome is None:
-                waiting[start.mode] = child, reader
+                waiting[mode] = child, reader
             else:
                 progress.end()
-                ended(start.mode, outcome)
+                ended(mode, outcome)
         while waiting:
             _step_all(waiting, progress, ended)
 
@@ -129,20 +115,6 @@ def _step(child: Child, reader: RunReader, progress: RunProgress) -> Ended | Non
     return child.follow(over)
 
 
-def small_free_bytes(pieces: Path = _FREE_PIECES) -> int:
-    """Return how much of the free memory lies in pieces smaller than a huge page; 0 where that is unknown.
-
-    Args:
-        pieces: Lists, for each zone of memory, the number of its free pieces of 1, 2, 4, ... pages.
-    """
-    try:
-        zones = [line.partition("zone")[2].split()[1:] for line in pieces.read_text().splitlines()]
-        pages = sum(int(number) << order for zone in zones for order, number in enumerate(zone[:_HUGE_ORDER]))
-    except (OSError, ValueError):
-        return 0
-    return pages * mmap.PAGESIZE
-
-
 def is_first_slow(small_bytes: int, one_bytes: int) -> bool:
     """Whether the run that starts first may get much slower memory than the others.
 
@@ -153,7 +125,7 @@ def is_first_slow(small_bytes: int, one_bytes: int) -> bool:
         small_bytes: Free memory in small pieces before the first run.
         one_bytes: The first run's memory.
     """
-    from ebbtide.store.pages import host_reclaims_pages  # it imports torch, which starting a run does not need
+    from ebbtide.store.pages import host_reclaims_pages  # as above
 
     return host_reclaims_pages() and 2 * small_bytes > one_bytes
 
@@ -171,7 +143,7 @@ def why_alone(one_bytes: int, *, runs: int, device: str, processes: int = 1) -> 
         return f"each has {processes} processes"
     if device != "cpu":
         return f"they train on one {device}"
-    from ebbtide.store.share import free_memory_bytes  # it imports torch, which starting a run does not need
+    from ebbtide.store.share import free_memory_bytes  # as above
 
     needed, free = int(one_bytes * GROWTH * runs) - one_bytes, free_memory_bytes()
     if needed <= free:

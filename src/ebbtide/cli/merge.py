@@ -10,9 +10,8 @@ from ebbtide.report.table import saved_percent
 
 T = TypeVar("T")
 Summary = Mapping[str, Any]
-Rounds = Mapping[int, Mapping[str, Summary]]
+ByRound = Mapping[int, Mapping[str, Summary]]
 """Summaries of the successful children, by round and mode."""
-
 
 ORDINARY = ("plain", "plain-again")
 """Modes that are ordinary training as users have it."""
@@ -21,7 +20,7 @@ QUARTILES_FROM = 5
 """From this many values on, the spread is the quartiles; below, the extremes."""
 
 
-def merge(rounds: Rounds, modes: Sequence[str], failures: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+def merge(rounds: ByRound, modes: Sequence[str], failures: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """Make one summary per mode.
 
     Args:
@@ -67,7 +66,7 @@ def medians(values: Sequence[Any]) -> Any:
     return last
 
 
-def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
+def step_ratio(rounds: ByRound, mode: str) -> dict[str, float] | None:
     """Compare step times with ordinary training's; ``low`` and ``high`` as in ``spread_of``.
 
     Pairs are close in time, so a machine that slows down is not counted as a mode's cost: steps of the same turn, or
@@ -101,16 +100,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def spread_of(count: int, noun: str = "round") -> str:
-    """Describe ``low`` and ``high`` of a number of rounds or steps.
-
-    Args:
-        count: Their number.
-        noun: What they are.
-    """
+    """Describe ``low`` and ``high`` of a number of rounds, or of steps."""
     return f"quartiles of the {noun}s" if count >= QUARTILES_FROM else f"lowest and highest {noun}"
 
 
-def loss_equal(rounds: Rounds, mode: str) -> bool | None:
+def loss_equal(rounds: ByRound, mode: str) -> bool | None:
     """Return whether every loss of every round is bitwise equal to plain's; ``None`` without losses."""
     plain = [list(by_mode["plain"]["loss"]) for by_mode in rounds.values() if "plain" in by_mode]
     ours = [list(by_mode[mode]["loss"]) for by_mode in rounds.values() if mode in by_mode]

@@ -14,11 +14,7 @@ from ebbtide.base.errors import ConfigError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with this command line's errors and without abbreviated flags.
-
-    Args:
-        **options: As ``argparse.ArgumentParser``.
-    """
+    """argparse with this command line's errors and without abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)

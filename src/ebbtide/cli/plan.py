@@ -15,9 +15,6 @@ RECIPE = "ebbtide_recipes.plan"
 def run(argv: Sequence[str]) -> int:
     """Predict whether training fits on a device, and with which plan. Progress is printed on standard error.
 
-    Args:
-        argv: The arguments after ``plan``.
-
     Returns:
         The exit code: 0, even if nothing fits.
 

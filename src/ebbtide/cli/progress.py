@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from ebbtide.base.runs import EVENTS_FILE
+from ebbtide.base.runs import EVENTS_FILE, OUTPUT_FILE
 
 REPORT_SECONDS = 10.0
 """Between two plain lines of one run, unless a new phase began."""
@@ -66,10 +66,10 @@ class RunProgress:
     """Follow the runs of a comparison through their run files and print their progress.
 
     Args:
-        console: A rich console. On a terminal one line changes in place; elsewhere lines are printed at intervals.
+        console: As ``plain_console`` returns it. On a terminal one line changes in place; elsewhere lines are
+            printed at intervals.
         runs: Their total number.
         steps: Steps of each; ``None``: not known in advance.
-        output: Name of the file of a run's output in its folder.
         clock: Returns seconds.
     """
 
@@ -79,22 +79,16 @@ class RunProgress:
         *,
         runs: int,
         steps: int | None,
-        output: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._runs, self._steps, self._output, self._clock = console, runs, steps, output, clock
+        self._console, self._runs, self._steps, self._clock = console, runs, steps, clock
         self._begun: list[RunReader] = []
         self._current: RunReader | None = None
         self._shown_at = 0.0
         self._status: Any = None
 
     def begin(self, what: str, folder: Path) -> RunReader:
-        """Follow the next run.
-
-        Args:
-            what: Its round and mode.
-            folder: Its run folder, which may not exist yet.
-        """
+        """Follow the next run; see ``RunReader``."""
         reader = RunReader(what, folder, len(self._begun) + 1, self._clock)
         self._begun.append(reader)
         self.resume(reader)
@@ -136,12 +130,7 @@ class RunProgress:
             self._status = None
 
     def all_stepped(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Print a step that all runs of a round have taken.
-
-        Args:
-            step: Its number.
-            seconds: Its time, by mode.
-        """
+        """Print the number of a step that all runs of a round have taken, and its time by mode."""
         of = "" if self._steps is None else f" of {self._steps}"
         plain = seconds.get("plain")
         texts = [
@@ -183,15 +172,16 @@ class RunProgress:
         left = self.seconds_left()
         return words if left is None else f"{words}; {duration(left)} left in all"
 
-    def _last_output(self, reader: RunReader) -> str:
-        path = reader.folder / self._output
+    @staticmethod
+    def _last_output(reader: RunReader) -> str:
+        path = reader.folder / OUTPUT_FILE
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         message = next((line.strip() for line in reversed(lines) if line.startswith("INFO ")), "")
         return f": {message.removeprefix('INFO ')[:100]}" if message else ""
 
     def _print(self, words: str) -> None:
         self._shown_at = self._clock()
-        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(words)
 
 
 class WorkProgress:
@@ -217,12 +207,11 @@ class WorkProgress:
         if not self._stream.isatty():
             self.report(phase)
             return
-        from rich.console import Console
         from rich.text import Text
 
         text = Text(phase)  # brackets in a path are no markup
         if self._status is None:
-            self._status = Console(file=self._stream).status(text)
+            self._status = plain_console(self._stream).status(text)
             self._status.start()
         else:
             self._status.update(text)
@@ -230,10 +219,21 @@ class WorkProgress:
     def report(self, line: str) -> None:
         """Print a line that stays."""
         if self._status is not None:
-            self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._status.console.print(line)
         else:
             # Not by rich, which exits where a pipe is closed.
             print(line, file=self._stream, flush=True)
+
+
+def plain_console(file: TextIO | None = None) -> Any:
+    """Return a rich console that prints lines as they are: brackets are no markup, and long lines are not broken.
+
+    Args:
+        file: Where it prints; ``None``: standard output.
+    """
+    from rich.console import Console
+
+    return Console(file=file, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

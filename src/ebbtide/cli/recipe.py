@@ -18,14 +18,7 @@ _SKELETON = "ebbtide_recipes.skeleton"
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """Train; start torchrun if the arguments request several processes.
-
-    Args:
-        name: The recipe.
-        argv: The arguments after its name.
-
-    Returns:
-        The exit code.
+    """Train, and return the exit code; start torchrun if the arguments request several processes.
 
     Raises:
         EbbtideError: Arguments, model or data cannot be used, or training failed.
@@ -46,12 +39,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def read(name: str, argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
-    """Parse the arguments into the recipe's config; ``None`` if help was printed.
-
-    Args:
-        name: The recipe.
-        argv: The arguments after its name.
-        others: As ``read_arguments`` takes them.
+    """Parse the arguments into the recipe's config; ``None`` if help was printed. ``others``: as ``read_arguments``.
 
     Raises:
         EbbtideError: Something in the arguments cannot be used.
@@ -60,21 +48,12 @@ def read(name: str, argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
 
 
 def names(name: str, argv: Sequence[str]) -> set[str]:
-    """Return the fields of the recipe's config that flags set, by any of their names, and the translated keys.
-
-    Args:
-        name: The recipe.
-        argv: The arguments after its name.
-    """
+    """Return the fields of the recipe's config that flags set, by any of their names, and the translated keys."""
     return set_names(_config_class(name), argv)
 
 
 def check(name: str, config: Any) -> None:
     """Check everything that training checks before it loads, fetches or writes anything.
-
-    Args:
-        name: The recipe.
-        config: As ``read`` returns it.
 
     Raises:
         EbbtideError: Something in the config cannot be used here.

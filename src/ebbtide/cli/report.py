@@ -13,9 +13,7 @@ from ebbtide.base.files import check_writable, near, write_text
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
-from ebbtide.report import Run, as_values, chrome_trace, load_run, page, split, text, verdicts
-from ebbtide.report.table import headline
-from ebbtide.report.text import grid
+from ebbtide.report import Run, as_values, chrome_trace, comparison_text, load_run, page, text
 from ebbtide.track import summarise, write_summary
 
 Format = Literal["text", "html", "trace", "json"]
@@ -96,10 +94,7 @@ def report_runs(
     baseline = next((place for place, run in enumerate(runs) if run.summary.get("mode") == "plain"), 0)
     if format == "html":
         return _put(page(runs, baseline=baseline), target)
-    summaries = [run.summary for run in runs]
-    splits = {run.name: found for run in runs if (found := split(run)) is not None}
-    lines = [*verdicts(summaries, names, splits, baseline), "", *grid(headline(summaries, names, baseline=baseline))]
-    return _put("\n".join(lines) + "\n", target)
+    return _put(comparison_text([run.summary for run in runs], names, runs, baseline), target)
 
 
 def _check_folder(folder: Path) -> None:
@@ -163,9 +158,7 @@ def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, ta
     if format == "html":
         return _put(page(_last_round(folder, modes), comparison=summary), target)
     if format == "text":
-        splits = {run.name: found for run in _last_round(folder, modes) if (found := split(run)) is not None}
-        lines = [*verdicts(summary["modes"], modes, splits), "", *grid(headline(summary["modes"], modes))]
-        return _put("\n".join(lines) + "\n", target)
+        return _put(comparison_text(summary["modes"], modes, _last_round(folder, modes)), target)
     raise ConfigError(
         f"{folder} holds a comparison and format is {format!r}",
         expected="text or html",
@@ -188,12 +181,6 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
 
 def run(argv: Sequence[str]) -> int:
     """Print or write a report: ``ebbtide report FOLDER... [--format F] [--output FILE] [--force]``.
-
-    Args:
-        argv: The arguments after ``report``.
-
-    Returns:
-        The exit code.
 
     Raises:
         ConfigError: An argument that cannot be read.

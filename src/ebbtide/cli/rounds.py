@@ -17,18 +17,17 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
-from ebbtide.cli.children import OUTPUT_FILE, SAMPLE_SECONDS, Ended
-from ebbtide.cli.lockstep import Start, run_round
+from ebbtide.cli.children import SAMPLE_SECONDS, Ended
+from ebbtide.cli.lockstep import StartOf, run_round
 from ebbtide.cli.progress import RunProgress
-from ebbtide.cli.signals import Terminated, terminate_as_interrupt
+from ebbtide.cli.signals import STOP_CODES, how_stopped, terminate_as_interrupt
 
 DOES: dict[str, str] = {
     "plain": "ordinary training",
@@ -58,11 +57,6 @@ SCRIPT_STEPS = 12
 MORE_FOR_MINIMAL = 4
 """Further steps by default where ``ebbtide-minimal`` compares its methods first."""
 
-Stopped = Literal["", "interrupted", "terminated"]
-
-StartOf = Callable[[str, Path], tuple[list[str], dict[str, str]]]
-"""Mode and run folder → a child's command and environment."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
@@ -72,19 +66,19 @@ class CompareResult:
         out: The folder with ``summary.json``, ``report.html`` and the run folders.
         modes: One merged summary per mode.
         environment: Settings and versions common to all children.
-        stopped: Why it ended early: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM).
+        stopped: Why it ended early: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM), or ``""``.
     """
 
     out: Path
     modes: list[dict[str, Any]]
     environment: dict[str, Any]
-    stopped: Stopped = ""
+    stopped: str = ""
 
     @property
     def exit_code(self) -> int:
         """0; 1 if a child failed; 130 if interrupted; 143 if terminated."""
         if self.stopped:
-            return 143 if self.stopped == "terminated" else 130
+            return STOP_CODES[self.stopped]
         return 1 if any(mode["status"] != "ok" for mode in self.modes) else 0
 
 
@@ -129,16 +123,19 @@ def run_rounds(
         plan: The runs.
         start: Returns a child's command and environment.
         environment: Further fields of the result's environment.
-        console: A rich console.
+        console: As ``plain_console`` returns it.
         refuse: Called with each finished child until one was accepted; raises to skip the others.
     """
     warm_up = warm_up_steps()
-    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    report(_counted_words(plan, warm_up))
+    console.print(_counted_words(plan, warm_up))
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
-    progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
+    progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps)
     everywhere = {**_environment(plan), **environment}
-    stopped: Stopped = ""
+    stopped = ""
+
+    def start_mode(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+        command, variables = start(mode, folder)
+        return command, {**variables, **VARIABLES.get(mode, {})}
 
     with terminate_as_interrupt():
         try:
@@ -149,27 +146,19 @@ def run_rounds(
                         refuse(ended)
                     board.add(number, plan.rounds, mode, ended)
 
-                starts = [_start(number, mode, start, plan.out) for mode in order]
-                run_round(starts, progress, ended=add, lockstep=plan.lockstep, report=report)
+                run_round(
+                    f"round {number}", order, plan.out / f"round-{number}", start_mode, progress,
+                    ended=add, lockstep=plan.lockstep, report=console.print,
+                )  # fmt: skip
         except KeyboardInterrupt as stop:
-            stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            stopped = how_stopped(stop)
             result = "the report has the finished runs" if board.has_runs else "none had finished: there is no report"
             hint = f"hint: to compare again, name another folder with --out, or remove {plan.out}"
-            report(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
+            console.print(f"{stopped}: the processes were ended; {result}\n{hint}", style="yellow")
         finally:
             progress.end()
         modes_merged = board.finish(everywhere)
         return CompareResult(out=plan.out, modes=modes_merged, environment=everywhere, stopped=stopped)
-
-
-def _start(number: int, mode: str, start: StartOf, out: Path) -> Start:
-    folder = out / f"round-{number}" / mode
-
-    def prepare() -> tuple[list[str], dict[str, str]]:
-        command, variables = start(mode, folder)
-        return command, {**variables, **VARIABLES.get(mode, {})}
-
-    return Start(mode=mode, what=f"round {number}, {mode}", folder=folder, prepare=prepare)
 
 
 def check_packages(extra: str) -> None:
@@ -208,7 +197,7 @@ def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None
     lines += [f"  {mode:<16} {does[mode]}" for mode in plan.modes]
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def check_modes(modes: Sequence[str], rounds: int) -> None:

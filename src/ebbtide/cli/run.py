@@ -43,9 +43,6 @@ _ELSEWHERE = ("srun", "salloc", "mpirun", "mpiexec", "ssh", "pdsh")
 def run(argv: Sequence[str]) -> int:
     """Run a command with offloading: ``ebbtide run [--policy P] [--disk_path DIR] [--out DIR] [--steps N] -- COMMAND``.
 
-    Args:
-        argv: The arguments after ``run``.
-
     Returns:
         The command's exit code; 128 and the signal's number if one ended it.
 
@@ -110,11 +107,7 @@ def split_at_word(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_command(command: Sequence[str], *, verb: str) -> None:
-    """Check that a command can be started.
-
-    Args:
-        command: The program and its arguments.
-        verb: The verb that runs it.
+    """Check that a verb's command can be started.
 
     Raises:
         ConfigError: There is no command, or no such program.
@@ -248,7 +241,7 @@ def _at_terminal() -> bool:
 
 
 def _ending(notes: Sequence[Event], code: int) -> list[str]:
-    """Print the offloaded bytes, or why nothing was offloaded."""
+    """Return the lines at the end: the offloaded bytes, or why nothing was offloaded."""
     reason = why_untrained(notes)
     if reason is not None:
         what, hint = reason

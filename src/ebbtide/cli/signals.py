@@ -9,9 +9,17 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+STOP_CODES = {"interrupted": 130, "terminated": 143}
+"""How a command was stopped → its exit code."""
+
 
 class Terminated(KeyboardInterrupt):
     """A signal that ends a command was received. Cleanup code for Ctrl-C handles it, too."""
+
+
+def how_stopped(stop: KeyboardInterrupt) -> str:
+    """Return the key of ``STOP_CODES``."""
+    return "terminated" if isinstance(stop, Terminated) else "interrupted"
 
 
 @contextmanager

@@ -11,11 +11,7 @@ from ebbtide.base.errors import ConfigError
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program.
-
-    Args:
-        command: The program and its arguments.
-        options: Further arguments of ``subprocess.Popen``.
+    """Start a program; options are those of ``subprocess.Popen``.
 
     Raises:
         ConfigError: The system does not start it.

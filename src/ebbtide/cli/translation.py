@@ -38,7 +38,7 @@ class Translation:
         """
         word = (self.text(key) or "").lower()
         if key in self.keys and word not in TRUE + FALSE:
-            raise ConfigError(f"{self.shown(key)}", expected="true or false", hint=f"{key}=true, or leave it out")
+            raise ConfigError(self.shown(key), expected="true or false", hint=f"{key}=true, or leave it out")
         return word in TRUE if key in self.keys else None
 
     def number(self, key: str, *, least: int | None = None) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from ebbtide.base.extras import is_older
 from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import ALLOCATORS, BLOCKING, OF_NPU, OFFLOADERS, Facts
-from ebbtide.doctor.place_rules import accelerated
 from ebbtide.doctor.rules import Advice, rule
 
 _SLOW_LINK = 6e9
@@ -41,7 +40,7 @@ def _no_bfloat16(facts: Facts) -> Advice | None:
 @rule("EBB004", "note", "other processes use a tenth of the device's memory")
 def _device_in_use(facts: Facts) -> Advice | None:
     device = facts.device
-    if not accelerated(facts) or device.free_bytes >= _FREE_SHARE * device.memory_bytes:
+    if not device.accelerated or device.free_bytes >= _FREE_SHARE * device.memory_bytes:
         return None
     taken = format_size(device.memory_bytes - device.free_bytes)
     return (
@@ -52,7 +51,7 @@ def _device_in_use(facts: Facts) -> Advice | None:
 
 @rule("EBB005", "note", "disk target with an accelerator")
 def _disk_with_device(facts: Facts) -> Advice | None:
-    if facts.target != "disk" or not accelerated(facts):
+    if facts.target != "disk" or not facts.device.accelerated:
         return None
     return (
         "the disk target offloads tensors in RAM only, and this machine has an accelerator",
@@ -62,7 +61,7 @@ def _disk_with_device(facts: Facts) -> Advice | None:
 
 @rule("EBB006", "problem", "more ranks on the node than devices")
 def _more_ranks(facts: Facts) -> Advice | None:
-    if not accelerated(facts) or facts.ranks <= facts.device.count:
+    if not facts.device.accelerated or facts.ranks <= facts.device.count:
         return None
     return (
         f"LOCAL_WORLD_SIZE is {facts.ranks}, but {facts.device.count} devices are visible",
@@ -162,7 +161,7 @@ def _other_offloaders(facts: Facts) -> Advice | None:
 @rule("EBB041", "note", "variables that serialize copies and compute")
 def _blocking(facts: Facts) -> Advice | None:
     found = [name for name in BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
-    if not found or not accelerated(facts):
+    if not found or not facts.device.accelerated:
         return None
     return (
         f"{', '.join(found)} set: nothing overlaps, and copies stall compute",

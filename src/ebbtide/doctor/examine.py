@@ -57,22 +57,18 @@ def examine(
 
 
 def look(target: str = "auto", disk_path: str | None = None, *, environment: Mapping[str, str] | None = None) -> Facts:
-    """Read this machine's facts without measuring; arguments as for ``examine``.
-
-    Returns:
-        The facts.
-    """
+    """Read this machine's facts without measuring; arguments as for ``examine``."""
     variables = os.environ if environment is None else environment
     device = look_at_device()
     if target == "auto":
-        target = "disk" if device.kind == "cpu" else "host"
+        target = "host" if device.accelerated else "disk"
     ranks = ranks_of(variables)
     return Facts(
         torch=torch.__version__,
         torch_oldest=oldest("torch"),
         target=target,
         device=device,
-        bus=None if device.kind == "cpu" else look_at_bus(device.address),
+        bus=look_at_bus(device.address) if device.accelerated else None,
         disk=look_at_disk(disk_path),
         host=look_at_host(ranks=ranks),
         ranks=ranks,
@@ -81,14 +77,11 @@ def look(target: str = "auto", disk_path: str | None = None, *, environment: Map
 
 
 def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
-    """Measure the machine.
+    """Return the facts with measured rates, or with the reason that there are none.
 
     Args:
         facts: As ``look`` returns them.
         root: The folder of ``sys``.
-
-    Returns:
-        The facts with measured rates, or with the reason that there are none.
     """
     # An unusable disk is a finding; the link to host memory is measured without it.
     disk_path = facts.disk.path if facts.disk.requested and facts.disk.refused is None else None

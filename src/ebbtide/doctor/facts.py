@@ -73,6 +73,11 @@ class DeviceFacts:
     asynchronous: bool | None
     address: str | None
 
+    @property
+    def accelerated(self) -> bool:
+        """Whether it is an accelerator."""
+        return self.kind != "cpu"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PcieLink:
@@ -186,9 +191,6 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
     Args:
         ranks: Ranks that share this node.
         root: The folder of ``proc`` and ``sys``.
-
-    Returns:
-        The facts.
     """
     memory = fields_of(root / "proc/meminfo", unit=1024)
     locked = re.search(r"Max locked memory\s+(\d+)\s", _text(root / "proc/self/limits") or "")
@@ -214,14 +216,11 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
 
 
 def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
-    """Find the directory of the disk tier, and test whether a file can be created there.
+    """Find the directory of the disk tier, and test whether a file can be created there; errors are facts, too.
 
     Args:
         disk_path: The requested directory; ``None``: a usual one.
         root: The folder of ``proc``.
-
-    Returns:
-        The facts; errors are recorded, not raised.
     """
     directory, direct, refused = None if disk_path is None else Path(disk_path).expanduser(), None, None
     try:
@@ -246,11 +245,8 @@ def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
     """Read the facts about a device's PCI link.
 
     Args:
-        address: Such as ``"0000:17:00.0"``; ``None``: not known.
+        address: Such as ``"0000:17:00.0"``; ``None``: neither it nor any fact is known.
         root: The folder of ``sys``.
-
-    Returns:
-        The facts; unknown without an address.
     """
     if address is None:
         return PcieLink()
@@ -266,11 +262,7 @@ def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
 
 
 def look_at_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``VARIABLES`` that are set and not empty.
-
-    Args:
-        environment: All variables.
-    """
+    """Return those of ``VARIABLES`` that are set and not empty."""
     return {name: environment[name] for name in VARIABLES if environment.get(name, "").strip()}
 
 

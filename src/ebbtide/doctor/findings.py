@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.doctor import device_rules, place_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from ebbtide.doctor import device_rules, store_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from ebbtide.doctor.facts import Facts
 from ebbtide.doctor.rules import DEFINED, Severity
 
@@ -30,11 +30,7 @@ class Finding:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all findings: problems first, then by code.
-
-    Args:
-        facts: The facts about a machine.
-    """
+    """Return all findings: problems first, then by code."""
     found: list[Finding] = []
     for rule in RULES:
         texts = rule.check(facts)

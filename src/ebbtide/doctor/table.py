@@ -10,18 +10,14 @@ Row = tuple[str, str, str]
 
 
 def table(facts: Facts) -> Table:
-    """Make the table.
-
-    Args:
-        facts: The facts about a machine.
-    """
-    rows = [*_device_rows(facts), *_measured_rows(facts), *_place_rows(facts), *_host_rows(facts)]
+    """Make the table of a machine's facts."""
+    rows = [*_device_rows(facts), *_measured_rows(facts), *_store_rows(facts), *_host_rows(facts)]
     return Table(columns=("what", "value", "meaning"), rows=tuple(rows))
 
 
 def _device_rows(facts: Facts) -> list[Row]:
     device, oldest = facts.device, facts.torch_oldest
-    cpu = device.kind == "cpu"
+    cpu = not device.accelerated
     rows = [
         ("torch", facts.torch, f"tested from {oldest} on" if oldest else "the tested versions are unknown"),
         (
@@ -64,7 +60,7 @@ def _measured_rows(facts: Facts) -> list[Row]:
     ]
 
 
-def _place_rows(facts: Facts) -> list[Row]:
+def _store_rows(facts: Facts) -> list[Row]:
     disk = facts.disk
     kind = disk.filesystem or "file system not known"
     rows: list[Row] = [
@@ -89,7 +85,7 @@ def _direct(direct: bool | None) -> str:
 
 
 def _host_rows(facts: Facts) -> list[Row]:
-    host, cpu = facts.host, facts.device.kind == "cpu"
+    host, cpu = facts.host, not facts.device.accelerated
     available = "" if host.available_bytes is None else f"{format_size(host.available_bytes)} not in use"
     rows: list[Row] = [
         ("host memory", format_size(host.memory_bytes), available or ABSENT),
@@ -133,7 +129,7 @@ def _swap(facts: Facts) -> tuple[str, str]:
 
 def _share(facts: Facts) -> str:
     ranks = "one rank" if facts.ranks == 1 else f"each of {facts.ranks} ranks"
-    use = "may hold of offloaded bytes" if facts.device.kind != "cpu" else "could have"
+    use = "may hold of offloaded bytes" if facts.device.accelerated else "could have"
     return f"what {ranks} {use}, less a margin"
 
 

@@ -110,18 +110,18 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
     named = [Path(path).expanduser() for path in paths]
     for one in named:
         if not one.exists():
-            raise _none(one, "does not exist")
+            raise _no_checkpoint(one, "does not exist")
     if len(named) > 1 and (other := next((f for f in named if f.is_dir() or f.name.endswith(INDEX_SUFFIX)), None)):
         raise ConfigError(
             f"{str(other)!r} is one of {len(named)} paths",
             expected="a folder or an index alone, or files that hold tensors",
             hint="pass the folder or the index without the files: it names them",
         )
-    where = named[0] if len(named) == 1 else named[0].parent
-    file = _front(where) if where.is_dir() and len(named) == 1 else named[0]
-    files, promised = (
-        _indexed(file) if file.name.endswith(INDEX_SUFFIX) else (named if len(named) > 1 else [file], None)
-    )
+    where, file, files, promised = named[0].parent, named[0], named, dict[str, Path]()
+    if len(named) == 1:
+        where = named[0]
+        file = _front(where) if where.is_dir() else where
+        files, promised = _indexed(file) if file.name.endswith(INDEX_SUFFIX) else ([file], promised)
     pickled = [f for f in files if f.suffix in _PICKLED]
     if pickled:
         if not allow_pickle:
@@ -136,7 +136,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
         for one in files:
             for name, entry in read_header(one).items():
                 if name in entries:
-                    raise _twice(name, entries[name].file, one)
+                    raise _in_two_files(name, entries[name].file, one)
                 entries[name] = entry
         found, places = Checkpoint(entries=entries, name=str(where)), {name: e.file for name, e in entries.items()}
     if promised:
@@ -195,7 +195,7 @@ def _front(folder: Path) -> Path:
                 expected="one safetensors file, or an index of them such as model.safetensors.index.json",
                 hint="pass the index or the file itself",
             )
-    raise _none(folder, "holds no checkpoint")
+    raise _no_checkpoint(folder, "holds no checkpoint")
 
 
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -258,12 +258,12 @@ def _unpickled(files: list[Path], name: str) -> tuple[Checkpoint, dict[str, str]
         found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
         for key, value in checkpoint_of(cast("dict[str, Any]", found), str(file)).values.items():
             if key in places:
-                raise _twice(key, places[key], file)
+                raise _in_two_files(key, places[key], file)
             values[key], places[key] = value, str(file)
     return checkpoint_of(values, name), places
 
 
-def _twice(name: str, one: str, other: Path) -> DataError:
+def _in_two_files(name: str, one: str, other: Path) -> DataError:
     return DataError(
         f"{name!r} is in {one!r} and in {str(other)!r}",
         expected="each tensor in exactly one file",
@@ -271,7 +271,7 @@ def _twice(name: str, one: str, other: Path) -> DataError:
     )
 
 
-def _none(where: Path, what: str) -> DataError:
+def _no_checkpoint(where: Path, what: str) -> DataError:
     return DataError(
         f"{str(where)!r} {what}",
         expected="a folder with model.safetensors or its index, or such a file",

@@ -45,12 +45,7 @@ class _Group:
 def converted(
     model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
 ) -> tuple[dict[str, Source], list[str]]:
-    """Return the sources by the model's names, and the unused keys.
-
-    Args:
-        model: A transformers model.
-        wanted: Its parameters and persistent buffers by name.
-        entries: The tensors of the checkpoint.
+    """Return the sources by the names of a transformers model, and the unused keys.
 
     Raises:
         DataError: A conversion fails.

@@ -24,11 +24,7 @@ class SliceSource(Protocol):
 
 
 class Values:
-    """Pieces of tensors that are in memory.
-
-    Args:
-        values: The tensors by key.
-    """
+    """Pieces of tensors that are in memory, by key."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
@@ -42,14 +38,7 @@ class Values:
 
 
 class Filling:
-    """The reads for a rank's targets.
-
-    Args:
-        plan: Sources of the model's names.
-        targets: Parameters and buffers of this rank, by name.
-        entries: The tensors of the checkpoint.
-        four: The model's 4-bit weights.
-    """
+    """The reads for a rank's targets."""
 
     def __init__(
         self, plan: NameMap, targets: Mapping[str, Target], entries: Mapping[str, CheckpointEntry], four: FourBit

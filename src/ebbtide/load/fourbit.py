@@ -135,12 +135,7 @@ class FourBit:
         return torch.empty(weight.shape, dtype=self._dtype or weight.old.dtype)
 
     def quantise(self, target: Target, tensor: torch.Tensor) -> None:
-        """Give a target its part of a weight's column, and keep the scales.
-
-        Args:
-            target: The column, or a part of it.
-            tensor: The weight, as ``empty`` gives it memory.
-        """
+        """Give a target its part of a weight's column, and keep the scales; ``empty`` made the weight's memory."""
         weight = self._weights[target.name]
         kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
         made = type(weight.old)(tensor.to(target.local.device), requires_grad=False, **kept).to(target.local.device)

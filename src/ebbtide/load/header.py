@@ -73,9 +73,6 @@ def state_of(fd: int) -> tuple[int, ...]:
 def read_header(path: Path) -> dict[str, CheckpointEntry]:
     """Return the tensors of a safetensors file.
 
-    Args:
-        path: The file.
-
     Raises:
         DataError: It cannot be read, or its header contradicts itself or the file's length.
     """

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -90,10 +90,12 @@ class Initialiser:
         memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
         self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)
+        first: dict[int, str] = {}
+        self._first = {n: first.setdefault(id(tensor_of(owner)), n) for n, owner in self._owners.items()}
+        """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
         self.names = {name for name, owner in self._owners.items() if tensor_of(owner).is_meta}
         """What had no values before the model was sharded."""
-        self._calls: list[_Call] | None = None
 
     def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole initialised tensors, few at a time.
@@ -109,8 +111,6 @@ class Initialiser:
         if not wanted:
             return
         _check_adapters(self._model, wanted)
-        if self._calls is None:
-            self._calls = self._watched()
         groups: dict[tuple[int, ...], list[str]] = {}
         for name in wanted:
             groups.setdefault(self._calls_of(name), []).append(name)
@@ -133,8 +133,8 @@ class Initialiser:
     def _made(
         self, indices: tuple[int, ...], members: list[str], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        calls = [self._calls[i] for i in indices]  # pyright: ignore[reportOptionalSubscript]
-        first = self._first_names()
+        calls = [self._calls[i] for i in indices]
+        first = self._first
         touched: dict[str, bool] = {}
         for name, complete in (item for call in calls for item in call.writes.items()):
             touched[name] = touched.get(name, False) or complete
@@ -174,50 +174,41 @@ class Initialiser:
     @contextlib.contextmanager
     def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
         """Replace tensors on meta by real memory, wherever they are tied, while the context is open."""
-        first = self._first_names()
         put: list[tuple[Any, str, Any]] = []
         wanted = set(names)
         try:
             for name, (module, attribute, is_buffer) in self._owners.items():
-                if first[name] not in wanted:
+                if (first := self._first[name]) not in wanted:
                     continue
                 old = tensor_of((module, attribute, is_buffer))
-                if first[name] not in real:
+                if first not in real:
                     empty = torch.empty(old.shape, dtype=old.dtype, device=device)
-                    real[first[name]] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
+                    real[first] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
                 slots: Any = module._buffers if is_buffer else module._parameters
                 put.append((slots, attribute, old))
-                slots[attribute] = real[first[name]]
+                slots[attribute] = real[first]
             yield
         finally:
             for slots, attribute, old in put:
                 slots[attribute] = old
 
-    def _first_names(self) -> dict[str, str]:
-        """Return by name the first name of the same tensor."""
-        first: dict[int, str] = {}
-        found: dict[str, str] = {}
-        for name, owner in self._owners.items():
-            found[name] = first.setdefault(id(tensor_of(owner)), name)
-        return found
-
     def _calls_of(self, name: str) -> tuple[int, ...]:
         """Return the calls that matter for a tensor: from the last that writes all of it on."""
-        plain, name = name not in self._adapters, self._first_names().get(name, name)
-        calls = [(i, call) for i, call in enumerate(self._calls or ()) if plain or call.adapts]
+        plain, name = name not in self._adapters, self._first.get(name, name)
+        calls = [(i, call) for i, call in enumerate(self._calls) if plain or call.adapts]
         writing = [(i, call.writes[name]) for i, call in calls if name in call.writes]
         last = max((at for at, (_, complete) in enumerate(writing) if complete), default=0)
         return tuple(i for i, _ in writing[last:])
 
-    def _watched(self) -> list[_Call]:
-        """Run every call once on meta and note what it writes."""
-        first = self._first_names()
+    @cached_property
+    def _calls(self) -> list[_Call]:
+        """The calls that write something; each was run once on meta to find out what."""
         names, numels = dict[int, str](), dict[str, int]()
         for name, owner in self._owners.items():
             tensor = tensor_of(owner)
-            if tensor.is_meta and first[name] == name:
+            if tensor.is_meta and self._first[name] == name:
                 names[tensor.untyped_storage()._cdata], numels[name] = name, tensor.numel()
-        calls = list(_calls(self._model, self._init))
+        calls = list(_calls_in(self._model, self._init))
         for call in calls:
             watch = _Watch(names, numels)
             failed = True
@@ -227,12 +218,12 @@ class Initialiser:
             call.writes = watch.writes
             if failed:  # it may need values: take it to write what its module has
                 for name, (module, _, _) in self._owners.items():
-                    if module is call.module and first[name] in numels:
-                        call.writes.setdefault(first[name], False)
+                    if module is call.module and self._first[name] in numels:
+                        call.writes.setdefault(self._first[name], False)
         return [call for call in calls if call.writes]
 
 
-def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:
+def _calls_in(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:
     """Yield the calls that initialise a model, in the model's order."""
     order: list[tuple[str, nn.Module, Any]] = []
     seen: set[int] = set()

@@ -102,12 +102,7 @@ class SourceLayout:
         return len(self.shape)
 
     def pieces(self, box: Box, into: torch.Tensor) -> Iterator[Piece]:
-        """Yield what to read for a box of this tensor.
-
-        Args:
-            box: The box.
-            into: Takes its elements; of the box's size.
-        """
+        """Yield what to read for a box of this tensor, into a view of the box's size."""
         for part in self._parts:
             shared = part.box.meet(box) if box.size else box
             if shared is None:

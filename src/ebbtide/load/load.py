@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError, DataError, few, note_place, spelled
+from ebbtide.base.errors import ConfigError, DataError, few, note_place
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
@@ -25,13 +25,13 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import NameMap, check_plan, make_plan, values_of, word
-from ebbtide.load.optimizers import Rebinding
+from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, word
+from ebbtide.load.optimizers import rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
 from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
-from ebbtide.load.together import Meet, Ranks
+from ebbtide.load.together import Meet, Ranks, by_rank
 from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
@@ -112,7 +112,7 @@ class Loading:
 
         try:
             self._agree(dtype, optimizer)
-            BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
+            self._emit("begin", None)
             self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         except BaseException:
             self._undo.close()
@@ -120,13 +120,11 @@ class Loading:
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)
-        self._rebinding.rebind(sharded)
+        self._rebind(sharded)
         seconds = time.monotonic() - started
         figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
         logger.info("loaded %s on rank %d by %s in %.1f s", *figures)
-        BUS.emit(
-            "load", edge="end", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=round(seconds, 3)
-        )
+        self._emit("end", self._done_bytes, round(seconds, 3))
         return sharded
 
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
@@ -140,7 +138,7 @@ class Loading:
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
-            shown = few(left, count=8)
+            shown = few(left, count=SHOWN)
             logger.warning("%d attributes have tensors on meta, which are not loaded: %s", len(left), shown)
         return sharded
 
@@ -160,36 +158,35 @@ class Loading:
         loaded = self._weights is None and self.options.source != "initialize" and is_loaded(self.model)
         check_model(self.model, loaded=loaded)
         check_attributes(self.model)
-        self._rebinding = Rebinding(self.model, optimizer)
+        self._rebind = rebinding(self.model, optimizer)
         if loaded:
             self._weights = values_of(self.model)
             self._undo.callback(empty(self.model))
         self._undo.callback(set_dtype(self.model, dtype))
         self._four = FourBit(self.model, dtype)
-        present, name = self._weights is not None and self.options.source != "initialize", "the given values"
-        if not present:
-            pass
-        elif isinstance(self._weights, nn.Module):
-            self.checkpoint = checkpoint_of(values_of(self._weights), "the given model")
-        elif isinstance(self._weights, Mapping):
-            self.checkpoint = checkpoint_of(self._weights, "the given state dict")
-        elif self._weights is not None:
-            paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
+        weights, name = None if self.options.source == "initialize" else self._weights, "the given values"
+        if isinstance(weights, nn.Module):
+            self.checkpoint = checkpoint_of(values_of(weights), "the given model")
+        elif isinstance(weights, Mapping):
+            self.checkpoint = checkpoint_of(weights, "the given state dict")
+        elif weights is not None:
+            paths = [weights] if isinstance(weights, (str, os.PathLike)) else list(weights)
             where = str(paths[0] if len(paths) == 1 else Path(paths[0]).parent) if paths else ""
             name = f"a checkpoint in {where!r}"
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
         host, seed = os.uname().nodename, torch.initial_seed()
-        return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
+        return {"sees": sees, "given": weights is not None, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
         """Choose the source from what the ranks see; all choose the same."""
         sees, source = [s["sees"] for s in sights], self.options.source
         blind, kinds = [r for r, s in enumerate(sees) if not s], {s for s in sees if s}
         if len(kinds) > 1:
+            seen = by_rank({rank: sight[:8] or "nothing" for rank, sight in enumerate(sees)})
             raise DataError(
-                f"ranks see {len(kinds)} different checkpoints ({_spelled(sees)})",
+                f"ranks see {len(kinds)} different checkpoints ({seen})",
                 expected="the same tensors, dtypes and files on each rank that sees a checkpoint",
                 hint="check that every machine has the same copy",
             )
@@ -247,7 +244,7 @@ class Loading:
             catalog = {"made by the model": plan.missing, "kept as they are": plan.kept, "not used": plan.unexpected}
             for what, names in catalog.items():
                 if names and self.ranks.me == 0:
-                    shown = few(names, count=8)
+                    shown = few(names, count=SHOWN)
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
         self._four.settle(self.plan.sources)
         return {}
@@ -302,9 +299,7 @@ class Loading:
         if checkpoint.values:
             yield Values(checkpoint.values)
             return
-        with SliceReader(
-            checkpoint.entries, shared=lambda key: key in shared, ahead=self._one_machine, pinned=pinned
-        ) as reader:
+        with SliceReader(checkpoint.entries, shared=shared, ahead=self._one_machine, pinned=pinned) as reader:
             yield reader
 
     def _done(self, nbytes: int) -> None:
@@ -316,13 +311,7 @@ class Loading:
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
             logger.debug("rank %d: %s of %s", self.ranks.me, *map(format_size, (self._done_bytes, self._total_bytes)))
-            BUS.emit(
-                "load", edge="progress", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=None
-            )
+            self._emit("progress", self._done_bytes)
 
-
-def _spelled(sees: Sequence[str]) -> str:
-    by_sight: dict[str, list[int]] = {}
-    for rank, sight in enumerate(sees):
-        by_sight.setdefault(sight, []).append(rank)
-    return "; ".join(f"{spelled(ranks)}: {sight[:8] or 'nothing'}" for sight, ranks in by_sight.items())
+    def _emit(self, edge: str, nbytes: int | None, seconds: float | None = None) -> None:
+        BUS.emit("load", edge=edge, source=self.path, rank=self.ranks.me, bytes=nbytes, seconds=seconds)

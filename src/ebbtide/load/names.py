@@ -27,7 +27,7 @@ UNSAVED = "(buffer) "
 """Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
 
 SHOWN = 8
-"""Names of one kind that an error lists."""
+"""Names of one kind that an error or a warning lists."""
 
 _COPY = re.compile(r"(?<=\.)(?:modules_to_save|ln_tuning_layers)\.[^.]+\.")
 
@@ -95,12 +95,7 @@ def base_name(name: str) -> str:
 
 
 def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
-    """Match a checkpoint's tensors with the model's names.
-
-    Args:
-        model: On meta, before it is sharded.
-        entries: The tensors of the checkpoint.
-        four: The model's 4-bit weights.
+    """Match a checkpoint's tensors with the names of a model that is on meta and not sharded yet.
 
     Raises:
         DataError: A conversion of the model's library fails.

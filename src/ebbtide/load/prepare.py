@@ -32,29 +32,25 @@ def empty(model: nn.Module) -> Callable[[], None]:
         Puts them back, unless the model has been wrapped or sharded in the meantime.
     """
     before = {name: (owner, tensor_of(owner)) for name, owner in owners_of(model).items() if not owner[2]}
-    on_meta: dict[int, nn.Parameter] = {}
+    emptied: dict[int, nn.Parameter] = {}
     for (module, attribute, _), tensor in before.values():
-        if id(tensor) not in on_meta:
-            on_meta[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-            vars(on_meta[id(tensor)]).update(vars(tensor))
-        module._parameters[attribute] = on_meta[id(tensor)]
-    rename(model, on_meta)
+        if id(tensor) not in emptied:
+            emptied[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+            vars(emptied[id(tensor)]).update(vars(tensor))
+        module._parameters[attribute] = emptied[id(tensor)]
+    rename(model, emptied)
 
     def put_back() -> None:
-        if all(module._parameters.get(name) is on_meta[id(tensor)] for (module, name, _), tensor in before.values()):
+        if all(module._parameters.get(name) is emptied[id(tensor)] for (module, name, _), tensor in before.values()):
             for (module, attribute, _), tensor in before.values():
                 module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
-            rename(model, {id(on_meta[id(tensor)]): tensor for _, tensor in before.values()})
+            rename(model, {id(emptied[id(tensor)]): tensor for _, tensor in before.values()})
 
     return put_back
 
 
 def check_model(model: object, *, loaded: bool = False) -> None:
-    """Refuse what cannot be loaded into.
-
-    Args:
-        model: The model.
-        loaded: Its own values are the weights.
+    """Refuse what cannot be loaded into; ``loaded``: the model's own values are the weights.
 
     Raises:
         ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained prompts.

@@ -143,7 +143,7 @@ class SliceReader:
         self,
         entries: Mapping[str, CheckpointEntry],
         *,
-        shared: Callable[[str], bool] = lambda key: False,
+        shared: Collection[str] = (),
         ahead: bool = True,
         pinned: bool = False,
     ) -> None:
@@ -162,11 +162,7 @@ class SliceReader:
         self.close()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read pieces and return when all are read.
-
-        Args:
-            pieces: What to read, and into which views.
-            done: Called with the bytes of every finished read.
+        """Read pieces into their views and return when all are read; ``done`` receives the bytes of each job.
 
         Raises:
             DataError: A file cannot be read, or changed since its header was read.
@@ -218,7 +214,7 @@ class SliceReader:
             return 0
         entry = self._entries[piece.key]
         try:
-            file = self._file(entry, self._shared(piece.key))
+            file = self._file(entry, piece.key in self._shared)
             strides = _strides(entry.shape)
             span, place = _span(piece.box, strides) * entry.dtype.itemsize, place_of(piece.box, entry)
             if piece.into.device.type == "cpu" and piece.into.is_contiguous():

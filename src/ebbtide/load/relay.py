@@ -47,12 +47,7 @@ def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = 
 
 
 class Client:
-    """The requesting side; reads like a file.
-
-    Args:
-        server: The rank that answers.
-        entries: The tensors of the checkpoint.
-    """
+    """The requesting side; reads like a file."""
 
     def __init__(self, server: int, entries: Mapping[str, CheckpointEntry]) -> None:
         self._server, self._entries, self._device = server, entries, _device()
@@ -100,11 +95,6 @@ class Client:
 
 def send_slices(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
     """Answer clients until each has finished, in turns of a message, so that none waits for all of another's part.
-
-    Args:
-        clients: Ranks that request from this one.
-        source: The source of the pieces.
-        entries: The tensors of the checkpoint.
 
     Raises:
         Exception: What the source raised, after all clients were informed.

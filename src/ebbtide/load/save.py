@@ -43,15 +43,7 @@ Files = Mapping[str, Mapping[str, CheckpointEntry]]
 
 
 class Saving:
-    """One save.
-
-    Args:
-        model: Sharded or plain, with its parameters in memory.
-        folder: Where files go.
-        meet: How ranks meet; ``None``: this process is alone.
-        max_file_bytes: Most bytes of tensors in a file.
-        name: First part of the files' names.
-    """
+    """One save. Arguments as for ``save_sharded``; ``meet``: how ranks meet, ``None``: this process is alone."""
 
     def __init__(
         self, model: nn.Module, folder: str | os.PathLike[str], *, meet: Meet | None, max_file_bytes: int, name: str

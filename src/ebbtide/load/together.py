@@ -23,11 +23,7 @@ Meet = Callable[[Sequence[int], str, str], Mapping[int, str]]
 
 
 class Ranks:
-    """The ranks that load together: those of the default process group, or this process alone.
-
-    Args:
-        meet: How they meet.
-    """
+    """The ranks that load together: those of the default process group, or this process alone."""
 
     def __init__(self, meet: Meet | None) -> None:
         alone = meet is None or not dist.is_available() or not dist.is_initialized()
@@ -80,13 +76,17 @@ def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | 
     """Return one error for the errors of several ranks; the same on each of them."""
     if not failed:
         return None
-    ranks_of: dict[str, list[int]] = {}
-    for rank, error in failed.items():
-        ranks_of.setdefault(error["found"], []).append(rank)
     first = next(iter(failed.values()))
-    everywhere = len(failed) == count and len(ranks_of) == 1
-    found = first["found"]
-    if not everywhere:
-        found = "; ".join(f"{spelled(ranks)}: {text}" for text, ranks in ranks_of.items())
+    texts = {rank: error["found"] for rank, error in failed.items()}
+    everywhere = len(failed) == count and len({*texts.values()}) == 1
+    found = first["found"] if everywhere else by_rank(texts)
     kind: Any = getattr(errors, first["kind"], DataError)
     return kind(found, expected=first["expected"], hint=first["hint"])
+
+
+def by_rank(texts: Mapping[int, str]) -> str:
+    """Return texts with the ranks that have them: ``rank 0: one; ranks 1, 2: another``."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"{spelled(ranks)}: {text}" for text, ranks in ranks_of.items())

@@ -24,11 +24,7 @@ def block_bytes(event: Event) -> dict[str, int]:
 
 
 def blocks_svg(run: Run, step: object) -> str | None:
-    """Draw one column per block, stacked by action, in execution order.
-
-    Args:
-        run: Any run.
-        step: The step whose last forward is shown.
+    """Draw one column per block of a step's last forward, stacked by action, in execution order.
 
     Returns:
         A stand-alone SVG; ``None`` if the run has no blocks in that step.

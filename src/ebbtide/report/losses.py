@@ -15,12 +15,7 @@ _MOST = 800
 
 
 def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None:
-    """Draw a curve of losses for each run; ``None`` if fewer than two steps of all have a finite loss.
-
-    Args:
-        summaries: One per run.
-        names: Their names.
-    """
+    """Draw a curve of losses for each run; ``None`` if fewer than two steps of all have a finite loss."""
     curves = [_points(summary) for summary in summaries]
     values = [loss for points in curves for _, loss in points]
     steps = [step for points in curves for step, _ in points]

@@ -15,20 +15,19 @@ from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
 from ebbtide.report.losses import losses_svg
-from ebbtide.report.peak import PeakParts, split, splits_svg, splits_table
+from ebbtide.report.peak import splits_of, splits_svg, splits_table
 from ebbtide.report.run import Run, common_step
 from ebbtide.report.table import (
-    Summary,
     bytes_table,
     headline,
     losses_table,
     measured,
+    on_cpu,
     phases_table,
-    plain_of,
     section,
 )
 from ebbtide.report.timeline import timeline_svg
-from ebbtide.report.verdict import prediction, verdict
+from ebbtide.report.verdict import prediction, verdicts
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
@@ -72,13 +71,13 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
     lead = modes[-1] if modes else {}
     labels = [str(mode.get("mode")) for mode in modes] if comparison else names
     failures = [f"{mode.get('mode')}: {words}" for mode in modes for words in mode.get("failures") or ()]
-    splits = [(run.name, found) for run in runs if (found := split(run)) is not None]
+    splits = splits_of(runs)
     return {
         "style": style.STYLE,
         "title": " · ".join(str(value) for value in ("ebbtide", lead.get("model")) if value),
         "about": _about(runs),
         "endings": [words for run in runs if (words := story.ending(run))] + failures,
-        "verdicts": verdicts(modes, labels, dict(splits), baseline),
+        "verdicts": verdicts(modes, labels, splits, baseline),
         "headline": headline(modes, labels, baseline=baseline),
         "colors": dict(zip(names, style.run_classes(names), strict=True)),
         "rounds": _rounds(comparison),
@@ -103,22 +102,6 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
         "messages": [(run.name, words) for run in runs for words in story.messages(run)],
         "environment": _flat(section(comparison, "environment")) if comparison else [],
     }
-
-
-def verdicts(
-    summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, PeakParts], baseline: int | None = None
-) -> list[str]:
-    """Return a one-line verdict for each run that is compared with another, else for all runs.
-
-    In a comparison with modes of ebbtide, only these have a line.
-    """
-    plain = plain_of(summaries) if baseline is None else summaries[baseline]
-    pairs = [(name, summary) for name, summary in zip(names, summaries, strict=True)]
-    against = next((name for name, summary in pairs if summary is plain), "plain")
-    if plain is not None and len(pairs) > 1:
-        pairs = [(name, summary) for name, summary in pairs if summary is not plain]
-        pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
-    return [verdict(name, summary, plain, splits.get(name), against=against) for name, summary in pairs]
 
 
 def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -149,8 +132,7 @@ def _memory_words(summary: Mapping[str, Any]) -> str:
     if measured(summary).get("activation_bytes") is None:
         return ""
     seen = "measured by another process" if summary.get("outside") else "sampled by the run itself"
-    on_cpu = summary.get("device") in (None, "cpu")
-    kind = f"resident memory, {seen}" if on_cpu else "allocated device memory, sampled by the run itself"
+    kind = f"resident memory, {seen}" if on_cpu(summary) else "allocated device memory, sampled by the run itself"
     return (
         f"Memory is {kind}. Activation memory is the growth during forward and loss, before backward begins: "
         "in the step with a trimmed heap, or the median over the counted steps."

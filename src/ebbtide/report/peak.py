@@ -13,7 +13,7 @@ gradients exist, and no activations; from the second micro-batch of a step on, g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,24 +155,32 @@ def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
     return sum(e.get("kept_bytes") or 0 for e in passes), outside
 
 
-def splits_table(splits: Sequence[tuple[str, PeakParts]]) -> Table:
+def splits_of(runs: Sequence[Run]) -> dict[str, PeakParts]:
+    """Return the parts of each run's peak, by its name; a run without memory samples has none."""
+    return {run.name: found for run in runs if (found := split(run)) is not None}
+
+
+def splits_table(splits: Mapping[str, PeakParts]) -> Table:
     """Make the table of parts: one row per part, one column per run."""
-    names = [name for name in COLORS if any(name in found.parts for _, found in splits)]
-    rows = [(name, *(size(found.parts.get(name)) for _, found in splits)) for name in names]
-    total = ("peak", *(size(found.peak.bytes_) for _, found in splits))
-    return Table(columns=("part", *(name for name, _ in splits)), rows=(*rows, total) if rows else ())
+    rows = [(name, *(size(found.parts.get(name)) for found in splits.values())) for name in _parts_in(splits)]
+    total = ("peak", *(size(found.peak.bytes_) for found in splits.values()))
+    return Table(columns=("part", *splits), rows=(*rows, total) if rows else ())
+
+
+def _parts_in(splits: Mapping[str, PeakParts]) -> list[str]:
+    return [name for name in COLORS if any(name in found.parts for found in splits.values())]
 
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 960.0, 116.0, 92.0, 34.0, 22.0
 
 
-def splits_svg(splits: Sequence[tuple[str, PeakParts]]) -> str | None:
+def splits_svg(splits: Mapping[str, PeakParts]) -> str | None:
     """Draw a stacked bar for each run's peak, to one scale; ``None`` without any."""
     if not splits:
         return None
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(max(found.peak.bytes_ for _, found in splits), 1)
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(max(found.peak.bytes_ for found in splits.values()), 1)
     pieces: list[str] = []
-    for row, (name, found) in enumerate(splits):
+    for row, (name, found) in enumerate(splits.items()):
         x, y = _LEFT, 10 + row * _ROW
         pieces.append(style.text(_LEFT - 10, y + 15, name, "end"))
         for part in (part for part in COLORS if part in found.parts):
@@ -183,11 +191,11 @@ def splits_svg(splits: Sequence[tuple[str, PeakParts]]) -> str | None:
         pieces.append(style.text(x + 8, y + 15, size(found.peak.bytes_), "num", "strong"))
     y = 10 + len(splits) * _ROW + 14
     x = _LEFT
-    for part in dict.fromkeys(part for part in COLORS if any(part in found.parts for _, found in splits)):
+    for part in _parts_in(splits):
         width = 34 + 6.4 * len(part)
         if x + width > _WIDTH:
             x, y = _LEFT, y + 20
         pieces.append(style.rect(x, y - 10, 12, 12, COLORS[part], radius=2))
         pieces.append(style.text(x + 18, y, part, "soft"))
         x += width
-    return style.svg(_WIDTH, y + 14, pieces, label="What holds the peak: " + ", ".join(name for name, _ in splits))
+    return style.svg(_WIDTH, y + 14, pieces, label="What holds the peak: " + ", ".join(splits))

@@ -24,6 +24,7 @@ from ebbtide.base.runs import (
     read_events,
     samples,
 )
+from ebbtide.report.table import on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Run:
     @property
     def memory_kind(self) -> str:
         """Description of ``curve``."""
-        if self.summary.get("device") not in (None, "cpu"):
+        if not on_cpu(self.summary):
             return "device memory, allocated"
         return "resident memory, sampled from outside" if self.outside else "resident memory"
 
@@ -88,7 +89,7 @@ class Run:
         Args:
             dated: With the allocator's peaks, which are dated half-way between two edges.
         """
-        field = "rss_bytes" if self.summary.get("device") in (None, "cpu") else "device_bytes"
+        field = "rss_bytes" if on_cpu(self.summary) else "device_bytes"
         events = self.outside if self.outside and field == "rss_bytes" else self.events
         since = self.events[0]["t"] if self.events else 0.0
         return samples((event for event in events if dated or not _is_dated(event)), field, since)

@@ -93,12 +93,7 @@ def rewards(run: Run) -> str | None:
 
 
 def stalls_table(run: Run, *, most: int = 12) -> Table:
-    """List the blocks that compute waited for longest.
-
-    Args:
-        run: Any run.
-        most: How many.
-    """
+    """List the blocks that compute waited for longest, ``most`` of them."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for event in run.all("stall"):
         groups.setdefault((str(event.get("where")), str(event.get("block"))), []).append(event)

@@ -32,10 +32,14 @@ def section(summary: Summary, key: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", summary.get(key) or {})
 
 
+def on_cpu(summary: Summary) -> bool:
+    """Whether a run trained on a CPU, or recorded no device."""
+    return summary.get("device") in (None, "cpu")
+
+
 def measured(summary: Summary) -> Mapping[str, Any]:
     """Return the best view of memory: the device's figures; on a CPU the outside view, if there is one."""
-    on_cpu = summary.get("device") in (None, "cpu")
-    return (section(summary, "outside") if on_cpu else {}) or section(summary, "inside")
+    return (section(summary, "outside") if on_cpu(summary) else {}) or section(summary, "inside")
 
 
 NOISE_BYTES = 4 * 1024**2
@@ -121,8 +125,7 @@ def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
             cells = [number(figures.get("seconds_median"), "{:.3f} s"), size(figures.get("peak_bytes"))]
             rows.append((name, phase, *cells, size(figures.get("rise_bytes"))))
     # A device works behind the host, which marks the phases when it queues their work.
-    on_host = any(summary.get("device") not in (None, "cpu") for summary in summaries)
-    time = "host time per step that has it" if on_host else "time per step that has it"
+    time = "time per step that has it" if all(map(on_cpu, summaries)) else "host time per step that has it"
     columns = ("mode", "phase", time, "highest memory", "rise within it")
     return Table(columns=columns, rows=tuple(rows))
 

@@ -1,18 +1,19 @@
-"""A report for the terminal and one for programs."""
+"""Reports for the terminal and one for programs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ebbtide.base.errors import counted
 from ebbtide.report import story
 from ebbtide.report.blocks import block_bytes
 from ebbtide.report.copies import copies, overlap
-from ebbtide.report.peak import split, splits_table
+from ebbtide.report.peak import split, splits_of, splits_table
 from ebbtide.report.run import Run, common_step
-from ebbtide.report.table import Table, bytes_table, headline, measured, phases_table, section
-from ebbtide.report.verdict import prediction, verdict
+from ebbtide.report.table import Summary, Table, bytes_table, headline, measured, phases_table, section
+from ebbtide.report.verdict import prediction, verdict, verdicts
 
 
 def text(run: Run) -> str:
@@ -31,7 +32,7 @@ def text(run: Run) -> str:
     if section(summary, "activation_bytes").get("unique") is not None:
         lines += ["", *_across(bytes_table([summary], [run.name]))]
     if held is not None:
-        lines += ["", *grid(splits_table([(run.name, held)]))]
+        lines += ["", *grid(splits_table({run.name: held}))]
     lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
     if (loaded := story.loading(run)) is not None:
         lines.append(f"loading   {loaded.partition(': ')[2]}")
@@ -51,6 +52,21 @@ def text(run: Run) -> str:
         lines += ["", *grid(stalls)]
     lines += [f"warning   {words}" for words in story.messages(run)]
     return "\n".join(lines) + "\n"
+
+
+def comparison_text(
+    summaries: Sequence[Summary], names: Sequence[str], runs: Sequence[Run], baseline: int | None = None
+) -> str:
+    """Write the verdicts on several runs, or on the modes of a comparison, and their main table as plain text.
+
+    Args:
+        summaries: One per run or mode.
+        names: Their names.
+        runs: The runs whose peaks are described.
+        baseline: As ``headline`` takes it.
+    """
+    lines = verdicts(summaries, names, splits_of(runs), baseline)
+    return "\n".join([*lines, "", *grid(headline(summaries, names, baseline=baseline))]) + "\n"
 
 
 def as_values(run: Run) -> dict[str, Any]:

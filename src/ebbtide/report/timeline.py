@@ -109,5 +109,5 @@ def _phase_legend(y: float, phases: Mapping[str, str], stalls: Mapping[str, str]
     for name, color in entries:
         pieces.append(style.rect(x, y - 10, 12, 12, color, radius=2))
         pieces.append(style.text(x + 18, y, name, "soft"))
-        x += 44 + 6.6 * len(name)
+        x += legend_width(name)
     return pieces

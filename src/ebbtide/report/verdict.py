@@ -1,9 +1,9 @@
-"""The verdict in one line, and the plan's prediction next to measurements."""
+"""The verdict on each run in one line, and the plan's prediction next to measurements."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from ebbtide.base.errors import counted
@@ -18,6 +18,7 @@ from ebbtide.report.table import (
     loss_verdict,
     measured,
     number,
+    plain_of,
     ratio_value,
     section,
     size,
@@ -25,6 +26,22 @@ from ebbtide.report.table import (
 
 LEAST_TIMED = 3
 """Fewer timed steps than these judge no step time."""
+
+
+def verdicts(
+    summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, PeakParts], baseline: int | None = None
+) -> list[str]:
+    """Return a one-line verdict for each run that is compared with another, else for all runs.
+
+    In a comparison with modes of ebbtide, only these have a line.
+    """
+    plain = plain_of(summaries) if baseline is None else summaries[baseline]
+    pairs = [(name, summary) for name, summary in zip(names, summaries, strict=True)]
+    against = next((name for name, summary in pairs if summary is plain), "plain")
+    if plain is not None and len(pairs) > 1:
+        pairs = [(name, summary) for name, summary in pairs if summary is not plain]
+        pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
+    return [verdict(name, summary, plain, splits.get(name), against=against) for name, summary in pairs]
 
 
 def verdict(

@@ -16,7 +16,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ebbtide.base.errors import DiskPathError
@@ -28,29 +27,15 @@ _CHUNK_BYTES = 8 << 20
 _MEMORY_ALIGN_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """The division of a source's bytes. See [Note: aligned interior]."""
-
-    head_bytes: int
-    interior_bytes: int
-    tail_bytes: int
-
-    @classmethod
-    def of(cls, address: int, nbytes: int, align_bytes: int) -> Split:
-        """Divide ``nbytes`` at ``address``; small sources are all head."""
-        head = -address % align_bytes
-        interior = max(nbytes - head, 0) // align_bytes * align_bytes
-        if interior == 0:
-            return cls(head_bytes=nbytes, interior_bytes=0, tail_bytes=0)
-        return cls(head_bytes=head, interior_bytes=interior, tail_bytes=nbytes - head - interior)
+def split(address: int, nbytes: int, align_bytes: int) -> tuple[int, int, int]:
+    """Return the sizes of head, interior and tail; a small source is all head. See [Note: aligned interior]."""
+    head = -address % align_bytes
+    interior = max(nbytes - head, 0) // align_bytes * align_bytes
+    return (head, interior, nbytes - head - interior) if interior else (nbytes, 0, 0)
 
 
 class BackingFile:
     """An unlinked file: freed when its last descriptor is closed, even by ``kill -9``.
-
-    Args:
-        directory: Its directory.
 
     Raises:
         DiskPathError: No file can be created or written there.
@@ -120,15 +105,7 @@ class BackingFile:
         Raises:
             OSError: The system's error, or ``EIO`` if it stops accepting bytes.
         """
-        view = view_memory(address, nbytes)
-        done = 0
-        while done < nbytes and not stopped():
-            count = os.pwritev(self.fd, [view[done : done + _CHUNK_BYTES]], offset + done)
-            if self.direct:  # the rest must begin aligned: the last partial block of a short write is repeated
-                count -= count % self.align_bytes
-            if count <= 0:
-                raise OSError(errno.EIO, f"short write: {done} of {nbytes} bytes")
-            done += count
+        done = self._transfer(os.pwritev, "write", view_memory(address, nbytes), offset, stopped)
         if not self.direct:  # errors of the disk are raised here, and only clean pages can be dropped
             os.fdatasync(self.fd)
         self._forget(offset, nbytes)
@@ -140,16 +117,27 @@ class BackingFile:
         Raises:
             OSError: The system's error, or ``EIO`` if the file ends early.
         """
-        view = view_memory(address, nbytes)
+        self._transfer(os.preadv, "read", view_memory(address, nbytes), offset, lambda: False)
+        self._forget(offset, nbytes)
+
+    def _transfer(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        name: str,
+        view: memoryview,
+        offset: int,
+        stopped: Callable[[], bool],
+    ) -> int:
+        """Call the system for one chunk after the other; return the bytes until the end, or until ``stopped()``."""
         done = 0
-        while done < nbytes:
-            count = os.preadv(self.fd, [view[done : done + _CHUNK_BYTES]], offset + done)
-            if self.direct:
+        while done < len(view) and not stopped():
+            count = call(self.fd, [view[done : done + _CHUNK_BYTES]], offset + done)
+            if self.direct:  # the rest must begin aligned: the last partial block of a short transfer is repeated
                 count -= count % self.align_bytes
             if count <= 0:
-                raise OSError(errno.EIO, f"short read: {done} of {nbytes} bytes")
+                raise OSError(errno.EIO, f"short {name}: {done} of {len(view)} bytes")
             done += count
-        self._forget(offset, nbytes)
+        return done
 
     def _forget(self, offset: int, nbytes: int) -> None:
         if not self.direct:  # else the page cache would grow by the offloaded bytes

@@ -26,14 +26,11 @@ def trim_heap() -> bool:
     Returns:
         Whether it was possible: Linux with glibc's allocator.
     """
-    if sys.platform != "linux":
+    library = _glibc()
+    if library is None:
         return False
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # another C library
-        return False
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    trim(0)
+    library.malloc_trim.argtypes, library.malloc_trim.restype = [ctypes.c_size_t], ctypes.c_int
+    library.malloc_trim(0)
     return True
 
 
@@ -43,13 +40,18 @@ def return_large_blocks() -> bool:
     Returns:
         Whether it was possible: Linux with glibc's allocator.
     """
-    if sys.platform != "linux":
+    library = _glibc()
+    if library is None:
         return False
-    try:
-        library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018  another C library may have a mallopt that does nothing
-        mallopt = library.mallopt
-    except (OSError, AttributeError):
-        return False
+    mallopt = library.mallopt
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES))
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library; None if it is another one, which may have a ``mallopt`` that does nothing."""
+    try:
+        library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    except OSError:
+        return None
+    return library if hasattr(library, "gnu_get_libc_version") else None

@@ -113,11 +113,7 @@ class BufferPool:
         return sum([chunk.extents.size_bytes for chunk in self._chunks.copy()])
 
     def chunk_for(self, nbytes: int) -> tuple[_Chunk, int]:
-        """Return a chunk, and a place in it that is used from now on.
-
-        Args:
-            nbytes: Its size, a multiple of the page size.
-        """
+        """Return a chunk, and a place in it that is used from now on; ``nbytes`` is a multiple of the page size."""
         self._taken_bytes += nbytes
         for chunk in self._chunks.copy():
             if (offset := chunk.reserve(nbytes)) is not None:

@@ -30,12 +30,7 @@ class Stalls:
         self._unread: deque[tuple[Any, float]] = deque(maxlen=_MOST_UNREAD)
 
     def add(self, seconds: float, reader: Any) -> None:
-        """Count a wait.
-
-        Args:
-            seconds: Its length.
-            reader: The value of ``reader`` when it was requested.
-        """
+        """Count a wait, which was requested for this reader."""
         self.total_seconds += seconds
         self._unread.append((reader, seconds))
 

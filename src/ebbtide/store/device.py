@@ -69,7 +69,7 @@ class Device(Protocol):
         ...
 
     def compute_stream(self, where: torch.device) -> StreamHandle:
-        """Return the calling thread's compute stream. Never called inside ``copy``."""
+        """Return the calling thread's compute stream. Never called inside ``copy_all``."""
         ...
 
     def default_stream(self, where: torch.device) -> StreamHandle | None:

@@ -1,7 +1,8 @@
 """The memory of the device: figures of torch's allocator, in every tested torch.
 
 ``torch.accelerator`` has the allocator's figures since torch 2.9 and the free memory since 2.10. The module of the
-device (``torch.cuda``, ``torch.xpu``) has had both for longer, under the same names but for ``mem_get_info``.
+device (``torch.cuda``, ``torch.xpu``) has had both for longer, under the same names but for ``mem_get_info``. Of
+arguments ``where``, None is the current device.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class AllocatorFigures(NamedTuple):
 
 
 def allocator_figures(where: torch.device | int | None = None) -> AllocatorFigures:
-    """Return the allocator's figures of a device; None: the current one.
+    """Return the allocator's figures of a device.
 
     ``torch.accelerator.memory_stats``, which every public getter calls, sorts a hundred figures in Python: 0.4 ms. So
     they are read from where it has them.
@@ -79,9 +80,6 @@ def allowed_bytes(where: torch.device | None = None) -> int | None:
     """Return the memory that torch's allocator may still take from a device; None where torch does not know it.
 
     That is the free memory, or what is left of the process's share (``torch.cuda.set_per_process_memory_fraction``).
-
-    Args:
-        where: The device; None: the current one.
     """
     known, share = free_and_total_bytes(where), getattr(_module(where), "get_per_process_memory_fraction", None)
     if known is None or share is None:
@@ -91,11 +89,7 @@ def allowed_bytes(where: torch.device | None = None) -> int | None:
 
 
 def free_and_total_bytes(where: torch.device | None = None) -> tuple[int, int] | None:
-    """Return a device's free memory and all of its memory; None where torch does not know them.
-
-    Args:
-        where: The device; None: the current one.
-    """
+    """Return a device's free memory and all of its memory; None where torch does not know them."""
     info: Any = getattr(torch.accelerator, "get_memory_info", None)
     if info is None:
         info = getattr(_module(where), "mem_get_info", None)

@@ -107,12 +107,7 @@ class Cooling:
         return list(found.values())
 
     def mark(self, device: Device, streams: Iterable[StreamHandle]) -> None:
-        """End a generation, unless an earlier one is pending.
-
-        Args:
-            device: The device of the streams.
-            streams: All streams that copy from or into these bytes.
-        """
+        """End a generation, unless an earlier one is pending; ``streams`` are all that copy from or into the spans."""
         if self._spans and not self._marks:
             marks = [device.record(stream) for stream in streams]
             self._generation += 1  # first: bytes released from here on are not covered by the marks

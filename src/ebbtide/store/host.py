@@ -35,10 +35,6 @@ class HostTier:
     name = "host"
 
     def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
-        if budget_bytes is not None and budget_bytes <= 0:
-            raise ConfigError(
-                f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero", hint="leave it out"
-            )
         self.device = device
         self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
@@ -251,7 +247,7 @@ class HostTier:
 
         The garbage collector may kill a ticket while this thread holds the lock, so the lock is not taken here.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # as ``_is_forked``, without a call for each slot
             return
         self._dead.append(slot)
         if slot.ahead is not None or slot.source is not None:
@@ -316,7 +312,7 @@ class HostTier:
             yield
 
     def _settle(self) -> None:
-        if os.getpid() != self._pid:
+        if self._is_forked:
             return
         self._waits_for_device = False
         # An interrupted step is repeated, so references are dropped last. More slots may die meanwhile.

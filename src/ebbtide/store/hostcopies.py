@@ -116,7 +116,7 @@ class HostCopies:
         for slot in slots:
             if slot.ahead is not None:
                 self.drop(slot)
-            place = slot.place or slot.has_place()
+            place = slot.place or slot.has_place()  # which raises; a call is saved where it does not
             try:
                 group.append((slot, place, device.allocate(slot.nbytes, where)))
             except torch.OutOfMemoryError:
@@ -218,6 +218,7 @@ def _pairs(group: Sequence[Out]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the parts of places, each with its piece of the tensor of that place."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _, place, tensor in group:
+        # Mostly there is one part: then what ``pieces`` does, without a call for each storage.
         pairs += ((place.parts[0], tensor),) if len(place.parts) == 1 else pieces(place, tensor)
     return pairs
 

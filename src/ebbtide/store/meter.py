@@ -31,10 +31,10 @@ _FORGET_PEAK = "5"
 
 
 class Meter(Protocol):
-    """The meter of a step."""
+    """The meter of a step. Of arguments ``where``, None is the current device."""
 
     def timestamp(self, where: torch.device | None) -> Timestamp:
-        """Return a timestamp after all work queued on the device so far; None: the current device."""
+        """Return a timestamp after all work queued on the device so far."""
         ...
 
     def seconds(self, begin: Timestamp, end: Timestamp) -> float:
@@ -46,19 +46,11 @@ class Meter(Protocol):
         ...
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
-        """Return the peak memory since the last call, and reset it; None if unknown.
-
-        Args:
-            where: The device; None: the current one.
-        """
+        """Return the peak memory since the last call, and reset it; None if unknown."""
         ...
 
     def held_bytes(self, where: torch.device | None = None) -> int | None:
-        """Return the memory that is allocated now; None where that is of no interest.
-
-        Args:
-            where: The device; None: the current one.
-        """
+        """Return the memory that is allocated now; None where that is of no interest."""
         ...
 
     def system_seconds(self) -> float | None:
@@ -187,17 +179,13 @@ class DeviceMeter:
 
 
 def meter_for(tier: Tier) -> Meter:
-    """Return the meter for steps with the store ``tier``."""
+    """Return the meter for steps whose offloaded bytes go to this tier."""
     device = _device_of(tier)
     return HostMeter() if device is None else DeviceMeter(device)
 
 
 def home_of(tier: Tier) -> torch.device | None:
-    """Return the device whose memory the tier saves, which need not be the current one; None if it knows none.
-
-    Args:
-        tier: The store of a step's offloaded bytes.
-    """
+    """Return the device whose memory the tier saves, which need not be the current one; None if it knows none."""
     return getattr(_device_of(tier), "home", None)
 
 
@@ -206,9 +194,6 @@ def room_bytes(tier: Tier) -> int | None:
 
     On a device: what torch's allocator may still take, and what it caches; without one: this rank's share of the host
     memory that is free.
-
-    Args:
-        tier: The store of the step's offloaded bytes.
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes() // ranks_of(os.environ)
@@ -218,11 +203,7 @@ def room_bytes(tier: Tier) -> int | None:
 
 
 def device_bytes(tier: Tier) -> int | None:
-    """Return all memory that torch may allocate on the device, including memory in use; None without a device.
-
-    Args:
-        tier: The store of the step's offloaded bytes.
-    """
+    """Return all memory that torch may allocate on the device, including memory in use; None without a device."""
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
         return None
@@ -230,11 +211,7 @@ def device_bytes(tier: Tier) -> int | None:
 
 
 def store_bytes(tier: Tier) -> int | None:
-    """Return the bytes that host memory holds before the rest goes to disk, which is slower; None: only one of them is.
-
-    Args:
-        tier: The store of the step's offloaded bytes.
-    """
+    """Return the bytes that host memory holds before the rest goes to disk, which is slower; None: only one is used."""
     return tier.unspilled_bytes if isinstance(tier, SpillTier) else None
 
 
@@ -247,11 +224,7 @@ def resident_bytes() -> int | None:
 
 
 def reserved_bytes(tier: Tier) -> int | None:
-    """Return the memory that torch has reserved on the device, fragments included; None without a device.
-
-    Args:
-        tier: The store of the step's offloaded bytes.
-    """
+    """Return the memory that torch has reserved on the device, fragments included; None without a device."""
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return None
     return allocator_figures(home_of(tier)).reserved_bytes

@@ -1,4 +1,4 @@
-"""Back memory with pages before it is used: pinned memory by several threads.
+"""Pages of memory: back it with them before it is used, huge ones too; and the pages of files in the page cache.
 
 Registering memory faults its pages in on one thread, under a lock of the driver: tenths of a second per GiB, in the
 middle of the first step. ``MADV_POPULATE_WRITE`` (Linux 5.14) does that part beforehand, without the GIL; on older
@@ -24,11 +24,13 @@ from ebbtide.store.share import ranks_of
 HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
 _HUGE_ORDER = 9
+"""Power of two: the pages in a huge one."""
 _PIECE_BYTES = 64 << 20
 _MOST_THREADS = 8
 _LOW_BIT = bytes(i & 1 for i in range(256))
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _REPORTED_ORDER = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+_FREE_PIECES = Path("/proc/buddyinfo")
 
 
 def populate(address: int, nbytes: int, memory: object) -> None:
@@ -85,11 +87,7 @@ def near_processors(root: Path = _PROCESSORS) -> set[int]:
 def give_pages(address: int, nbytes: int) -> int:
     """Back memory that is about to be written with pages, in one call instead of one fault per page.
 
-    A page fault costs as much as clearing the page. Contents are unchanged.
-
-    Args:
-        address: Address of memory that stays mapped during the call.
-        nbytes: Its size.
+    A page fault costs as much as clearing the page. Contents are unchanged; the memory must stay mapped meanwhile.
 
     Returns:
         0, or the system's error number; then pages are faulted in one by one. ``EINVAL``: Linux before 5.14;
@@ -138,16 +136,25 @@ def host_reclaims_pages(order: Path = _REPORTED_ORDER) -> bool:
         return False
 
 
+def small_free_bytes(pieces: Path = _FREE_PIECES) -> int:
+    """Return how much of the free memory lies in pieces smaller than a huge page; 0 where that is unknown.
+
+    Args:
+        pieces: Lists, for each zone of memory, the number of its free pieces of 1, 2, 4, ... pages.
+    """
+    try:
+        zones = [line.partition("zone")[2].split()[1:] for line in pieces.read_text().splitlines()]
+        pages = sum(int(number) << order for zone in zones for order, number in enumerate(zone[:_HUGE_ORDER]))
+    except (OSError, ValueError):
+        return 0
+    return pages * mmap.PAGESIZE
+
+
 def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:
     """Have the system fetch a part of a file into the page cache, without copying it anywhere.
 
     The part is mapped for that time only, and nothing of it is accessed: a file that has become shorter is an error
     number, not a signal.
-
-    Args:
-        fd: Of the file, open for reading.
-        offset_bytes: The beginning of the part.
-        nbytes: Its size.
 
     Returns:
         0, or the number of the system's error. ``EINVAL``: Linux before 5.14; ``ENOSYS``: another system.
@@ -160,12 +167,7 @@ def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:
 
 
 def resident_pages(fd: int, nbytes: int) -> bytes | None:
-    """Return for each page of a file whether ``mincore`` reports it in the page cache, 0 or 1; None if it is not known.
-
-    Args:
-        fd: Of the file, open for reading.
-        nbytes: Its size, above zero.
-    """
+    """Return 0 or 1 for each page of a file that is not empty: whether ``mincore`` has it as cached; None: unknown."""
     found, length = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))(), ctypes.c_size_t(nbytes)
     problem = _on_mapped_file(fd, 0, length, lambda address: _libc().mincore(address, length, found))
     return None if problem else bytes(found).translate(_LOW_BIT)

@@ -79,10 +79,6 @@ class _Mapping:
 def pinned_memory(nbytes: int, registrar: RuntimeRegistrar) -> torch.Tensor:
     """Return pinned memory; it is unpinned when the last tensor on its storage dies, at the latest at exit.
 
-    Args:
-        nbytes: Its size.
-        registrar: Pins it.
-
     Raises:
         RuntimeError: It cannot be mapped, backed with pages, or pinned.
     """

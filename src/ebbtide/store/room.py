@@ -14,7 +14,7 @@ import torch
 from ebbtide.base.errors import DiskFullError
 from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.base.units import format_size
-from ebbtide.store.aligned import BackingFile, Split
+from ebbtide.store.aligned import BackingFile, split
 from ebbtide.store.buffers import Buffer, BufferPool
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
 from ebbtide.store.faults import Fault
@@ -47,10 +47,9 @@ class Parcel:
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
         self.nbytes, self.address = source.numel(), source.data_ptr()
-        split = Split.of(self.address, self.nbytes, align_bytes)
-        self.interior_bytes = split.interior_bytes
-        self.head = ctypes.string_at(self.address, split.head_bytes)
-        self.tail = ctypes.string_at(self.address + self.nbytes - split.tail_bytes, split.tail_bytes)
+        head_bytes, self.interior_bytes, tail_bytes = split(self.address, self.nbytes, align_bytes)
+        self.head = ctypes.string_at(self.address, head_bytes)
+        self.tail = ctypes.string_at(self.address + self.nbytes - tail_bytes, tail_bytes)
         on_disk = self.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
         self.state = ParcelState.QUEUED if on_disk else ParcelState.PARKED
@@ -59,11 +58,7 @@ class Parcel:
         self.place = -1
 
     def copy_in(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
-        """Return the bytes in new memory. See [Note: aligned interior].
-
-        Args:
-            file: The file with the interior.
-            pool: Spare memory.
+        """Return the bytes in new memory, the interior from the file. See [Note: aligned interior].
 
         Raises:
             OSError: The interior cannot be read.
@@ -149,9 +144,6 @@ class Room:
     def place(self, parcel: Parcel) -> None:
         """Give a parcel a place.
 
-        Args:
-            parcel: Gets the place.
-
         Raises:
             DiskFullError: Budget or disk is exceeded.
             DiskError: The file cannot be grown for another reason.
@@ -166,11 +158,7 @@ class Room:
             self._extents.release(place, parcel.interior_bytes)
 
     def dead(self, *busy: Parcel | None) -> list[Parcel]:
-        """Return the dead parcels with a place.
-
-        Args:
-            busy: Parcels that may keep a place when they are dead.
-        """
+        """Return the dead parcels with a place, but for the busy ones, which may keep it."""
         return [p for p in self.parcels if p.state is ParcelState.DEAD and p not in busy]
 
     def mend(self) -> int:

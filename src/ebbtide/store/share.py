@@ -35,23 +35,13 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
 
 
 def ranks_of(environment: Mapping[str, str]) -> int:
-    """Return the number of ranks on this node: ``LOCAL_WORLD_SIZE``, else one.
-
-    Args:
-        environment: The variables.
-    """
+    """Return the number of ranks on this node: ``LOCAL_WORLD_SIZE``, else one."""
     text = environment.get("LOCAL_WORLD_SIZE", "").strip()
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:
-    """Return each rank's share of a node's host memory, less a margin that stays free.
-
-    Args:
-        limit_bytes: Limit of the node's memory.
-        free_bytes: Its free part.
-        ranks: Ranks on the node.
-    """
+    """Return each rank's share of a node's host memory, less a margin that stays free."""
     margin = min(max(limit_bytes // _MARGIN_DIVISOR, _LEAST_MARGIN_BYTES), _MOST_MARGIN_BYTES)
     return max(0, min(limit_bytes, free_bytes) - margin) // max(1, ranks)
 

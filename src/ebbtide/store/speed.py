@@ -42,12 +42,7 @@ class Speed:
 
 
 def noise(nbytes: int, where: torch.device) -> torch.Tensor:
-    """Return incompressible bytes, equal in each call; torch's random state is unchanged.
-
-    Args:
-        nbytes: Their number, one-dimensional ``uint8``.
-        where: Their device.
-    """
+    """Return incompressible bytes, one-dimensional and equal in each call; torch's random state is unchanged."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(nbytes, _NOISE_BYTES)
     tile = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu", generator=generator).to(where)

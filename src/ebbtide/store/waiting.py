@@ -10,11 +10,7 @@ def wait_held(condition: threading.Condition, seconds: float) -> bool:
 
     ``Condition.wait`` does not guarantee this: an interrupt right after it released the lock leaves it released, and
     the end of the surrounding ``with`` then fails, or releases the lock of another thread. With a plain ``Lock`` an
-    interrupt may also prevent reacquiring it.
-
-    Args:
-        condition: The condition; its lock is held, once.
-        seconds: Longest wait.
+    interrupt may also prevent reacquiring it. The lock must be held, once.
 
     Returns:
         Whether it was notified.

@@ -1,7 +1,8 @@
-import functools
 import importlib.util
 import io
+import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, TrainingError
 from ebbtide.base.runs import read_events
@@ -21,7 +21,8 @@ from ebbtide.cli import compare as module
 from ebbtide.cli import lockstep as lockstep_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
-from ebbtide.cli.rounds import MORE_FOR_MINIMAL, run_rounds
+from ebbtide.cli.progress import plain_console
+from ebbtide.cli.rounds import DEFAULT_MODES, MORE_FOR_MINIMAL, Rounds, announce, check_folder, run_rounds
 from ebbtide.profiling.measured import MEASURED_STEPS
 from ebbtide.profiling.minimal import ROUNDS
 
@@ -31,14 +32,29 @@ MIB = 1024**2
 
 
 def console():
-    return Console(file=io.StringIO(), width=200)
+    screen = plain_console(io.StringIO())
+    screen.width = 200
+    return screen
+
+
+def compare_children(arguments, *, out, modes=DEFAULT_MODES, rounds=1, command=CHILD, screen=None, **options):
+    """Compare as ``compare`` does, with another program in place of the recipe."""
+    screen = console() if screen is None else screen
+    steps = dict(itertools.pairwise([*arguments, ""])).get("--max_steps")
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=None if steps is None else int(steps), lockstep=True)
+    announce(screen, plan)
+
+    def start(mode, folder):
+        return [*command, *arguments, *module._flags("sft", mode, arguments, folder)], dict(os.environ)
+
+    return run_rounds(plan, start, {}, screen, **options)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """One comparison of two rounds, looked at by several tests."""
     out, screen = tmp_path_factory.mktemp("compare") / "out", console()
-    return compare(["--max_steps", "7"], rounds=2, out=out, command=CHILD, console=screen), screen.file.getvalue()
+    return compare_children(["--max_steps", "7"], rounds=2, out=out, screen=screen), screen.file.getvalue()
 
 
 def test_each_mode_gets_its_flags_and_its_memory_is_seen_from_outside(done):
@@ -83,7 +99,8 @@ def test_summary_page_and_table_are_written(done):
 
 
 def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
-    narrow = Console(file=io.StringIO(), width=80)
+    narrow = console()
+    narrow.width = 80
     Board(out=done[0].out, modes=("plain",), console=narrow, warm_up=3).print_table(done[0].modes)
     assert all(len(line) <= 80 for line in narrow.file.getvalue().splitlines())
     lines = narrow.file.getvalue().splitlines()
@@ -92,7 +109,7 @@ def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
 
 
 def test_a_column_without_a_figure_is_left_out(done):
-    wide = [Console(file=io.StringIO(), width=130) for _ in range(2)]
+    wide = [console() for _ in range(2)]
     unknown = [{**mode, "tokens_per_second": None} for mode in done[0].modes]
     for modes, screen in zip((done[0].modes, unknown), wide, strict=True):
         Board(out=done[0].out, modes=("plain",), console=screen, warm_up=3).print_table(modes)
@@ -106,7 +123,7 @@ def test_every_mode_has_the_callers_environment_and_one_has_more(tmp_path, monke
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     out, child, modes = tmp_path / "out", [sys.executable, "-c", SHOW], list(module.MODES)
-    result = compare([], modes=modes, rounds=1, out=out, command=child, console=console())
+    result = compare_children([], modes=modes, out=out, command=child)
     seen = {mode: (out / "round-1" / mode / "output.txt").read_text().strip() for mode in modes}
     own = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
     assert seen == {mode: str(own if mode == "plain-malloc" else {}) for mode in modes}
@@ -116,7 +133,7 @@ def test_every_mode_has_the_callers_environment_and_one_has_more(tmp_path, monke
 def test_what_the_caller_has_set_is_passed_on_and_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     child = [sys.executable, "-c", SHOW]
-    result = compare([], modes=["plain"], rounds=1, out=tmp_path / "out", command=child, console=console())
+    result = compare_children([], modes=["plain"], out=tmp_path / "out", command=child)
     assert result.environment["variables"]["all"]["THP_MEM_ALLOC_ENABLE"] == "0"
     assert "THP_MEM_ALLOC_ENABLE" in (tmp_path / "out" / "round-1" / "plain" / "output.txt").read_text()
     assert result.exit_code == 1
@@ -140,7 +157,7 @@ def test_steps_before_the_plan_count_in_no_mode(done):
 
 def test_too_few_steps_for_a_plan_are_reported(tmp_path):
     screen = console()
-    compare(["--max_steps", "3"], modes=["plain"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    compare_children(["--max_steps", "3"], modes=["plain"], out=tmp_path, screen=screen)
     assert "3 steps are too few to measure Auto's plan, which starts after 3\nhint: --max_steps 10" in (
         screen.file.getvalue()
     )
@@ -149,7 +166,7 @@ def test_too_few_steps_for_a_plan_are_reported(tmp_path):
 def test_a_plan_that_is_corrected_late_prolongs_the_warm_up_of_every_mode(tmp_path):
     screen = console()
     arguments = ["--max_steps", "7", "--plan_after", "4"]
-    result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    result = compare_children(arguments, modes=["plain", "ebbtide"], out=tmp_path, screen=screen)
     assert [mode["warm_up_steps"] for mode in result.modes] == [5, 5]
     assert "The first 5 of 7 steps warm up" in screen.file.getvalue()
     written = json.loads((tmp_path / "round-1" / "plain" / "summary.json").read_text())
@@ -160,7 +177,7 @@ def test_a_plan_that_is_corrected_late_prolongs_the_warm_up_of_every_mode(tmp_pa
 def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
     screen = console()
     arguments = ["--max_steps", "8", "--plan_after", str(after)]
-    compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    compare_children(arguments, modes=["plain", "ebbtide"], out=tmp_path, screen=screen)
     words = "The last plan was made after step 5, which left 2 steps of each run to time; use a larger --max_steps."
     assert (words in screen.file.getvalue()) is left
 
@@ -168,7 +185,7 @@ def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
 def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
     screen = console()
     arguments = ["--max_steps", "9", "--plan_after", "8"]
-    result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    result = compare_children(arguments, modes=["plain", "ebbtide"], out=tmp_path, screen=screen)
     assert [mode["warm_up_steps"] for mode in result.modes] == [5, 5]
     assert "The last plan was made after step 8, so some of the counted steps" in screen.file.getvalue()
 
@@ -182,7 +199,7 @@ def test_the_contents_of_the_peak_come_from_the_runs_own_record(done):
 
 def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
     screen, out = console(), tmp_path / "out"
-    result = compare(["--fail", "checkpointing"], rounds=1, out=out, command=CHILD, console=screen)
+    result = compare_children(["--fail", "checkpointing"], out=out, screen=screen)
     assert result.exit_code == 1
     assert [mode["status"] for mode in result.modes] == ["ok", "error", "ok"]
     assert result.modes[1]["failures"] == ["round 1: exit code 1"]
@@ -191,17 +208,16 @@ def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
     assert "checkpointing: round 1: exit code 1" in (out / "report.html").read_text()
 
 
-def test_a_run_that_is_refused_after_another_was_accepted_is_one_that_failed(tmp_path, monkeypatch):
+def test_a_run_that_is_refused_after_another_was_accepted_is_one_that_failed(tmp_path):
     def refuse(ended):
         if ended.code:
             raise TrainingError("it trained nothing", expected="a command that trains", hint="none")
 
-    monkeypatch.setattr("ebbtide.cli.compare.run_rounds", functools.partial(run_rounds, refuse=refuse))
-    result = compare(["--fail", "ebbtide"], rounds=1, out=tmp_path / "out", command=CHILD, console=console())
+    result = compare_children(["--fail", "ebbtide"], out=tmp_path / "out", refuse=refuse)
     assert [mode["status"] for mode in result.modes] == ["ok", "ok", "error"]
     assert (tmp_path / "out" / "report.html").exists()
     with pytest.raises(TrainingError, match="it trained nothing"):
-        compare(["--fail", "plain"], rounds=1, out=tmp_path / "first", command=CHILD, console=console())
+        compare_children(["--fail", "plain"], out=tmp_path / "first", refuse=refuse)
 
 
 def test_parameters_are_called_equal_only_of_runs_that_were_compared(tmp_path):
@@ -222,7 +238,7 @@ def test_parameters_are_called_equal_only_of_runs_that_were_compared(tmp_path):
 
 def test_one_different_bit_makes_losses_differ(tmp_path):
     arguments = ["--uneven", "ebbtide"]
-    result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=console())
+    result = compare_children(arguments, modes=["plain", "ebbtide"], out=tmp_path)
     assert result.modes[1]["loss_equal"] is False
     assert "differ" in (tmp_path / "report.html").read_text()
 
@@ -230,13 +246,16 @@ def test_one_different_bit_makes_losses_differ(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number, code):
     script = textwrap.dedent("""
-        import signal, sys
+        import os, signal, sys
         from pathlib import Path
-        from ebbtide.cli.compare import compare
+        from ebbtide.cli.progress import plain_console
+        from ebbtide.cli.rounds import Rounds, run_rounds
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and stay so
-        child = [sys.executable, sys.argv[1]]
-        result = compare(["--wait", "1"], modes=["plain"], rounds=2, out=Path(sys.argv[2]), command=child)
-        sys.exit(result.exit_code)
+        plan = Rounds(modes=["plain"], rounds=2, out=Path(sys.argv[2]), steps=None)
+        child = [sys.executable, sys.argv[1], "--wait", "1"]
+        child += ["--activation_cpu_offload", "false", "--gradient_checkpointing", "false", "--output_dir"]
+        start = lambda mode, folder: ([*child, str(folder)], dict(os.environ))
+        sys.exit(run_rounds(plan, start, {}, plain_console()).exit_code)
     """)
     out = tmp_path / "out"
     record = out / "round-1" / "plain" / "run.jsonl"
@@ -285,7 +304,7 @@ def wait_until(condition, process):
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, changes, error, words):
-    values = {"arguments": [], "out": tmp_path / "out", "command": ["/nowhere"], **changes}
+    values = {"arguments": [], "out": tmp_path / "out", **changes}
     with pytest.raises(error, match=words):
         compare(values.pop("arguments"), **values)
     assert not (tmp_path / "out").exists()
@@ -418,19 +437,19 @@ def test_settings_of_the_modes_in_a_file_are_reported_as_without_effect(tmp_path
     file = tmp_path / "run.yaml"
     file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
     config = module.read("sft", [str(file)])
-    assert module._steps([], config) == 2
     assert module._set_twice(config) == ["activation_cpu_offload", "output_dir"]
 
 
 def test_a_comparison_in_which_nothing_began_does_not_block_the_next(tmp_path):
     out = tmp_path / "out"
     broken = [sys.executable, "-c", "raise SystemExit(1)"]
-    assert compare([], modes=["plain"], rounds=2, out=out, command=broken, console=console()).exit_code == 1
+    assert compare_children([], modes=["plain"], rounds=2, out=out, command=broken).exit_code == 1
     assert (out / "summary.json").exists()
-    result = compare(["--max_steps", "3"], modes=["plain"], rounds=1, out=out, command=CHILD, console=console())
+    check_folder(out)
+    result = compare_children(["--max_steps", "3"], modes=["plain"], out=out)
     assert result.exit_code == 0
     with pytest.raises(DataError, match="already holds a comparison; .*\nhint: name another with --out"):
-        compare([], modes=["plain"], rounds=1, out=out, command=broken, console=console())
+        compare([], modes=["plain"], rounds=1, out=out)
 
 
 def test_a_folder_that_cannot_be_made_or_holds_a_run_is_refused(tmp_path):
@@ -443,7 +462,7 @@ def test_a_folder_that_cannot_be_made_or_holds_a_run_is_refused(tmp_path):
         (tmp_path / "run", r"already holds a run \(summary.json\)"),
     ):
         with pytest.raises(DataError, match=f"{words}.*\nhint: name another with --out"):
-            compare([], modes=["plain"], rounds=1, out=out, command=["/nowhere"], console=console())
+            compare([], modes=["plain"], rounds=1, out=out)
 
 
 def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):
@@ -461,6 +480,7 @@ def test_it_says_what_it_will_do_before_the_recipe_is_imported(tmp_path, monkeyp
         assert "1 mode, 3 rounds in turn: 3 runs of 5 steps" in screen.file.getvalue()
         raise ConfigError("found", expected="expected", hint="hint")
 
+    monkeypatch.setattr(module, "plain_console", lambda: screen)
     monkeypatch.setattr(module, "check", refuse)
     with pytest.raises(ConfigError, match="found"):
-        compare(["--max_steps", "5"], modes=["plain"], out=tmp_path / "out", console=screen)
+        compare(["--max_steps", "5"], modes=["plain"], out=tmp_path / "out")

@@ -1,7 +1,6 @@
 """The runs of a round go in lockstep, and the obstacles to it."""
 
 import io
-import mmap
 import os
 import sys
 import threading
@@ -12,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, read_events
-from ebbtide.cli import lockstep as lockstep_module
-from ebbtide.cli.lockstep import Start, is_first_slow, run_round, small_free_bytes, why_alone
+from ebbtide.cli.lockstep import is_first_slow, run_round, why_alone
 from ebbtide.cli.merge import merge
 from ebbtide.cli.progress import RunProgress
 from ebbtide.store import share as share_module
@@ -30,25 +28,21 @@ class Round:
 
     def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True, small_bytes=0):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
-        console = Console(file=self.file, width=300)
+        console = Console(file=self.file, width=300, markup=False, highlight=False, soft_wrap=True)
 
-        def start(mode, factor):
-            command = [sys.executable, str(CHILD), str(folder / mode), str(folder / "log"), str(factor), str(steps)]
-            command += ["3"] * (mode == failing)
-            return Start(
-                mode=mode,
-                what=f"round 1, {mode}",
-                folder=folder / mode,
-                prepare=lambda: (command, dict(os.environ)),
-            )
+        def start(mode, run_folder):
+            command = [sys.executable, str(CHILD), str(run_folder), str(folder / "log"), str(FACTORS[mode]), str(steps)]
+            return command + ["3"] * (mode == failing), dict(os.environ)
 
-        starts = [start(mode, factor) for mode, factor in FACTORS.items()]
-        progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
+        progress = RunProgress(console, runs=len(FACTORS), steps=steps)
         self.reasons = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lockstep_module, "small_free_bytes", lambda: small_bytes)
+            patch.setattr("ebbtide.store.pages.small_free_bytes", lambda: small_bytes)
             run_round(
-                starts,
+                "round 1",
+                list(FACTORS),
+                folder,
+                start,
                 progress,
                 ended=ended or self.outcomes.__setitem__,
                 lockstep=lockstep,
@@ -125,22 +119,6 @@ def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     # Medians of steps 2 to 4 of each run.
     merged = {mode["mode"]: mode for mode in merge({1: alone.summaries()}, list(FACTORS), {})}
     assert merged["checkpointing"]["step_ratio"]["median"] == 1.5
-
-
-def test_free_memory_in_small_pieces_is_read_of_all_zones(tmp_path):
-    pieces = tmp_path / "buddyinfo"
-    pieces.write_text(
-        "Node 0, zone      DMA      1      0      0      0      0      0      0      0      1      1      3\n"
-        "Node 0, zone   Normal      2      1      0      0      0      0      0      0      0    822    719\n"
-    )
-    assert small_free_bytes(pieces) == (1 + 256 + 2 + 2) * mmap.PAGESIZE
-
-
-@pytest.mark.parametrize("text", ["", "Node 0, zone DMA one two", None])
-def test_free_memory_in_pieces_of_unknown_size_warns_of_nothing(tmp_path, text):
-    if text is not None:
-        (tmp_path / "buddyinfo").write_text(text)
-    assert small_free_bytes(tmp_path / "buddyinfo") == 0
 
 
 @pytest.mark.parametrize(("reclaims", "small", "slow"), [(True, 6, True), (True, 5, False), (False, 60, False)])

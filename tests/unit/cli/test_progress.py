@@ -21,8 +21,9 @@ class Followed:
 
     def __init__(self, folder, *, steps=4, terminal=False):
         self.clock, self.folder, self.file = Clock(), folder, io.StringIO()
-        console = Console(file=self.file, width=200, force_terminal=terminal)
-        self.progress = RunProgress(console, runs=2, steps=steps, output="output.txt", clock=self.clock)
+        plain = {"markup": False, "highlight": False, "soft_wrap": True}
+        console = Console(file=self.file, width=200, force_terminal=terminal, **plain)
+        self.progress = RunProgress(console, runs=2, steps=steps, clock=self.clock)
 
     def at(self, seconds, *events):
         self.clock.now = seconds

@@ -134,7 +134,7 @@ def test_the_page_cache_takes_what_fits_into_half_of_the_free_memory(
     pieces = [Piece(key=key, box=Box.full((1000,)), into=torch.empty(1000)) for key in ("x", "y")]
     for free, ahead in ((16_000, True), (15_999, True), (15_999, False)):
         monkeypatch.setattr(reader_module, "free_memory_bytes", lambda free=free: free)
-        with SliceReader(entries, shared=lambda key: key == "y", ahead=ahead) as reader:
+        with SliceReader(entries, shared={"y"}, ahead=ahead) as reader:
             for piece in pieces:
                 reader.read([piece])
         assert all((piece.into == 1).all() for piece in pieces)

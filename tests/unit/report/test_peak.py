@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.report import Run, html, load_run, peak, split, verdicts
+from ebbtide.report import Run, html, load_run, peak, verdicts
 from ebbtide.report.losses import losses_svg
-from ebbtide.report.peak import WORK
+from ebbtide.report.peak import WORK, split
 from ebbtide.report.story import peak_sentence
 from ebbtide.report.table import ABSENT, loss_verdict, losses_table, saved_percent
 from ebbtide.report.verdict import prediction, step_costs
@@ -161,15 +161,15 @@ def test_a_small_part_of_the_peak_is_no_advice(tmp_path: Path) -> None:
 
 def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None:
     found = [(n, split(device_run(tmp_path / n, peak_at=n))) for n in ("loss", "optimizer")]
-    picture = ET.fromstring(peak.splits_svg([(name, one) for name, one in found if one is not None]) or "")
+    picture = ET.fromstring(peak.splits_svg({name: one for name, one in found if one is not None}) or "")
     widths: dict[str, float] = {"loss": 0.0, "optimizer": 0.0}
     for rect in picture.iter(f"{SVG}rect"):
         if len(rect):
             widths[str(rect[0].text).partition(":")[0]] += float(rect.get("width") or 0)
     assert widths["loss"] / widths["optimizer"] == pytest.approx(505 / 700, rel=1e-3)
-    table = peak.splits_table([(name, one) for name, one in found if one is not None])
+    table = peak.splits_table({name: one for name, one in found if one is not None})
     assert table.rows[-1] == ("peak", "505.0 MiB", "700.0 MiB")
-    assert peak.splits_svg([]) is None and peak.splits_table([]).rows == ()
+    assert peak.splits_svg({}) is None and peak.splits_table({}).rows == ()
 
 
 def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.store import pages as pages_module
-from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, use_huge_pages
+from ebbtide.store.pages import HUGE_PAGE_BYTES, host_reclaims_pages, small_free_bytes, use_huge_pages
 from tests.helpers.pages import asked_for_huge_pages
 
 MAPPED_BYTES = 5 * HUGE_PAGE_BYTES
@@ -66,3 +66,19 @@ def test_memory_has_small_pages_where_the_host_reclaims_huge_ones(
     monkeypatch.setattr(pages_module, "host_reclaims_pages", lambda: True)
     assert not use_huge_pages(address, MAPPED_BYTES)
     assert not asked_for_huge_pages(address, address + MAPPED_BYTES)
+
+
+def test_free_memory_in_small_pieces_is_read_of_all_zones(tmp_path: Path) -> None:
+    pieces = tmp_path / "buddyinfo"
+    pieces.write_text(
+        "Node 0, zone      DMA      1      0      0      0      0      0      0      0      1      1      3\n"
+        "Node 0, zone   Normal      2      1      0      0      0      0      0      0      0    822    719\n"
+    )
+    assert small_free_bytes(pieces) == (1 + 256 + 2 + 2) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("text", ["", "Node 0, zone DMA one two", None])
+def test_free_memory_in_pieces_of_unknown_size_is_none(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "buddyinfo").write_text(text)
+    assert small_free_bytes(tmp_path / "buddyinfo") == 0

@@ -22,12 +22,7 @@ _SLOW_DISK = 200e6
 _SWAPPED_BYTES = _GIB // 4
 
 
-def accelerated(facts: Facts) -> bool:
-    """Whether there is an accelerator."""
-    return facts.device.kind != "cpu"
-
-
-def wants_disk(facts: Facts) -> bool:
+def _wants_disk(facts: Facts) -> bool:
     """Whether the disk must be usable: it is the target, or the user named it."""
     return facts.target == "disk" or facts.disk.requested
 
@@ -42,7 +37,7 @@ def _unmeasured(facts: Facts) -> Advice | None:
 
 @rule("EBB010", "problem", "the disk path is in RAM")
 def _in_ram(facts: Facts) -> Advice | None:
-    if not wants_disk(facts) or facts.disk.filesystem not in RAM_FILESYSTEMS:
+    if not _wants_disk(facts) or facts.disk.filesystem not in RAM_FILESYSTEMS:
         return None
     return (
         f"{facts.disk.path} is on {facts.disk.filesystem}, which is RAM: offloading there frees nothing",
@@ -53,14 +48,14 @@ def _in_ram(facts: Facts) -> Advice | None:
 @rule("EBB011", "problem", "the disk path is unusable")
 def _no_disk(facts: Facts) -> Advice | None:
     known = _in_ram(facts) or _full_disk(facts)
-    if not wants_disk(facts) or facts.disk.refused is None or known is not None:
+    if not _wants_disk(facts) or facts.disk.refused is None or known is not None:
         return None
     return facts.disk.refused, "choose a writable directory on a local disk with --disk_path"
 
 
 @rule("EBB012", "note", "no disk behind host memory")
 def _nothing_behind(facts: Facts) -> Advice | None:
-    if wants_disk(facts) or facts.disk.refused is None:
+    if _wants_disk(facts) or facts.disk.refused is None:
         return None
     return (
         f"there is no disk behind host memory ({facts.disk.refused})",
@@ -71,7 +66,7 @@ def _nothing_behind(facts: Facts) -> Advice | None:
 @rule("EBB013", "problem", "less than 1 GiB free on the disk")
 def _full_disk(facts: Facts) -> Advice | None:
     free = facts.disk.free_bytes
-    if not wants_disk(facts) or free is None or free >= _LEAST_DISK_BYTES or _in_ram(facts) is not None:
+    if not _wants_disk(facts) or free is None or free >= _LEAST_DISK_BYTES or _in_ram(facts) is not None:
         return None
     return (
         f"{format_size(free)} are free in {facts.disk.path}",
@@ -93,7 +88,7 @@ def _small_disk(facts: Facts) -> Advice | None:
 @rule("EBB015", "note", "the disk path is on a network")
 def _network_disk(facts: Facts) -> Advice | None:
     kind = facts.disk.filesystem
-    if not wants_disk(facts) or not (kind in NETWORK_FILESYSTEMS or kind.startswith("fuse.")):
+    if not _wants_disk(facts) or not (kind in NETWORK_FILESYSTEMS or kind.startswith("fuse.")):
         return None
     return (
         f"{facts.disk.path} is on {kind}, across a network or another program",
@@ -103,7 +98,7 @@ def _network_disk(facts: Facts) -> Advice | None:
 
 @rule("EBB016", "note", "the disk path is in a container's layer")
 def _layered_disk(facts: Facts) -> Advice | None:
-    if not wants_disk(facts) or facts.disk.filesystem not in LAYERED_FILESYSTEMS:
+    if not _wants_disk(facts) or facts.disk.filesystem not in LAYERED_FILESYSTEMS:
         return None
     return (
         f"{facts.disk.path} is on {facts.disk.filesystem}, a container's own layer",
@@ -113,7 +108,7 @@ def _layered_disk(facts: Facts) -> Advice | None:
 
 @rule("EBB017", "note", "direct I/O is refused")
 def _buffered(facts: Facts) -> Advice | None:
-    if not wants_disk(facts) or facts.disk.direct is not False:
+    if not _wants_disk(facts) or facts.disk.direct is not False:
         return None
     return (
         f"direct I/O is refused in {facts.disk.path}: offloaded bytes pass through the page cache, which takes RAM and "
@@ -148,7 +143,7 @@ def _grouped(facts: Facts) -> Advice | None:
 
 @rule("EBB021", "problem", "less than 1 GiB of host memory for a rank")
 def _little_share(facts: Facts) -> Advice | None:
-    if not accelerated(facts) or facts.target != "host" or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
+    if not facts.device.accelerated or facts.target != "host" or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
         return None
     return (
         f"{format_size(facts.host.share_bytes)} of host memory are free for a rank's offloaded bytes",
@@ -158,7 +153,7 @@ def _little_share(facts: Facts) -> Advice | None:
 
 @rule("EBB022", "note", "less than 1 GiB of memory free, on a CPU")
 def _little_memory(facts: Facts) -> Advice | None:
-    if accelerated(facts) or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
+    if facts.device.accelerated or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
         return None
     return (
         f"{format_size(facts.host.share_bytes)} of memory are free here, without a margin",
