@@ -1624,7 +1624,7 @@ MUTANTS = (
     Mutant(
         "rest: a block rests whose forward somebody has wrapped",
         "ebbtide/wrap/rest.py",
-        " and _ours(module, scope):",
+        " and _ours(scope):",
         ":",
         REST,
     ),

@@ -234,7 +234,7 @@ def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() 
         for _ in range(20):
             tiny.loss()[0].backward()
         assert isinstance(handle.plan, MeasuredPlan)
-        assert handle.plan.judged and handle._attachment._rest._scopes
+        assert handle.plan.judged and handle._attachment._rest._resting
         before = handle.plan.profile
         optimizer.step()
         for _ in range(4):

@@ -280,7 +280,7 @@ def test_a_second_measured_step_that_is_longer_takes_the_place_of_the_first(dear
         profile = timed.plan.profile
         assert profile is not None and profile.saved_bytes == timed.handle.stats().unique_bytes
         assert profile.forward_seconds == pytest.approx(BLOCKS, rel=0.05)
-        assert not dear_hooks and timed.handle._attachment._rest._scopes
+        assert not dear_hooks and timed.handle._attachment._rest._resting
 
 
 def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:

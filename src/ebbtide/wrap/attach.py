@@ -96,7 +96,7 @@ class Attachment:
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
-        self._scopes: list[tuple[nn.Module, Scope]] = []
+        self._scopes: list[Scope] = []
         self._own: Scope | None = None  # of a model that is its own single block
         # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
         name = "_compiled_call_impl" if is_compiled(model) else "forward"
@@ -189,7 +189,7 @@ class Attachment:
             still = still_inside(self._model, self._blocks)
             if len(still) < len(self._blocks):
                 self._install(still)
-            for _, scope in self._scopes:
+            for scope in self._scopes:
                 scope.forget_parts()
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
@@ -354,7 +354,7 @@ class Attachment:
     def _install(self, blocks: Blocks) -> None:
         """Put hooks around the blocks, and remove them from modules that are no longer blocks."""
         modules, self._blocks = {id(module) for module, _ in blocks}, blocks
-        before, self._scopes = {id(module): scope for module, scope in self._scopes}, []
+        before, self._scopes = {id(scope.module): scope for scope in self._scopes}, []
         for place, scope in before.items():
             if place not in modules:
                 scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
@@ -367,31 +367,31 @@ class Attachment:
                 scope.block = block
             else:
                 attached[module], scope = weakref.ref(self), Scope(block, module)
-            self._scopes.append((module, scope))
+            self._scopes.append(scope)
             if id(module) not in before:
-                self._put_on(module, scope)
+                self._put_on(scope)
         self._stand_around_compiled()
 
-    def _put_on(self, module: nn.Module, scope: Scope) -> None:
-        if module is self._model:
+    def _put_on(self, scope: Scope) -> None:
+        if scope.module is self._model:
             self._own = scope
         else:
             call = functools.partial(self._block_call, scope)
-            scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
+            scope.inside.append(StandIn(scope.module, call, traced=self._compiled_away).remove)
 
     def _stand_around_compiled(self) -> None:
         """Install the hooks around compiled blocks. See [Note: compiled blocks]."""
         refuse_compiled(self._blocks)
-        for module, scope in self._scopes:
-            if is_compiled(module):
+        for scope in self._scopes:
+            if is_compiled(scope.module):
                 scope.leave()
                 call = functools.partial(self._block_call, scope)
-                scope.inside.append(StandIn(module, call, "_compiled_call_impl").remove)
+                scope.inside.append(StandIn(scope.module, call, "_compiled_call_impl").remove)
 
     def _leave_compiled_parts(self, scope: Scope) -> None:
         """Remove the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""
         if scope.compiled:
-            for _, other in self._scopes:
+            for other in self._scopes:
                 if other.block.kind == scope.block.kind:
                     other.leave_parts(scope.compiled)
             scope.compiled.clear()
