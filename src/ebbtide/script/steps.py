@@ -36,6 +36,7 @@ from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
 from ebbtide.track.parts import held_bytes, model_bytes, optimizer_parts
+from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
 STEPS_TO_TRIM = 3
@@ -63,7 +64,7 @@ class ScriptSteps:
 
     def is_main(self) -> bool:
         """Whether this process is the one that records the training."""
-        if dist.is_available() and dist.is_initialized():
+        if is_distributed():
             return dist.get_rank() == 0
         return os.environ.get("RANK", "0") == "0"
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ebbtide.base.units import format_size
@@ -29,6 +28,7 @@ from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
+from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
@@ -161,7 +161,7 @@ class Attachment:
 
     def _agree(self) -> None:
         """Compare settings with the other ranks once: when the handle is made, or in the first pass after wrapping."""
-        if self._groups or not (dist.is_available() and dist.is_initialized()):
+        if self._groups or not is_distributed():
             return
         around = running_ddp()
         now = self._tree.look(), None if around is None else weakref.ref(around)
