@@ -304,27 +304,29 @@ class Attachment:
 
     def _compiled_away(self) -> None:
         """Warn that the model, or a module around its blocks, is compiled, so that our hooks do not run."""
-        if self.enabled and "compiled" not in self._logged:
-            self._logged.add("compiled")
-            logger.warning(
+        if self.enabled:
+            self._warn_once(
                 "nothing is offloaded in code that is being compiled: hooks inside it would break its graph; "
                 "compile the blocks instead: `for block in model.layers: block.compile()`"
             )
 
+    def _warn_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.warning("%s", text)
+
     def _transformed(self) -> bool:
         """Whether a torch transform runs the model, under which autograd refuses hooks or saves no real tensors."""
         transform = running_transform() or (GRAPH_CAPTURE if self.engine.tier.capturing() else None)
-        if transform is not None and transform not in self._logged:
-            self._logged.add(transform)
-            logger.warning("nothing is offloaded inside %s: the model runs there as without ebbtide", transform)
+        if transform is not None:
+            self._warn_once(f"nothing is offloaded inside {transform}: the model runs there as without ebbtide")
         return transform is not None
 
     def _graphed(self, module: nn.Module) -> bool:
         """Whether a compiled block is replayed from device graphs. See [Note: device graphs]."""
         graphed = is_compiled_inside(module) and replays_graphs()
-        if graphed and "graphed" not in self._logged:
-            self._logged.add("graphed")
-            logger.warning(
+        if graphed:
+            self._warn_once(
                 "nothing is offloaded in compiled blocks that torch replays from device graphs "
                 "(mode='reduce-overhead'): their saved tensors are in the graphs' memory; "
                 "hint: compile the blocks with mode='max-autotune-no-cudagraphs' or the default mode"
