@@ -251,7 +251,7 @@ class SecondRun:
             found = [(x, self.run.engine.unpack(x.ticket)) for x in self._leaves if isinstance(x, _Input)]
             torch._C._set_grad_enabled(True)
             inputs = {id(x): _argument(x, tensor) for x, tensor in found}
-            args, kwargs = unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
+            args, kwargs = unflatten(iter([inputs.get(id(x), x) for x in self._leaves]), self._spec)
             cast = self.run.pass_.cast
 
             def forward() -> None:
