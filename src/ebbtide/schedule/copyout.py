@@ -136,9 +136,23 @@ class CopyOut(Generic[SavedT]):
         Args:
             new: One that is being offloaded now, and that nobody has counted yet.
         """
-        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        if gathered:
-            self._begin(gathered, new)
+        group, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
+        self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
+        if not alive:
+            return
+        outcomes = self._mover.copy_out([saved for _, saved in alive], group[0].stream)
+        begun = [waiting for (waiting, _), outcome in zip(alive, outcomes, strict=True) if outcome is Outcome.BEGUN]
+        if begun:
+            self._queue.append(_Group.of(begun))
+            self.in_flight_bytes += self._queue[-1].nbytes
+        if len(begun) == len(alive):
+            return
+        for (waiting, saved), outcome in zip(alive, outcomes, strict=True):
+            if outcome is Outcome.REFUSED:
+                self.refused_bytes += waiting.nbytes
+                if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
+                    waiting.forward.stayed([(saved.site, waiting.nbytes)])
 
     def retire(self, *, new: _Waiting[SavedT] | None = None) -> None:
         """Release the sources of finished copies; make compute wait while more than the window is in flight.
@@ -205,22 +219,3 @@ class CopyOut(Generic[SavedT]):
             self.begin(new)
             begun = True
         return begun
-
-    def _begin(self, group: Sequence[_Waiting[SavedT]], new: _Waiting[SavedT] | None) -> None:
-        """Ask the mover to copy storages that were made on one stream and count as in flight."""
-        alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
-        self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
-        if not alive:
-            return
-        outcomes = self._mover.copy_out([saved for _, saved in alive], group[0].stream)
-        begun = [waiting for (waiting, _), outcome in zip(alive, outcomes, strict=True) if outcome is Outcome.BEGUN]
-        if begun:
-            self._queue.append(_Group.of(begun))
-            self.in_flight_bytes += self._queue[-1].nbytes
-        if len(begun) == len(alive):
-            return
-        for (waiting, saved), outcome in zip(alive, outcomes, strict=True):
-            if outcome is Outcome.REFUSED:
-                self.refused_bytes += waiting.nbytes
-                if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
-                    waiting.forward.stayed([(saved.site, waiting.nbytes)])
