@@ -1386,8 +1386,8 @@ MUTANTS = (
     Mutant(
         "price: larger steps are measured under the plan for smaller ones",
         "ebbtide/profiling/measured.py",
-        "if self.table is None or self._measures else",
-        "if self.table is None else",
+        "None if self._timer.wanted else self.table",
+        "self.table",
         PRICES,
     ),
     Mutant(
@@ -1414,7 +1414,7 @@ MUTANTS = (
     Mutant(
         "price: with a budget ordinary training is measured with a trimmed heap",
         "ebbtide/profiling/measured.py",
-        "if self._warm and not self._steps and timer is not None and timer.measuring:",
+        "if self._warm and not self._steps and self._timer.measuring:",
         "if False:",
         PRICES,
     ),

@@ -105,7 +105,8 @@ class MinimalPlan(PolicyPlan):
         self._measured: TimedStep | None = None  # of which the mix is made
         self._mix: TablePlan | None = None
         self._peaks: dict[bool, list[int]] = {True: [], False: []}  # of steps with the mix, and of others
-        self._timer: StepTimer | None = None
+        # Idle until an engine is watched.
+        self._timer = StepTimer(meter_for(tier), lambda _: False, waited=dict[str, float], memory=False)
         self._engine: Callable[[], Engine | None] = lambda: None
         self._kinds: dict[str, str] = {}  # path of a block → its kind
         self._methods: dict[str, Method] = {}  # kind → the method that was chosen, or is tried now
@@ -163,7 +164,7 @@ class MinimalPlan(PolicyPlan):
         method = self._methods.get(kind)
         if method is not None:
             return Action.CHECKPOINT if method is Method.CHECKPOINT else Action.KEEP
-        measures = self._mixes and self._warm and not self.judged and self._timer is not None and self._timer.wanted
+        measures = self._mixes and self._warm and not self.judged and self._timer.wanted
         if measures and must_keep_bytes <= WATCHED * input_bytes:
             return Action.KEEP  # a mix is made of what blocks save one by one
         return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
@@ -176,7 +177,7 @@ class MinimalPlan(PolicyPlan):
 
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step, and begin to compare the methods; return whether another is wanted."""
-        if self.judged or self._timer is None:
+        if self.judged:
             return False
         if not self._warm:
             self._warm, self._mixes = True, self._mixes and _can_move(step)
@@ -262,9 +263,8 @@ class MinimalPlan(PolicyPlan):
             if self._mix is None:
                 self._give_up(NO_MIX)
                 return False
-        if self._timer is not None:
-            self._timer.checkpointed = trial.checkpointed
-            self._timer.spans.want()  # the host is ahead: passes that it has begun are not of this trial
+        self._timer.checkpointed = trial.checkpointed
+        self._timer.spans.want()  # the host is ahead: passes that it has begun are not of this trial
         self._answer(dict(trial.methods))
         return True
 
@@ -272,8 +272,7 @@ class MinimalPlan(PolicyPlan):
         """End the trials, and restore blocks in these methods from now on."""
         self._trials.clear()
         self._measured = None
-        if self._timer is not None:
-            self._timer.checkpointed = frozenset()
+        self._timer.checkpointed = frozenset()
         self._answer(methods)
 
     def _settle(self, methods: dict[str, Method]) -> None:
