@@ -28,7 +28,7 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import ROUNDS
-from ebbtide.profiling.promise import ADDED, APART, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
+from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, FURTHER, UNUSED
 from ebbtide.profiling.trials import Method, Range
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
@@ -111,7 +111,7 @@ def test_without_memory_for_blocks_without_hooks_a_plan_is_judged_again_later(mo
         kept = without_hooks()
         for looks in (2, 3):
             timed.steps(timer.spans.paused)
-            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * APART ** (looks - 1))
+            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * FURTHER ** (looks - 1))
             assert not timer.spans.wanted and without_hooks() == kept
         free[0] = 10**12
         timed.steps(timer.spans.paused)

@@ -201,7 +201,7 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
     return [(block.name, block.kind) for block in one.blocks] == [(block.name, block.kind) for block in other.blocks]
 
 
-def fastest(steps: list[TimedStep]) -> TimedStep:
+def undisturbed(steps: list[TimedStep]) -> TimedStep:
     """Return a step whose every part is the shortest of several, where it had hooks and saved as much in all of them.
 
     Args:

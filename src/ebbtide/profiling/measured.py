@@ -38,7 +38,7 @@ from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
+from ebbtide.profiling.baseline import against_plain, alike, kept_sample, noise, plain_blocks, sample, undisturbed
 from ebbtide.profiling.closed_loop import GAINS_NOTHING, KEEPS, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import measured_rates, profile_of
@@ -266,7 +266,7 @@ class MeasuredPlan(Explained):
             plain = sample(step.blocks, room) or sample(step.blocks, room_bytes(self._tier), most=1)
             timer.plain, self._kept_under_hooks = plain, kept_sample(step.blocks, plain, room)
             return True
-        first, last, base = self._steps[0], self._steps[-1], fastest(self._steps)
+        first, last, base = self._steps[0], self._steps[-1], undisturbed(self._steps)
         profile = profile_of(base, measured_rates(self._tier), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
         if self._unlike >= UNLIKE:

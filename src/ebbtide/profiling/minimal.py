@@ -71,8 +71,9 @@ NO_MIX = "no plan for single tensors fits into its memory and promises to be fas
 UNTIMED = "too few steps were alike in what they save and what is in memory to compare it with a mix"
 """Why a mix is not tried."""
 
-LARGER, UNLIKE = "; a mix took more memory", "; steps differ in size, so no times of different steps are compared"
-APART = "; a mix is not faster for all kinds of blocks"
+MIX_LARGER = "; a mix took more memory"
+STEPS_UNLIKE = "; steps differ in size, so no times of different steps are compared"
+MIX_APART = "; a mix is not faster for all kinds of blocks"
 """Why a method is not chosen."""
 
 WATCHED = 1e6
@@ -304,7 +305,8 @@ class MinimalPlan(PolicyPlan):
         if apart:  # the memory of such a combination is not known
             took = self._times(out | {Method.MIXED})
             methods = {kind: fastest(times) for kind, times in took.items()}
-        why = LARGER * larger + UNLIKE * (not alike) + APART * apart
+        reasons = (MIX_LARGER, larger), (STEPS_UNLIKE, not alike), (MIX_APART, apart)
+        why = "".join(text for text, holds in reasons if holds)
         for kind, times in took.items():
             each = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in times.items())
             self._why[kind] = f"{methods[kind].value}: a block took " + ", ".join(each) + why
