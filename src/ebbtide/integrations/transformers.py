@@ -151,11 +151,6 @@ class OffloadCallback(CallbackOptions, TrainerCallback):
         """Close the handle; its figures remain."""
         self.close()
 
-    def close(self) -> None:
-        """Close the handle, after a training that raised; its figures remain. Harmless when repeated."""
-        if self.handle is not None:
-            self.handle.close()
-
 
 _GIB = 1024**3
 
