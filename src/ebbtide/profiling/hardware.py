@@ -51,9 +51,6 @@ def measured_speed(target: str, disk_path: str | None) -> Speed:
         target: ``"host"``, ``"disk"``, or ``"auto"``.
         disk_path: Directory for the disk tier.
 
-    Returns:
-        The rates.
-
     Raises:
         TargetError: No such target on this machine; DiskError: the path is unusable or full.
         CapError: Host memory is full.
@@ -69,12 +66,6 @@ def measured_speed(target: str, disk_path: str | None) -> Speed:
 
 def machine_with(speed: Speed) -> Machine:
     """Measure everything except the link to the store.
-
-    Args:
-        speed: The measured rates of the link.
-
-    Returns:
-        The machine.
 
     Raises:
         TargetError: The device computes nothing, or has no memory left.

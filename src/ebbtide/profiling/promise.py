@@ -364,11 +364,7 @@ class Check:
 
 
 def recalibrated(check: Check) -> Profile | None:
-    """Return the step with prices that explain the plan's measured time; None if no prices apply.
-
-    Args:
-        check: A judged plan.
-    """
+    """Return the step with prices that explain the plan's measured time; None if no prices apply."""
     predicted, profile, measured = check.solution.predicted, check.solution.profile, check.measured
     if measured is None:
         return None

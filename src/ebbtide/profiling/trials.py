@@ -91,23 +91,14 @@ def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
 
 
 def every_other(step: TimedStep) -> frozenset[str]:
-    """Return every other block of those that can be checkpointed, of each kind that has several.
-
-    Args:
-        step: A measured step.
-    """
+    """Return every other block of those that can be checkpointed, of each kind that has several."""
     able = [block for block in step.blocks if block.checkpointable]
     kinds = {kind: [b.name for b in able if b.kind == kind] for kind in {b.kind for b in able}}
     return frozenset(name for names in kinds.values() for name in names[1::2])
 
 
 def may_offload(step: TimedStep, tier: Tier) -> frozenset[str]:
-    """Return the kinds of blocks that may be offloaded entirely.
-
-    Args:
-        step: A measured step.
-        tier: The store.
-    """
+    """Return the kinds of blocks that may be offloaded entirely."""
     largest = max((block.saved_bytes for block in step.blocks), default=0)  # some may be checkpointed by the heuristic
     if not isinstance(tier, DiskTier) or tier.free_bytes < 2 * largest * len(step.blocks):
         return frozenset()

@@ -44,11 +44,7 @@ STEPS_TO_TRIM = 3
 
 
 class ScriptSteps:
-    """Marks and records the steps of a script, and ends it after a number of them.
-
-    Args:
-        request: The settings from the command line.
-    """
+    """Marks and records the steps of a script, and ends it after a number of them."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -34,11 +34,7 @@ def arm() -> None:
 
 
 class ScriptSwitch:
-    """Detects trained models and switches them to the mode of the request.
-
-    Args:
-        request: The settings from the command line.
-    """
+    """Detects trained models and switches them to the mode of the request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -56,11 +56,7 @@ def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[st
 
 
 def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the fields of the event ``parts`` from optimizers, before gradients are zeroed.
-
-    Args:
-        optimizers: The optimizers that have just stepped.
-    """
+    """Return the fields of the event ``parts`` from optimizers, before gradients are zeroed."""
     optimizers = list(optimizers)
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return {

@@ -22,12 +22,6 @@ class offloading:
     """Opens the hooks for one block, and closes them on any exit, ``KeyboardInterrupt`` included.
 
     Not a generator: an interrupted one would hold the hooks open as long as the traceback lives.
-
-    Args:
-        engine: Executes the plan.
-        block: The block, as the engine knows it.
-        inputs: Its input tensors.
-        checkpointed: Whether the block is checkpointed.
     """
 
     def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:

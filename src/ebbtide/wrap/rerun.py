@@ -141,12 +141,7 @@ class Reruns:
         return allowed and block.kind not in self._in_doubt
 
     def varies(self, block: Block, module: nn.Module) -> Varies:
-        """Return what is called when a second forward differs, see ``Varies``.
-
-        Args:
-            block: The engine's description of it.
-            module: Its module.
-        """
+        """Return what is called when a second forward differs, see ``Varies``."""
         # In the backward, the modules may be in another mode.
         alone = not shared_groups() or self._alone(block, module)
         return lambda: partial(self._refuse, block.kind) if alone else None
