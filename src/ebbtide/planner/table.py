@@ -194,12 +194,7 @@ class TablePlan(Explained):
 
 
 def table_plan(solution: Solution, name: str) -> TablePlan:
-    """Return a solution as a plan.
-
-    Args:
-        solution: The chosen actions.
-        name: Short name for logs and reports.
-    """
+    """Return a solution as a plan."""
     profile, found = solution.profile, solution.predicted
     actions: dict[tuple[str, Site], Action] = {}
     for place, number, unit in profile.units():

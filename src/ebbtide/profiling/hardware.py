@@ -94,11 +94,7 @@ def device_here() -> torch.device:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the size of the memory to be saved: the device's, or the host's if there is no other.
-
-    Args:
-        device: As ``device_here`` returns it.
-    """
+    """Return the size of the memory to be saved: the device's, or the host's if there is no other."""
     if device.type != "cpu":
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
             return int(torch.get_device_module(device).get_device_properties(device).total_memory)
@@ -106,11 +102,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return a device's free memory; half of its memory if the device does not report it.
-
-    Args:
-        device: As ``device_here`` returns it.
-    """
+    """Return a device's free memory; half of its memory if the device does not report it."""
     if device.type == "cpu":
         return fair_share_bytes(ranks=1)
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):

@@ -63,11 +63,7 @@ class Range:
 
 
 def fastest(took: Mapping[Method, Range]) -> Method:
-    """Return the method that is certainly the fastest; if none is, the first one.
-
-    Args:
-        took: The times of each method that was tried.
-    """
+    """Return the method that is certainly the fastest; if none is, the first one."""
     first = min(took, key=[*Method].index)
     certain = [method for method, one in took.items() if one.high < took[first].low * (1 - FASTER)]
     return min(certain, key=lambda method: took[method].middle, default=first)

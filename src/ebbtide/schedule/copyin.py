@@ -108,11 +108,7 @@ class CopyIn(Generic[SavedT]):
             self.advance()
 
     def reach(self, number: int) -> None:
-        """A block's backward begins: discard what was prefetched for blocks before the last one, and never read.
-
-        Args:
-            number: Of the block's run.
-        """
+        """A block's backward begins: discard what was prefetched for blocks before the last one, and never read."""
         self.discard(number + 2)
 
     def discard(self, first: int = 0) -> None:

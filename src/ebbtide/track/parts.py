@@ -41,9 +41,6 @@ def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[st
     """Return the device memory of models by name, the second model of a name as ``NAME 2``.
 
     A storage counts once in all, so a wrapper of a model is left out, as is a model without device memory.
-
-    Args:
-        models: The name and the parameters of each.
     """
     counted: set[int] = set()
     sizes: dict[str, int] = {}

@@ -97,10 +97,6 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine, plan: st
 def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -> None:
     """Compare settings with the ranks of each group.
 
-    Args:
-        groups: The groups.
-        terms: The settings, which must be equal within a group.
-
     Raises:
         ConfigError: They differ, or a rank did not arrive in time.
     """
@@ -168,12 +164,6 @@ class Votes:
 
     def stop(self, kind: str, block: nn.Module, seen: Sequence[Ranks], why: str) -> None:
         """End the checkpointing of a kind that ranks decided together, because this rank can no longer checkpoint it.
-
-        Args:
-            kind: The kind.
-            block: One of its blocks.
-            seen: As in ``decide``.
-            why: Why it cannot.
 
         Raises:
             ConfigError: Another rank goes on: it would wait for this one in backward.

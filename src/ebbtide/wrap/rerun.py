@@ -153,10 +153,6 @@ class Reruns:
         """Return the contents of a block's modules before its forward; None if that need not be watched.
 
         Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
-
-        Args:
-            block: As the engine knows it.
-            module: Its module.
         """
         looked = (block.name, module.training) in self._looked
         if not self._possible(block, module) or (looked and block.kind in self._refused):
@@ -178,12 +174,6 @@ class Reruns:
         """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
         A forward that raises does not count: the next one is watched as if it were the first.
-
-        Args:
-            run: Its run.
-            module: Its module.
-            state: From ``before``.
-            called: Its call.
         """
         if state is None:
             yield
