@@ -1603,15 +1603,15 @@ MUTANTS = (
     Mutant(
         "rest: other trained weights do not end it",
         "ebbtide/wrap/rest.py",
-        "_State(timer.unhooked, trains,",
-        '_State(timer.unhooked, b"",',
+        "(timer.unhooked, trains,",
+        '(timer.unhooked, b"",',
         REST,
     ),
     Mutant(
         "rest: another plan does not end it",
         "ebbtide/wrap/rest.py",
-        "_State(timer.unhooked, trains,",
-        "_State(frozenset(), trains,",
+        "(timer.unhooked, trains,",
+        "(frozenset(), trains,",
         REST,
     ),
     Mutant(

@@ -14,7 +14,7 @@ skipped at random, or that somebody checkpoints meanwhile, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -30,15 +30,6 @@ from ebbtide.wrap.scope import Scope
 PutOn = Callable[[Scope], None]
 
 
-class _State(NamedTuple):
-    """What must be equal in two passes so that the same blocks may rest."""
-
-    unhooked: frozenset[str]
-    trains: bytes
-    inputs: tuple[bool, ...]  # which take a gradient
-    scopes: int
-
-
 class Rest:
     """Decides on which blocks nothing is installed. See [Note: rest].
 
@@ -50,7 +41,7 @@ class Rest:
     def __init__(self, engine: Engine, plain: PlainBlocks) -> None:
         self._engine, self._plain = engine, plain
         self._resting: list[Scope] = []  # blocks without anything installed
-        self._state: _State | None = None  # of the latest pass of the model
+        self._state: tuple[object, ...] | None = None  # of the latest pass: what must be equal in the next one
         self._measured: list[torch.Size] = []  # shapes of the inputs of the measured pass that the plan was made from
         self._shapes: list[torch.Size] = []  # of the latest pass
         self._kept: dict[str, tuple[Site, int, Tally]] = {}  # by path: where it counts, how often it ran, what it kept
@@ -80,7 +71,7 @@ class Rest:
             timer.want()
         before, shapes = self._state, self._shapes
         self._shapes = [x.shape for x in tensors]
-        self._state = _State(timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
+        self._state = (timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
         observed = timer.wanted or timer.times_blocks or self._engine.bus.active
         if observed or before != self._state or not _within(self._shapes, self._measured):
             self._wake(scopes, put_on)
