@@ -78,7 +78,7 @@ class CopyOut(Generic[SavedT]):
         forward.offered_bytes += nbytes
         if not late:
             begun = self._gather(waiting, new=new)
-            if not begun and not self._held and self.in_flight_bytes <= self.window.out_bytes:  # as ``_in_window``
+            if not begun and not self._held and self.in_flight_bytes <= self.window.out_bytes:  # as in ``retire``
                 return
         else:
             self._held.append(waiting)
@@ -106,11 +106,6 @@ class CopyOut(Generic[SavedT]):
             saved = waiting.saved()
             if saved is not None:
                 self.add(saved, waiting.forward, postponed=waiting)
-
-    @property
-    def _in_window(self) -> bool:
-        held_bytes = self._held_live.total if self._held else 0
-        return self.in_flight_bytes + held_bytes <= self.window.out_bytes
 
     def expect(self, offered_bytes: int, *, to_its_end: bool) -> None:
         """The next forward is expected to offer this much.
@@ -162,7 +157,8 @@ class CopyOut(Generic[SavedT]):
         """
         if self._queue:
             self._release_copied()
-        if not self._in_window:
+        held_bytes = self._held_live.total if self._held else 0
+        if self.in_flight_bytes + held_bytes > self.window.out_bytes:
             self.begin(new)
             self._release_copied(self.window.out_bytes)
         if not self._queue and not self._gathered:
