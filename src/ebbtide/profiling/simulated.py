@@ -150,7 +150,7 @@ class _Task:
             twin, arguments = _without_bytes(self.model), tree_map(_fake_argument, self.batch)
         pairs = find_blocks(twin, self.blocks)
         modules = [module for module, _ in pairs]
-        inputs = [x for x in tree_leaves(arguments) if _is_tensor(x)]
+        inputs = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
         simulated = FakeMachine(self.machine, _base_bytes(twin, modules, self.job) + _nbytes(inputs))
         bus = Bus()
         engine = Engine(
@@ -231,10 +231,6 @@ def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, 
     return replace(profile, blocks=tuple(blocks))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     """Return the tensor that backward begins with.
 
@@ -245,7 +241,9 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
         return loss(output)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     value = (
-        own if own is not None else next((x for x in tree_leaves(output) if _is_tensor(x) and x.requires_grad), None)
+        own
+        if own is not None
+        else next((x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
     )
     if value is None:
         raise ConfigError(
@@ -269,7 +267,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fake_argument(value: Any) -> Any:
     """Return a fake argument of the forward; integers with values stay real, because the model may branch on them."""
-    if not _is_tensor(value):
+    if not isinstance(value, torch.Tensor):
         return value
     if not (value.is_floating_point() or value.is_meta):
         with unset_fake_temporarily():
