@@ -121,7 +121,7 @@ class MeasuredPlan(Explained):
         memory = self._memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
-        watched, plan, bus = weakref.ref(engine), weakref.ref(self), self._bus  # the engine holds the timer; so do we
+        watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer; so do we
         self._engine = watched
 
         def waited() -> dict[str, float]:
@@ -134,7 +134,7 @@ class MeasuredPlan(Explained):
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
         timer.marks = True
-        timer.outdated = lambda: (found := plan()) is not None and found._lacks_state()
+        timer.outdated = weakly(self._lacks_state)
         self._timer = engine.timer = timer
         timer.want()
 

@@ -126,8 +126,7 @@ class MinimalPlan(PolicyPlan):
             meter, weakly(self.saw_span), memory=self._mixes,
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
-        plan = weakref.ref(self)
-        timer.outdated = lambda: (found := plan()) is not None and found._is_outdated()
+        timer.outdated = weakly(self._is_outdated)
         self._timer = engine.timer = timer
         self._engine = watched
         timer.marks = True  # so all methods are measured in the same parts
