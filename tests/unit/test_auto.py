@@ -53,7 +53,9 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
 
 
 def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
+    monkeypatch.setattr(
+        "ebbtide.wrap.checkpointable.has_collectives", lambda module: True
+    )  # so no block is checkpointed
     monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)  # every block carries the plan out at once
     tiny = build("llama")
     with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:

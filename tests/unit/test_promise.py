@@ -520,7 +520,7 @@ def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: s
 
 
 def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)
+    monkeypatch.setattr("ebbtide.wrap.checkpointable.has_collectives", lambda module: True)
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(Action.KEEP))
     tiny = build("llama")
     with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0) as handle:

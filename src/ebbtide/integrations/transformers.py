@@ -34,7 +34,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.files import json_object
 from ebbtide.integrations.options import CallbackOptions
 from ebbtide.wrap import check_strategy
-from ebbtide.wrap.others import open_handles
+from ebbtide.wrap.other_offloaders import open_handles
 
 logger = logging.getLogger("ebbtide.integrations")
 

@@ -26,10 +26,17 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.checkpointable import Checkpointable
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
-from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.coverage import Blocks, Watch
+from ebbtide.wrap.foreign_checkpoints import (
+    Kept,
+    checkpoint_around,
+    checkpoint_before,
+    innermost_hooks,
+    name_checkpoints,
+)
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
     StandIn,
@@ -41,9 +48,8 @@ from ebbtide.wrap.forward import (
     running_transform,
 )
 from ebbtide.wrap.hooks import offloading
-from ebbtide.wrap.others import attached, refuse_around, refuse_attached, refuse_compiled, refuse_taken
+from ebbtide.wrap.other_offloaders import attached, refuse_around, refuse_attached, refuse_compiled, refuse_taken
 from ebbtide.wrap.plain import PlainBlocks
-from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.secondrun import runs_again
@@ -92,7 +98,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
-        self._reruns = Reruns(engine.plan, Votes(self._voting))
+        self._checkpointable = Checkpointable(engine.plan, Votes(self._voting))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
@@ -237,8 +243,8 @@ class Attachment:
         seen = self._seen.get(block.kind) or Tally()
         measured = engine.timer is not None and engine.timer.wanted
         tried = engine.timer is not None and engine.timer.tries(block.name)
-        state = self._reruns.before(block, scope.module)
-        checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
+        state = self._checkpointable.before(block, scope.module)
+        checkpointed = block.name != ENTIRE_MODEL and self._checkpointable.decide(
             block, scope.module, seen, called, state, tried=tried
         )
         self._check_room()
@@ -247,16 +253,16 @@ class Attachment:
             # A compiled call that falls back to eager code must not open hooks a second time.
             scope.open = True
             with hooks as run:
-                with self._reruns.watched(run, scope.module, state, called):
+                with self._checkpointable.watched(run, scope.module, state, called):
                     if checkpointed:
                         context = ForwardContext(scope.module, run, called.tensors, state)
-                        varies = self._reruns.varies(block, scope.module)
+                        varies = self._checkpointable.varies(block, scope.module)
                         saved_bytes = seen.unique_for(run.tally)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
                         output = self._followed_call(scope, run, called)
                 if measured and not checkpointed:
-                    run.checkpointable = self._reruns.able(block, scope.module, called)
+                    run.checkpointable = self._checkpointable.able(block, scope.module, called)
             if not checkpointed:
                 self._plain.saw(run, called.tensors)
             self._plain.mark(run, called.tensors, output)
@@ -362,7 +368,7 @@ class Attachment:
                 scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
                 scope.leave()
                 attached.pop(scope.module, None)
-                self._reruns.forget()
+                self._checkpointable.forget()
         for module, block in blocks:
             scope = before.get(id(module))
             if scope is not None:

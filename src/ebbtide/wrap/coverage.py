@@ -37,8 +37,8 @@ from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
 from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
-from ebbtide.wrap.checkpoints import name_checkpoints
 from ebbtide.wrap.collectives import is_distributed
+from ebbtide.wrap.foreign_checkpoints import name_checkpoints
 from ebbtide.wrap.forward import encoder_layers, is_compiled, is_compiled_wrapper, is_scripted
 
 logger = logging.getLogger("ebbtide.wrap")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun, begin_block
-from ebbtide.wrap.checkpoints import innermost_hooks
+from ebbtide.wrap.foreign_checkpoints import innermost_hooks
 from ebbtide.wrap.secondrun import SecondRun
 
 _NO_HOOKS = "support saved tensor hooks"

@@ -40,7 +40,7 @@ from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sampl
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
 from ebbtide.wrap.called import Called, unflatten
-from ebbtide.wrap.rerun import Varies
+from ebbtide.wrap.checkpointable import Varies
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""

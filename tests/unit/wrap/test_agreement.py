@@ -108,12 +108,12 @@ def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
     with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True, blocks=["*"]) as handle:
         model(torch.randn(2, 4)).sum().backward()
         monkeypatch.setattr(Collectives, "groups", lambda *_: [(0, 1)])
-        reruns: Any = handle._attachment._reruns
+        checkpointable: Any = handle._attachment._checkpointable
         block, seen = handle._attachment._blocks[0][1], SimpleNamespace(input_bytes=1, must_keep=2**40)
         decisions: list[bool] = []
         for doubt in (at_the_vote, not at_the_vote):
-            reruns._in_doubt = {block.kind} if doubt else set()
-            decisions.append(reruns.decide(block, model[0], seen, Called(model[0], (), {}), None, tried=False))
+            checkpointable._in_doubt = {block.kind} if doubt else set()
+            decisions.append(checkpointable.decide(block, model[0], seen, Called(model[0], (), {}), None, tried=False))
         assert decisions == [not at_the_vote, True]
     assert asked == wishes
 

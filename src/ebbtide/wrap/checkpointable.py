@@ -1,6 +1,6 @@
 """Which blocks may be checkpointed.
 
-[Note: what may be run again]
+[Note: what may be checkpointed]
 A second forward must compute the same values without side effects: see [Note: a second run]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
 cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
@@ -69,7 +69,7 @@ Varies = Callable[[], Callable[[str], object] | None]
 ranks are needed, so the third forward that would show it must not run."""
 
 
-class Reruns:
+class Checkpointable:
     """Decides which blocks are checkpointed.
 
     Args:
@@ -111,13 +111,13 @@ class Reruns:
             return self._names.checkpoints(block.name) and self.able(block, module, called)
         if not self._collectives.known(block, module):
             return False
-        again = _chosen(self._plan_of(block, module), block, seen.input_bytes, seen.must_keep)
-        allowed = again and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
+        planned = _chosen(self._plan_of(block, module), block, seen.input_bytes, seen.must_keep)
+        allowed = planned and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and (state is not None or self._possible(block, module)):
-            doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
+            doubtful = planned and block.kind in self._in_doubt and block.kind not in self._refused
             no = Vote.NO if seen.input_bytes else Vote.UNSEEN
-            wish = Vote.CHECKPOINT if allowed else Vote.LATER if doubtful else Vote.NEVER if again else no
+            wish = Vote.CHECKPOINT if allowed else Vote.LATER if doubtful else Vote.NEVER if planned else no
             if self._votes.decide(block.kind, module, wish, groups):
                 # A doubt ends nothing that all have decided: no other rank need have it.
                 allowed = allowed or self._repeatable(block.kind, called)
@@ -126,7 +126,7 @@ class Reruns:
                 return allowed
         elif allowed:
             return True
-        elif again:  # it was decided with others, and nothing was seen of this kind since
+        elif planned:  # it was decided with others, and nothing was seen of this kind since
             self._stop(block.kind, module, groups)
         return tried and self.able(block, module, called)
 

@@ -22,7 +22,7 @@ from torch import nn
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
-from ebbtide.wrap.checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
+from ebbtide.wrap.foreign_checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
 from ebbtide.wrap.forward import is_compiled_inside
 
 logger = logging.getLogger("ebbtide.wrap")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConflictError
-from ebbtide.wrap.others import OFFLOADERS
+from ebbtide.wrap.other_offloaders import OFFLOADERS
 from tests.helpers.engines import ByTable, assert_nothing_left, hooks_are_closed
 from tests.helpers.models import WIDTH, Attention, Mlp, Stack, build
 from tests.helpers.oracle import Oracle, differences, same_bits
