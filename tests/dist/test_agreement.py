@@ -107,7 +107,7 @@ def counted() -> Iterator[list[object]]:
         compared.append(args)
         check_agreement(*args)
 
-    with mock.patch("ebbtide.wrap.attach.check_agreement", check):
+    with mock.patch("ebbtide.wrap.agreement.check_agreement", check):
         yield compared
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -25,7 +26,17 @@ from ebbtide.base.errors import ConfigError, note_place, spelled
 from ebbtide.engine import Block, Engine
 from ebbtide.wrap.collectives import Ranks, is_distributed, ranks_in
 from ebbtide.wrap.meeting import Meeting
-from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
+from ebbtide.wrap.strategy import (
+    ddp_around,
+    found_strategy,
+    is_ddp,
+    is_fsdp1,
+    is_fsdp2,
+    is_partitioned,
+    running_ddp,
+    unit_meshes,
+)
+from ebbtide.wrap.tree import Tree
 
 RARELY = 256
 """Of so many blocks at least one is voted on while none had an input that needs a gradient: a vote takes long."""
@@ -124,6 +135,45 @@ def _differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
         if len(by_value) > 1:
             lines.append(f"{name} is " + ", but ".join(f"{v!r} on {spelled(r)}" for v, r in by_value.items()))
     return lines
+
+
+class Agreement:
+    """Compares a model's settings with the other ranks, once.
+
+    Args:
+        model: The model.
+        engine: Has the options, the target and the plan.
+        tree: Shows whether the model was wrapped since the last search for groups.
+
+    Attributes:
+        voting: The groups that have agreed and that may be needed in a block's forward.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, tree: Tree) -> None:
+        self._model, self._engine, self._tree = model, engine, tree
+        self._plan = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
+        self._looked: tuple[int, weakref.ref[nn.Module] | None] | None = None  # last search for groups
+        self._reached = False
+        self.voting: list[Ranks] = []
+
+    def reach(self, blocks: Sequence[tuple[nn.Module, Block]]) -> None:
+        """Compare settings: when the handle is made, or in the first pass after wrapping.
+
+        Raises:
+            ConfigError: They differ, or a rank did not arrive in time.
+        """
+        if self._reached or not is_distributed():
+            return
+        around = running_ddp()
+        now = self._tree.look(), None if around is None else weakref.ref(around)
+        if now == self._looked:
+            return
+        groups = groups_of(self._model)
+        if groups:
+            check_agreement(groups, terms_of(self._model, [block for _, block in blocks], self._engine, self._plan))
+            self._reached = True
+            self.voting += groups_of(self._model, ddp=False)
+        self._looked = now  # only after success: if ranks differ, every forward raises
 
 
 class Votes:

@@ -23,12 +23,11 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun, begin_block
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
+from ebbtide.wrap.agreement import Agreement, Votes
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointable import Checkpointable
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
-from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.foreign_checkpoints import (
     Kept,
@@ -53,7 +52,7 @@ from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.secondrun import runs_again
-from ebbtide.wrap.strategy import running_ddp, weights_move
+from ebbtide.wrap.strategy import weights_move
 from ebbtide.wrap.threads import SerialCalls, serially
 from ebbtide.wrap.tree import Tree
 
@@ -85,11 +84,8 @@ class Attachment:
         self.handle: Any = None  # while attached; the hooks hold it, so that a lost handle can be closed
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
-        self._looked: tuple[int, weakref.ref[nn.Module] | None] | None = None  # last search for groups
-        self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
-        self._voting: list[tuple[int, ...]] = []  # those of them that may be needed in a block's forward
-        self._as_set = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
-        self._agree()
+        self._agreement = Agreement(model, engine, self._tree)
+        self._agreement.reach(blocks)
         self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls()
         self._watch = watch
@@ -98,7 +94,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
-        self._checkpointable = Checkpointable(engine.plan, Votes(self._voting))
+        self._checkpointable = Checkpointable(engine.plan, Votes(self._agreement.voting))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
@@ -136,7 +132,7 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
-        self._agree()
+        self._agreement.reach(self._blocks)
         if self._rest.holds(self._scopes, self._put_on, self._trains(), args, kwargs):
             return forward(*args, **kwargs)
         self._depth += 1
@@ -164,22 +160,6 @@ class Attachment:
     def _own_call(self, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a model that is its own single block, inside a pass."""
         return self._block_call(scope, forward, args, kwargs)
-
-    def _agree(self) -> None:
-        """Compare settings with the other ranks once: when the handle is made, or in the first pass after wrapping."""
-        if self._groups or not is_distributed():
-            return
-        around = running_ddp()
-        now = self._tree.look(), None if around is None else weakref.ref(around)
-        if now == self._looked:
-            return
-        groups = groups_of(self._model)
-        if groups:
-            blocks = [block for _, block in self._blocks]
-            check_agreement(groups, terms_of(self._model, blocks, self.engine, self._as_set))
-            self._groups += groups
-            self._voting += groups_of(self._model, ddp=False)
-        self._looked = now  # only after success: if ranks differ, every forward raises
 
     def _trains(self) -> bytes:
         """Return the state of training, for plans by which blocks may run without hooks."""
@@ -218,7 +198,7 @@ class Attachment:
         if not self._depth:
             # Blocks called without the model's forward: a repeat begins a new pass.
             if not self._ran or block.name in self._ran:
-                self._agree()
+                self._agreement.reach(self._blocks)
                 self._ran.clear()
                 self._rest.pass_begins_without_model(self._scopes, self._put_on)
                 self._begin_pass()
