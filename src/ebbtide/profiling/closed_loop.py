@@ -256,12 +256,7 @@ class ClosedLoop:
 
 
 def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]:
-    """Return a warning, and log it, if the peak between two steps is above the budget.
-
-    Args:
-        peak_bytes: That peak; None: not known.
-        budget_bytes: The budget; None: there is none.
-    """
+    """Return a warning, and log it, if the peak between two steps is above the budget."""
     if peak_bytes is None or budget_bytes is None or peak_bytes <= budget_bytes:
         return []
     line = (

@@ -337,13 +337,7 @@ def _can_move(step: TimedStep) -> bool:
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:
-    """Return the plan of a policy that measures steps; None for other policies.
-
-    Args:
-        policy: The user's policy.
-        tier: The store of offloaded bytes.
-        window_bytes: The user's limit in flight; None: follows the model.
-    """
+    """Return the plan of a policy that measures steps; None for other policies."""
     match policy:
         case Auto():
             return MeasuredPlan(policy, tier, window_bytes, BUS)
