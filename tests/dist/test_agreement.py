@@ -82,7 +82,7 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, af
     plan: Any = handle.plan
     if after == "measured":
         plan._why["Block"] = f"checkpointed: a block took {rank} s"
-    for _, scope in handle._attachment._scopes if after == "at rest" else ():
+    for scope in handle._attachment._scopes if after == "at rest" else ():
         scope.leave()
     with (
         handle,
@@ -107,7 +107,7 @@ def counted() -> Iterator[list[object]]:
         compared.append(args)
         check_agreement(*args)
 
-    with mock.patch("ebbtide.wrap.attach.check_agreement", check):
+    with mock.patch("ebbtide.wrap.agreement.check_agreement", check):
         yield compared
 
 

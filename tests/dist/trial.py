@@ -195,9 +195,9 @@ def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.H
 
 def follow(handle: ebbtide.Handle, plan: Any) -> None:
     """Let a handle carry out another plan, which decides for blocks that need other ranks, too."""
-    reruns = handle._attachment._reruns
-    handle._engine.plan = reruns._plan = plan
-    reruns._voted = None
+    checkpointable = handle._attachment._checkpointable
+    handle._engine.plan = checkpointable._plan = plan
+    checkpointable._voted = None
 
 
 class _Recompute:

@@ -16,7 +16,7 @@ import ebbtide
 from ebbtide.engine.timing import StepTimer
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
-from ebbtide.wrap.rerun import Reruns
+from ebbtide.wrap.checkpointable import Checkpointable
 from tests.helpers.engines import assert_nothing_left, drain, hooks_are_closed
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.models import build
@@ -89,7 +89,7 @@ def training(
             stack.enter_context(nobody)
         stack.enter_context(mock.patch.object(StepTimer, "runs_plain", lambda self, name: False))
         if policy == "auto":  # on a busy machine a plan may miss its promise, and the next one checkpoint other blocks
-            stack.enter_context(mock.patch.object(Reruns, "able", lambda *args: False))
+            stack.enter_context(mock.patch.object(Checkpointable, "able", lambda *args: False))
         if tier == "disk":
             place: Any = DiskTier(stack.enter_context(tempfile.TemporaryDirectory()), budget_bytes=room_bytes)
         else:

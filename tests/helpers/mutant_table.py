@@ -981,7 +981,7 @@ MUTANTS = (
     ),
     Mutant(
         "second run: graphs of the step before stay",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "        if not state.leave_graphs():",
         "        if False:",
         ONE_LAYER,
@@ -1030,21 +1030,21 @@ MUTANTS = (
     ),
     Mutant(
         "second run: gradients and hooks that a forward leaves on weights are not seen",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "        if not self._left.same(_left_on(self._weights)):\n",
         "        if False:\n",
         SECOND_RUN,
     ),
     Mutant(
         "second run: arguments that a forward detaches are not seen",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):\n",
         "        if False:\n",
         SECOND_RUN,
     ),
     Mutant(
         "second run: arguments are compared by version only",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "        if not all(watched.same for _, _, watched in self._arguments):\n",
         "        if False:\n",
         SECOND_RUN,
@@ -1170,7 +1170,7 @@ MUTANTS = (
     ),
     Mutant(
         "second run: generators in attributes are not searched for",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "        if state.generators:",
         "        if False:",
         SECOND_RUN,
@@ -1184,7 +1184,7 @@ MUTANTS = (
     ),
     Mutant(
         "second run: parameters that a forward changes are not seen",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "if list(map(_VERSION, own)) != versions or not all(watched.same for watched in before):",
         "if False:",
         SECOND_RUN,
@@ -1198,14 +1198,14 @@ MUTANTS = (
     ),
     Mutant(
         "second run: what can reach too much is restored in part",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "        if state.too_much:\n",
         "        if False:\n",
         SECOND_RUN,
     ),
     Mutant(
         "second run: only the first blocks of a kind are looked at from outside",
-        "ebbtide/wrap/rerun.py",
+        "ebbtide/wrap/checkpointable.py",
         "(first or self._looks[kind]",
         "(self._looks[kind]",
         ("tests/unit/wrap/test_outside.py",),
@@ -1386,8 +1386,8 @@ MUTANTS = (
     Mutant(
         "price: larger steps are measured under the plan for smaller ones",
         "ebbtide/profiling/measured.py",
-        "if self.table is None or self._measures else",
-        "if self.table is None else",
+        "None if self._timer.wanted else self.table",
+        "self.table",
         PRICES,
     ),
     Mutant(
@@ -1414,7 +1414,7 @@ MUTANTS = (
     Mutant(
         "price: with a budget ordinary training is measured with a trimmed heap",
         "ebbtide/profiling/measured.py",
-        "if self._warm and not self._steps and timer is not None and timer.measuring:",
+        "if self._warm and not self._steps and self._timer.measuring:",
         "if False:",
         PRICES,
     ),
@@ -1603,15 +1603,15 @@ MUTANTS = (
     Mutant(
         "rest: other trained weights do not end it",
         "ebbtide/wrap/rest.py",
-        "_State(timer.unhooked, trains,",
-        '_State(timer.unhooked, b"",',
+        "(timer.unhooked, trains,",
+        '(timer.unhooked, b"",',
         REST,
     ),
     Mutant(
         "rest: another plan does not end it",
         "ebbtide/wrap/rest.py",
-        "_State(timer.unhooked, trains,",
-        "_State(frozenset(), trains,",
+        "(timer.unhooked, trains,",
+        "(frozenset(), trains,",
         REST,
     ),
     Mutant(
@@ -1624,7 +1624,7 @@ MUTANTS = (
     Mutant(
         "rest: a block rests whose forward somebody has wrapped",
         "ebbtide/wrap/rest.py",
-        " and _ours(module, scope):",
+        " and _ours(scope):",
         ":",
         REST,
     ),

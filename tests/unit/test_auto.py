@@ -53,7 +53,9 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
 
 
 def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
+    monkeypatch.setattr(
+        "ebbtide.wrap.checkpointable.has_collectives", lambda module: True
+    )  # so no block is checkpointed
     monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)  # every block carries the plan out at once
     tiny = build("llama")
     with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
@@ -234,7 +236,7 @@ def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() 
         for _ in range(20):
             tiny.loss()[0].backward()
         assert isinstance(handle.plan, MeasuredPlan)
-        assert handle.plan.judged and handle._attachment._rest._scopes
+        assert handle.plan.judged and handle._attachment._rest._resting
         before = handle.plan.profile
         optimizer.step()
         for _ in range(4):

@@ -28,7 +28,7 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import ROUNDS
-from ebbtide.profiling.promise import ADDED, APART, CHECKED, CORRECTIONS, FIRST_LOOK, UNUSED
+from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, FURTHER, UNUSED
 from ebbtide.profiling.trials import Method, Range
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
@@ -111,7 +111,7 @@ def test_without_memory_for_blocks_without_hooks_a_plan_is_judged_again_later(mo
         kept = without_hooks()
         for looks in (2, 3):
             timed.steps(timer.spans.paused)
-            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * APART ** (looks - 1))
+            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * FURTHER ** (looks - 1))
             assert not timer.spans.wanted and without_hooks() == kept
         free[0] = 10**12
         timed.steps(timer.spans.paused)
@@ -280,7 +280,7 @@ def test_a_second_measured_step_that_is_longer_takes_the_place_of_the_first(dear
         profile = timed.plan.profile
         assert profile is not None and profile.saved_bytes == timed.handle.stats().unique_bytes
         assert profile.forward_seconds == pytest.approx(BLOCKS, rel=0.05)
-        assert not dear_hooks and timed.handle._attachment._rest._scopes
+        assert not dear_hooks and timed.handle._attachment._rest._resting
 
 
 def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
@@ -520,7 +520,7 @@ def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: s
 
 
 def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)
+    monkeypatch.setattr("ebbtide.wrap.checkpointable.has_collectives", lambda module: True)
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(Action.KEEP))
     tiny = build("llama")
     with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0) as handle:

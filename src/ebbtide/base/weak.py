@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec
 
-T = TypeVar("T")
+P = ParamSpec("P")
 
 
-def weakly(method: Callable[[T], bool]) -> Callable[[T], bool]:
+def weakly(method: Callable[P, bool]) -> Callable[P, bool]:
     """Return a function that calls a bound method while its object lives, and returns False afterwards."""
     reference = weakref.WeakMethod(method)
 
-    def call(value: T) -> bool:
+    def call(*args: P.args, **kwargs: P.kwargs) -> bool:
         bound = reference()
-        return bound is not None and bound(value)
+        return bound is not None and bound(*args, **kwargs)
 
     return call

@@ -1,1 +1,1 @@
-"""One module per host framework. Each imports only ebbtide's public names and its host; only users import it."""
+"""One module per host framework. Only users import it, so that a host need not be installed."""

@@ -72,7 +72,7 @@ class OffloadCallback(CallbackOptions, Callback):
         Raises:
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
-        self._close()  # of a training that ended without either event
+        self.close()  # of a training that ended without either event
         model = cast("nn.Module", trainer.strategy.model or pl_module)
         self.handle = enable_activation_offloading(model, **self.options)
         attachment: Any = self.handle._attachment
@@ -81,12 +81,8 @@ class OffloadCallback(CallbackOptions, Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the handle; its figures remain."""
-        self._close()
+        self.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the handle after a training that raised."""
-        self._close()
-
-    def _close(self) -> None:
-        if self.handle is not None:
-            self.handle.close()
+        self.close()

@@ -54,6 +54,11 @@ class CallbackOptions:
         }  # fmt: skip
         self.handle: Handle | None = None
 
+    def close(self) -> None:
+        """Close the handle, after a training that raised; its figures remain. Harmless when repeated."""
+        if self.handle is not None:
+            self.handle.close()
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings: a copy, also of a pickled one, has no handle."""
         return {**self.__dict__, "handle": None}

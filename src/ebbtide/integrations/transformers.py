@@ -34,7 +34,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.files import json_object
 from ebbtide.integrations.options import CallbackOptions
 from ebbtide.wrap import check_strategy
-from ebbtide.wrap.others import open_handles
+from ebbtide.wrap.other_offloaders import open_handles
 
 logger = logging.getLogger("ebbtide.integrations")
 
@@ -150,11 +150,6 @@ class OffloadCallback(CallbackOptions, TrainerCallback):
     ) -> None:
         """Close the handle; its figures remain."""
         self.close()
-
-    def close(self) -> None:
-        """Close the handle, after a training that raised; its figures remain. Harmless when repeated."""
-        if self.handle is not None:
-            self.handle.close()
 
 
 _GIB = 1024**3

@@ -73,11 +73,7 @@ class _Sort:
 
 
 class Bound:
-    """The linear program over one profile. See [Note: the linear program].
-
-    Args:
-        profile: The step.
-    """
+    """The linear program over one profile. See [Note: the linear program]."""
 
     def __init__(self, profile: Profile) -> None:
         self._rates = profile.rates

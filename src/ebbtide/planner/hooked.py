@@ -67,13 +67,7 @@ def with_hooks(found: Solution) -> Solution:
 
 
 def _first(profile: Profile, count: int, *, recomputes: bool) -> Profile:
-    """Return a profile in which all but the first blocks must keep their tensors.
-
-    Args:
-        profile: The step.
-        count: The number of first blocks.
-        recomputes: Whether anything may be recomputed in those.
-    """
+    """Return a profile in which all but the first blocks keep their tensors; without recomputes, those only offload."""
     blocks = list(profile.blocks)
     for place, block in enumerate(blocks):
         first = place < count

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.base.actions import Action, Site, Unit
 from ebbtide.base.errors import ConfigError
@@ -191,23 +191,16 @@ def by_site(profile: Profile) -> list[SiteUnits]:
 
     Measured times vary between blocks; a site has the mean of its blocks.
     """
-    per_site: dict[tuple[Site, int, int | None, bool], list[tuple[int, int]]] = defaultdict(list)
-    seconds: dict[tuple[Site, int, int | None, bool], float] = defaultdict(float)
+    groups: dict[tuple[Site, int, int | None, bool], list[tuple[int, int, Unit]]] = defaultdict(list)
     for place, number, unit in profile.units():
         if unit.recompute_seconds is not None and unit.nbytes:
-            key = (unit.site, unit.nbytes, unit.narrow_bytes, unit.movable)
-            per_site[key].append((place, number))
-            seconds[key] += unit.recompute_seconds
-    return [
-        SiteUnits(
-            Unit(
-                site=key[0], nbytes=key[1], narrow_bytes=key[2], movable=key[3],
-                recompute_seconds=seconds[key] / len(places),
-            ),
-            [places[i] for i in _spread(len(places))],
-        )
-        for key, places in sorted(per_site.items(), key=lambda item: item[0][0])
-    ]  # fmt: skip
+            groups[unit.site, unit.nbytes, unit.narrow_bytes, unit.movable].append((place, number, unit))
+    found: list[SiteUnits] = []
+    for _, group in sorted(groups.items(), key=lambda item: item[0][0]):
+        seconds = sum(unit.recompute_seconds or 0.0 for *_, unit in group) / len(group)
+        places = [group[i][:2] for i in _spread(len(group))]
+        found.append(SiteUnits(replace(group[0][2], recompute_seconds=seconds), places))
+    return found
 
 
 def _spread(count: int) -> list[int]:

@@ -262,10 +262,6 @@ def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:
 def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     """Simulate one step. See [Note: the simulated schedule].
 
-    Args:
-        profile: The step.
-        assignment: For each block of the profile, the action of each of its units.
-
     Returns:
         Its time, its stalls and its memory.
     """
@@ -306,12 +302,7 @@ def _run(profile: Profile, assignment: Assignment) -> _Step:
 
 
 def without_copies(profile: Profile, assignment: Assignment) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the places of the blocks during whose forward, and during whose backward, nothing is copied.
-
-    Args:
-        profile: The step.
-        assignment: For each block of the profile, the action of each of its units.
-    """
+    """Return the places of the blocks during whose forward, and during whose backward, nothing is copied."""
     step = _run(profile, assignment)
     copies = [(saved.begins, saved.done) for saved in step.offloaded.values() if saved.done < math.inf]
     copies += step.copies_in

@@ -80,12 +80,7 @@ class Solution:
 
 
 def follow(profile: Profile, plan: Plan) -> Solution:
-    """Apply a plan that uses no profile, such as ``Minimal``'s, to a profile. No block is checkpointed.
-
-    Args:
-        profile: The step.
-        plan: Chooses the action of every unit.
-    """
+    """Apply a plan that uses no profile, such as ``Minimal``'s, to a profile. No block is checkpointed."""
 
     def action(place: int, unit: Unit) -> Action:
         candidate = Candidate(
@@ -149,11 +144,7 @@ class _Family:
 
 
 class Search:
-    """Candidates of one profile. Several searches of one profile share their simulations.
-
-    Args:
-        profile: The step.
-    """
+    """Candidates of one profile. Several searches of one profile share their simulations."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile, self._bound = profile, Bound(profile)

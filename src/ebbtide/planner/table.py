@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class TablePlan(Explained):
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
     _inputs: Mapping[str, Action] = field(init=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
-    _recomputes: Mapping[str, bool] = field(init=False, compare=False)
-    """Block → whether anything in it is recomputed."""
+    _without_recomputes: Set[str] = field(init=False, compare=False)
+    """Blocks in which nothing is recomputed."""
 
     def __post_init__(self) -> None:
         checkpointed = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
@@ -90,10 +90,8 @@ class TablePlan(Explained):
             if name in checkpointed and action is not Action.CHECKPOINT:
                 inputs[name] = action
         object.__setattr__(self, "_inputs", inputs)
-        recomputes: dict[str, bool] = {}
-        for (name, _), action in self.actions.items():
-            recomputes[name] = recomputes.get(name, False) or action is Action.RECOMPUTE
-        object.__setattr__(self, "_recomputes", recomputes)
+        recomputing = {name for (name, _), action in self.actions.items() if action is Action.RECOMPUTE}
+        object.__setattr__(self, "_without_recomputes", {name for name, _ in self.actions} - recomputing)
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
@@ -128,7 +126,7 @@ class TablePlan(Explained):
 
     def recomputes_in(self, block_name: str) -> bool:
         """Whether anything in a block is recomputed; True for an unknown block, which follows the heuristic."""
-        return self._recomputes.get(block_name, True)
+        return block_name not in self._without_recomputes
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: saved tensors are decided one by one."""
@@ -196,12 +194,7 @@ class TablePlan(Explained):
 
 
 def table_plan(solution: Solution, name: str) -> TablePlan:
-    """Return a solution as a plan.
-
-    Args:
-        solution: The chosen actions.
-        name: Short name for logs and reports.
-    """
+    """Return a solution as a plan."""
     profile, found = solution.profile, solution.predicted
     actions: dict[tuple[str, Site], Action] = {}
     for place, number, unit in profile.units():

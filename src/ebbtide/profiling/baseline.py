@@ -188,7 +188,7 @@ def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
     moved = [unit for unit in units if unit.action is Action.OFFLOAD]
     work = Work(
         recompute_seconds=recompute_seconds(units),
-        moved_bytes=sum(unit.nbytes if unit.narrow_bytes is None else unit.narrow_bytes for unit in moved),
+        moved_bytes=sum(unit.moved_bytes for unit in moved),
         crossings=2 * len(moved),
     )
     extra = sum(max(block.extra_seconds - block.own_hook_seconds, 0.0) for block in plain.values())
@@ -201,7 +201,7 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
     return [(block.name, block.kind) for block in one.blocks] == [(block.name, block.kind) for block in other.blocks]
 
 
-def fastest(steps: list[TimedStep]) -> TimedStep:
+def undisturbed(steps: list[TimedStep]) -> TimedStep:
     """Return a step whose every part is the shortest of several, where it had hooks and saved as much in all of them.
 
     Args:

@@ -108,7 +108,7 @@ class ClosedLoop:
         return room_bytes(self._tier) if device is None else device
 
     @property
-    def _room(self) -> str:
+    def _room_in_words(self) -> str:
         """Describe the memory that bounds plans for ``max_slowdown``."""
         fragments = "the device's memory, less a sixth for fragments"
         return "the free memory" if self._device_bytes is None else fragments
@@ -132,9 +132,9 @@ class ClosedLoop:
         profile = replace(profile, store_bytes=store_bytes(self._tier))
         check = marked("plan", lambda: self._check(*self._first(profile)))
         if self.budget_bytes != self._policy.budget_bytes:
-            self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room}, is the budget")
+            self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room_in_words}, is the budget")
         elif check.budget_bytes is not None and self.budget_bytes is None:
-            self._record(f"the plan for max_slowdown does not fit {self._room}")
+            self._record(f"the plan for max_slowdown does not fit {self._room_in_words}")
         return (self._looser(check) or check) if check.keeps else check
 
     def after(self, check: Check) -> Check | None:
@@ -238,7 +238,7 @@ class ClosedLoop:
                 self._warned = True
                 logger.warning(
                     "no plan fits, so the plan with the least memory is executed: %s is %s; expected %s\nhint: %s",
-                    self._room if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
+                    self._room_in_words if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
             return with_hooks(Search(replace(profile, store_bytes=None)).smallest), budget_bytes
@@ -256,12 +256,7 @@ class ClosedLoop:
 
 
 def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]:
-    """Return a warning, and log it, if the peak between two steps is above the budget.
-
-    Args:
-        peak_bytes: That peak; None: not known.
-        budget_bytes: The budget; None: there is none.
-    """
+    """Return a warning, and log it, if the peak between two steps is above the budget."""
     if peak_bytes is None or budget_bytes is None or peak_bytes <= budget_bytes:
         return []
     line = (

@@ -30,9 +30,6 @@ _GROWING_SECONDS = 0.5
 _BETTER = 1.25
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _LEAST_BYTES = 64 * _MIB
-_HEADS = {"cpu": (8, 64)}
-"""Attention heads and their width; those of large models on accelerators, which small ones do not fill."""
-_LARGE_HEADS = 32, 128
 
 Work = Callable[[], object]
 
@@ -54,9 +51,6 @@ def measured_speed(target: str, disk_path: str | None) -> Speed:
         target: ``"host"``, ``"disk"``, or ``"auto"``.
         disk_path: Directory for the disk tier.
 
-    Returns:
-        The rates.
-
     Raises:
         TargetError: No such target on this machine; DiskError: the path is unusable or full.
         CapError: Host memory is full.
@@ -72,12 +66,6 @@ def measured_speed(target: str, disk_path: str | None) -> Speed:
 
 def machine_with(speed: Speed) -> Machine:
     """Measure everything except the link to the store.
-
-    Args:
-        speed: The measured rates of the link.
-
-    Returns:
-        The machine.
 
     Raises:
         TargetError: The device computes nothing, or has no memory left.
@@ -106,11 +94,7 @@ def device_here() -> torch.device:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the size of the memory to be saved: the device's, or the host's if there is no other.
-
-    Args:
-        device: As ``device_here`` returns it.
-    """
+    """Return the size of the memory to be saved: the device's, or the host's if there is no other."""
     if device.type != "cpu":
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
             return int(torch.get_device_module(device).get_device_properties(device).total_memory)
@@ -118,11 +102,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return a device's free memory; half of its memory if the device does not report it.
-
-    Args:
-        device: As ``device_here`` returns it.
-    """
+    """Return a device's free memory; half of its memory if the device does not report it."""
     if device.type == "cpu":
         return fair_share_bytes(ranks=1)
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
@@ -147,20 +127,20 @@ def _products(device: torch.device, kinds: Sequence[torch.dtype]) -> float:
         one = _numbers(side * side, device, kind).view(side, side)
         return lambda: one @ one
 
-    sides = _sizes(1024 if device.type != "cpu" else 256, 8192 if device.type != "cpu" else 2048)
+    sides = _sizes(256, 2048) if device.type == "cpu" else _sizes(1024, 8192)
     most = math.isqrt(_spare_bytes(device) // (3 * 4))
     return _rate(device, kinds, _fitting(sides, most), lambda side: 2.0 * side**3, prepare)
 
 
 def _attention(device: torch.device) -> float:
     attend = torch.nn.functional.scaled_dot_product_attention
-    heads, width = _HEADS.get(device.type, _LARGE_HEADS)
+    heads, width = (8, 64) if device.type == "cpu" else (32, 128)  # of large models: small ones fill no accelerator
 
     def prepare(tokens: int, kind: torch.dtype) -> Work:
         one = _numbers(heads * tokens * width, device, kind).view(1, heads, tokens, width)
         return lambda: attend(one, one, one, is_causal=True)
 
-    sizes = _sizes(1024 if device.type != "cpu" else 256, 8192 if device.type != "cpu" else 2048)
+    sizes = _sizes(256, 2048) if device.type == "cpu" else _sizes(1024, 8192)
     most = math.isqrt(_spare_bytes(device) // (heads * 3 * 4))  # as much as unfused attention takes
     work = 2.0 * heads * width  # two products, half of the pairs
     return _rate(device, _half_kinds(device), _fitting(sizes, most), lambda n: work * n * n, prepare)

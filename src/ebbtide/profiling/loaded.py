@@ -50,11 +50,7 @@ def warn_of_unplanned(engine: Engine) -> None:
 
 
 def unhook(engine: Engine) -> None:
-    """Let the blocks of which a loaded plan keeps everything run without hooks once a pass has shown what they save.
-
-    Args:
-        engine: Carries the plan out.
-    """
+    """Let the blocks of which a loaded plan keeps everything run without hooks once a pass has shown what they save."""
     plan = engine.plan
     if not isinstance(plan, TablePlan):
         return

@@ -38,7 +38,7 @@ from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
+from ebbtide.profiling.baseline import against_plain, alike, kept_sample, noise, plain_blocks, sample, undisturbed
 from ebbtide.profiling.closed_loop import GAINS_NOTHING, KEEPS, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import measured_rates, profile_of
@@ -88,7 +88,8 @@ class MeasuredPlan(Explained):
         self._warm = False
         self._kept_under_hooks = frozenset[str]()  # blocks that show the cost of hooks alone, in a measured step
         self._steps: list[TimedStep] = []
-        self._timer: StepTimer | None = None
+        # Idle until an engine is watched.
+        self._timer = StepTimer(meter_for(tier), lambda _: False, waited=dict[str, float], memory=False)
         self._check: Check | None = None
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
@@ -120,7 +121,7 @@ class MeasuredPlan(Explained):
         memory = self._memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
-        watched, plan, bus = weakref.ref(engine), weakref.ref(self), self._bus  # the engine holds the timer; so do we
+        watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer; so do we
         self._engine = watched
 
         def waited() -> dict[str, float]:
@@ -133,16 +134,16 @@ class MeasuredPlan(Explained):
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
         timer.marks = True
-        timer.outdated = lambda: (found := plan()) is not None and found._lacks_state()
+        timer.outdated = weakly(self._lacks_state)
         self._timer = engine.timer = timer
         timer.want()
 
     # The plan, as the engine uses it
 
     @property
-    def _measures(self) -> bool:
-        """Whether steps are measured now: under the heuristic, which moves and recomputes what is to be priced."""
-        return self._timer is not None and self._timer.wanted
+    def _answering(self) -> TablePlan | None:
+        """The table; None in measured steps: the heuristic moves and recomputes what is to be priced."""
+        return None if self._timer.wanted else self.table
 
     @property
     def name(self) -> str:
@@ -152,7 +153,7 @@ class MeasuredPlan(Explained):
     @property
     def current(self) -> Plan | None:
         """The plan that answers now; None while steps are measured. See ``StandingPlan``."""
-        if self._measures or self._kept_under_hooks:
+        if self._timer.wanted or self._kept_under_hooks:
             return None
         return self._by_rule if self.table is None else self.table
 
@@ -160,19 +161,21 @@ class MeasuredPlan(Explained):
         """Return the action of a storage."""
         if candidate.block_name in self._kept_under_hooks:
             return Action.KEEP
-        return (self._by_rule if self.table is None or self._measures else self.table).choose(candidate)
+        return (self._answering or self._by_rule).choose(candidate)
 
     def needs_recipe(self, candidate: Candidate) -> bool:
         """Whether RECOMPUTE may be chosen. In measured steps every recipe is built, to be timed."""
         if candidate.block_name in self._kept_under_hooks:
             return False
-        return self._measures or self.table is None or self.table.needs_recipe(candidate)
+        table = self._answering
+        return table is None or table.needs_recipe(candidate)
 
     def recomputes_in(self, block_name: str) -> bool:
         """Whether anything in a block may be recomputed."""
         if block_name in self._kept_under_hooks:
             return False
-        return self._measures or self.table is None or self.table.recomputes_in(block_name)
+        table = self._answering
+        return table is None or table.recomputes_in(block_name)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: saved tensors are decided one by one."""
@@ -180,7 +183,8 @@ class MeasuredPlan(Explained):
 
     def checkpoints(self, block_name: str) -> bool:
         """Whether a block is checkpointed. While steps are measured, none is."""
-        return self.table is not None and not self._measures and self.table.checkpoints(block_name)
+        table = self._answering
+        return table is not None and table.checkpoints(block_name)
 
     def may_checkpoint(self, block_name: str) -> bool:
         """Whether to observe if a block can be checkpointed: in the first step, and for checkpointed blocks."""
@@ -225,7 +229,7 @@ class MeasuredPlan(Explained):
     def judged(self) -> bool:
         """Whether the plan is made and judged: it then stays, unless inputs grow or later passes break the promise."""
         timer, check = self._timer, self._check
-        return check is not None and timer is not None and not (timer.wanted or (check.unjudged and timer.times_blocks))
+        return check is not None and not (timer.wanted or (check.unjudged and timer.times_blocks))
 
     def _aim(self) -> str:
         budget = self._policy.memory_budget
@@ -243,13 +247,12 @@ class MeasuredPlan(Explained):
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
             self._unlike += 1
-        wanted_plain, expected_bytes = (self._timer.plain, self._timer.expected_bytes) if self._timer else ((), 0)
-        self._run_plain(frozenset())
-        self._kept_under_hooks = frozenset()
+        timer = self._timer
+        wanted_plain, timer.plain, self._kept_under_hooks = timer.plain, frozenset(), frozenset()
         ran_plain = any(block.plain for block in step.blocks)
         if ran_plain and not self._steps:
             return True  # the bytes of blocks without hooks are not known
-        if not self._steps and step.saved_bytes * GROWTH < expected_bytes and self._shorter < SHORTER:
+        if not self._steps and step.saved_bytes * GROWTH < timer.expected_bytes and self._shorter < SHORTER:
             self._shorter += 1
             return True
         longer = bool(self._steps) and step.saved_bytes > self._steps[-1].saved_bytes
@@ -261,18 +264,16 @@ class MeasuredPlan(Explained):
             room = self._room_bytes(step)
             # Without one, ordinary training would be steps with hooks: in one step a block may exceed a budget.
             plain = sample(step.blocks, room) or sample(step.blocks, room_bytes(self._tier), most=1)
-            self._run_plain(plain)
-            self._kept_under_hooks = kept_sample(step.blocks, plain, room)
+            timer.plain, self._kept_under_hooks = plain, kept_sample(step.blocks, plain, room)
             return True
-        first, last, base = self._steps[0], self._steps[-1], fastest(self._steps)
+        first, last, base = self._steps[0], self._steps[-1], undisturbed(self._steps)
         profile = profile_of(base, measured_rates(self._tier), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
         if self._unlike >= UNLIKE:
             logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
         self._steps.clear()
         self._unlike = self._longer = self._shorter = 0
-        if self._timer is not None:
-            self._timer.planned(base.saved_bytes)
+        timer.planned(base.saved_bytes)
         self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
 
@@ -293,7 +294,7 @@ class MeasuredPlan(Explained):
         if check is None:
             return False
         verdict, counted = check.add(span), check.budget_bytes is not None
-        if self._timer is not None and (verdict is not None or (span is None and counted)):
+        if verdict is not None or (span is None and counted):
             # Without a verdict graphs may overlap, and only under hooks both together keep no more.
             self._timer.unhooked = frozenset() if verdict is None else kept_blocks(check.solution)
         if verdict is None and not check.hopeless:
@@ -303,7 +304,7 @@ class MeasuredPlan(Explained):
                 logger.info("the plan is %s", UNJUDGED)
                 self._bus.emit("verdict", name=self.name, text=self.explain())
             return False
-        if self._timer is not None and not self._outside:
+        if not self._outside:
             self._outside = outside_plans(self._timer.spans.tail_peak_bytes, check.budget_bytes)
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
@@ -312,8 +313,7 @@ class MeasuredPlan(Explained):
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
         if following is None:
             self._bus.emit("verdict", name=self.name, text=self.explain())
-            if self._timer is not None:
-                self._timer.spans.paused = check.look_again()
+            self._timer.spans.paused = check.look_again()
             return False
         self._carry_out(following)
         return following.unjudged
@@ -324,10 +324,9 @@ class MeasuredPlan(Explained):
         self.profile, self.table = solution.profile, table_plan(solution, self.name)
         if (engine := self._engine()) is not None:
             engine.plan_changed()
-        if self._timer is not None:
-            self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(check)
-            self._timer.spans.want(wanted=check.unjudged)
-            self._timer.spans.paused = check.look_again()
+        self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(check)
+        self._timer.spans.want(wanted=check.unjudged)
+        self._timer.spans.paused = check.look_again()
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
@@ -343,16 +342,12 @@ class MeasuredPlan(Explained):
     def _looks_again(self, spans: SpanTimer) -> bool:
         """Whether there is memory now for the blocks without hooks that another verdict needs; else it comes later."""
         check, timer = self._check, self._timer
-        if check is None or timer is None:
+        if check is None:
             return False
         timer.yardsticks = self._loop.yardsticks(check)
         if not timer.yardsticks:
             spans.paused = check.look_again()
         return bool(timer.yardsticks)
-
-    def _run_plain(self, names: frozenset[str]) -> None:
-        if self._timer is not None:
-            self._timer.plain = names
 
     def _room_bytes(self, step: TimedStep) -> int | None:
         """Return the memory that a step may take beyond a measured one."""
@@ -363,8 +358,8 @@ class MeasuredPlan(Explained):
         return min(room, budget - max(filter(None, [*peaks, step.head_peak_bytes]), default=budget))
 
     def _returns_freed_memory(self) -> bool:
-        budget, resident, timer = self._loop.budget_bytes, resident_bytes(), self._timer
-        if self._warm and not self._steps and timer is not None and timer.measuring:
+        budget, resident = self._loop.budget_bytes, resident_bytes()
+        if self._warm and not self._steps and self._timer.measuring:
             return False  # the first measured step ends: the next one shows ordinary training, which keeps its heap
         full = budget is None or resident is None or resident > (1 - SPARE) * budget
-        return full or self._measures or self._exceeded >= IN_PIECES
+        return full or self._timer.wanted or self._exceeded >= IN_PIECES

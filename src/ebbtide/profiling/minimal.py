@@ -71,8 +71,9 @@ NO_MIX = "no plan for single tensors fits into its memory and promises to be fas
 UNTIMED = "too few steps were alike in what they save and what is in memory to compare it with a mix"
 """Why a mix is not tried."""
 
-LARGER, UNLIKE = "; a mix took more memory", "; steps differ in size, so no times of different steps are compared"
-APART = "; a mix is not faster for all kinds of blocks"
+MIX_LARGER = "; a mix took more memory"
+STEPS_UNLIKE = "; steps differ in size, so no times of different steps are compared"
+MIX_APART = "; a mix is not faster for all kinds of blocks"
 """Why a method is not chosen."""
 
 WATCHED = 1e6
@@ -105,7 +106,8 @@ class MinimalPlan(PolicyPlan):
         self._measured: TimedStep | None = None  # of which the mix is made
         self._mix: TablePlan | None = None
         self._peaks: dict[bool, list[int]] = {True: [], False: []}  # of steps with the mix, and of others
-        self._timer: StepTimer | None = None
+        # Idle until an engine is watched.
+        self._timer = StepTimer(meter_for(tier), lambda _: False, waited=dict[str, float], memory=False)
         self._engine: Callable[[], Engine | None] = lambda: None
         self._kinds: dict[str, str] = {}  # path of a block → its kind
         self._methods: dict[str, Method] = {}  # kind → the method that was chosen, or is tried now
@@ -124,8 +126,7 @@ class MinimalPlan(PolicyPlan):
             meter, weakly(self.saw_span), memory=self._mixes,
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
-        plan = weakref.ref(self)
-        timer.outdated = lambda: (found := plan()) is not None and found._is_outdated()
+        timer.outdated = weakly(self._is_outdated)
         self._timer = engine.timer = timer
         self._engine = watched
         timer.marks = True  # so all methods are measured in the same parts
@@ -163,7 +164,7 @@ class MinimalPlan(PolicyPlan):
         method = self._methods.get(kind)
         if method is not None:
             return Action.CHECKPOINT if method is Method.CHECKPOINT else Action.KEEP
-        measures = self._mixes and self._warm and not self.judged and self._timer is not None and self._timer.wanted
+        measures = self._mixes and self._warm and not self.judged and self._timer.wanted
         if measures and must_keep_bytes <= WATCHED * input_bytes:
             return Action.KEEP  # a mix is made of what blocks save one by one
         return super().block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
@@ -176,7 +177,7 @@ class MinimalPlan(PolicyPlan):
 
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step, and begin to compare the methods; return whether another is wanted."""
-        if self.judged or self._timer is None:
+        if self.judged:
             return False
         if not self._warm:
             self._warm, self._mixes = True, self._mixes and _can_move(step)
@@ -262,9 +263,8 @@ class MinimalPlan(PolicyPlan):
             if self._mix is None:
                 self._give_up(NO_MIX)
                 return False
-        if self._timer is not None:
-            self._timer.checkpointed = trial.checkpointed
-            self._timer.spans.want()  # the host is ahead: passes that it has begun are not of this trial
+        self._timer.checkpointed = trial.checkpointed
+        self._timer.spans.want()  # the host is ahead: passes that it has begun are not of this trial
         self._answer(dict(trial.methods))
         return True
 
@@ -272,8 +272,7 @@ class MinimalPlan(PolicyPlan):
         """End the trials, and restore blocks in these methods from now on."""
         self._trials.clear()
         self._measured = None
-        if self._timer is not None:
-            self._timer.checkpointed = frozenset()
+        self._timer.checkpointed = frozenset()
         self._answer(methods)
 
     def _settle(self, methods: dict[str, Method]) -> None:
@@ -305,7 +304,8 @@ class MinimalPlan(PolicyPlan):
         if apart:  # the memory of such a combination is not known
             took = self._times(out | {Method.MIXED})
             methods = {kind: fastest(times) for kind, times in took.items()}
-        why = LARGER * larger + UNLIKE * (not alike) + APART * apart
+        reasons = (MIX_LARGER, larger), (STEPS_UNLIKE, not alike), (MIX_APART, apart)
+        why = "".join(text for text, holds in reasons if holds)
         for kind, times in took.items():
             each = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in times.items())
             self._why[kind] = f"{methods[kind].value}: a block took " + ", ".join(each) + why
@@ -337,13 +337,7 @@ def _can_move(step: TimedStep) -> bool:
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:
-    """Return the plan of a policy that measures steps; None for other policies.
-
-    Args:
-        policy: The user's policy.
-        tier: The store of offloaded bytes.
-        window_bytes: The user's limit in flight; None: follows the model.
-    """
+    """Return the plan of a policy that measures steps; None for other policies."""
     match policy:
         case Auto():
             return MeasuredPlan(policy, tier, window_bytes, BUS)

@@ -49,7 +49,7 @@ UNUSED = 20
 CORRECTIONS = 4
 """Most corrections of one plan; the last keeps everything."""
 
-FIRST_LOOK, APART = 16, 4
+FIRST_LOOK, FURTHER = 16, 4
 """Passes after which a kept promise is judged again, and by how many times that distance grows each time."""
 
 ADDED, LATEST = 3, 11
@@ -292,7 +292,7 @@ class Check:
             return 0
         self._settling, self._needed, self._unused = SETTLING, ADDED, 0
         self.looks += 1
-        return FIRST_LOOK * APART ** (self.looks - 1)
+        return FIRST_LOOK * FURTHER ** (self.looks - 1)
 
     def _summary(self, low: float, high: float) -> Measured:
         peaks = [step.peak_bytes for step in self._steps if step.peak_bytes is not None]
@@ -364,11 +364,7 @@ class Check:
 
 
 def recalibrated(check: Check) -> Profile | None:
-    """Return the step with prices that explain the plan's measured time; None if no prices apply.
-
-    Args:
-        check: A judged plan.
-    """
+    """Return the step with prices that explain the plan's measured time; None if no prices apply."""
     predicted, profile, measured = check.solution.predicted, check.solution.profile, check.measured
     if measured is None:
         return None

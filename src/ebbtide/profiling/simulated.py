@@ -37,9 +37,8 @@ from ebbtide.wrap import Attachment, find_blocks
 
 logger = logging.getLogger("ebbtide")
 
-AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30)
-LEAST_WINDOW = 1
-"""Copy rates while a simulated step is recorded; the copies of a plan are simulated later."""
+AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30), 1
+"""Copy rates and window while a simulated step is recorded; the copies of a plan are simulated later."""
 
 
 class _Simulated(Trust):
@@ -151,11 +150,11 @@ class _Task:
             twin, arguments = _without_bytes(self.model), tree_map(_fake_argument, self.batch)
         pairs = find_blocks(twin, self.blocks)
         modules = [module for module, _ in pairs]
-        inputs = [x for x in tree_leaves(arguments) if _is_tensor(x)]
+        inputs = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
         simulated = FakeMachine(self.machine, _base_bytes(twin, modules, self.job) + _nbytes(inputs))
         bus = Bus()
         engine = Engine(
-            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=LEAST_WINDOW), bus,
+            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=AT_ONCE[1]), bus,
             rules=self.rules, tensor_types=TENSOR_TYPES, model_weights=lambda: (*twin.parameters(), *twin.buffers()),
             trust=_Simulated(bus, simulated),
         )  # fmt: skip
@@ -205,7 +204,7 @@ class _Task:
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
         job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
-        profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
+        profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=AT_ONCE)
         tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
         store_bytes = None if machine.can_cancel else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
@@ -232,10 +231,6 @@ def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, 
     return replace(profile, blocks=tuple(blocks))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     """Return the tensor that backward begins with.
 
@@ -246,7 +241,9 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
         return loss(output)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     value = (
-        own if own is not None else next((x for x in tree_leaves(output) if _is_tensor(x) and x.requires_grad), None)
+        own
+        if own is not None
+        else next((x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
     )
     if value is None:
         raise ConfigError(
@@ -270,7 +267,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fake_argument(value: Any) -> Any:
     """Return a fake argument of the forward; integers with values stay real, because the model may branch on them."""
-    if not _is_tensor(value):
+    if not isinstance(value, torch.Tensor):
         return value
     if not (value.is_floating_point() or value.is_meta):
         with unset_fake_temporarily():

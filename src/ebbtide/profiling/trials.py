@@ -63,11 +63,7 @@ class Range:
 
 
 def fastest(took: Mapping[Method, Range]) -> Method:
-    """Return the method that is certainly the fastest; if none is, the first one.
-
-    Args:
-        took: The times of each method that was tried.
-    """
+    """Return the method that is certainly the fastest; if none is, the first one."""
     first = min(took, key=[*Method].index)
     certain = [method for method, one in took.items() if one.high < took[first].low * (1 - FASTER)]
     return min(certain, key=lambda method: took[method].middle, default=first)
@@ -91,23 +87,14 @@ def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
 
 
 def every_other(step: TimedStep) -> frozenset[str]:
-    """Return every other block of those that can be checkpointed, of each kind that has several.
-
-    Args:
-        step: A measured step.
-    """
+    """Return every other block of those that can be checkpointed, of each kind that has several."""
     able = [block for block in step.blocks if block.checkpointable]
     kinds = {kind: [b.name for b in able if b.kind == kind] for kind in {b.kind for b in able}}
     return frozenset(name for names in kinds.values() for name in names[1::2])
 
 
 def may_offload(step: TimedStep, tier: Tier) -> frozenset[str]:
-    """Return the kinds of blocks that may be offloaded entirely.
-
-    Args:
-        step: A measured step.
-        tier: The store.
-    """
+    """Return the kinds of blocks that may be offloaded entirely."""
     largest = max((block.saved_bytes for block in step.blocks), default=0)  # some may be checkpointed by the heuristic
     if not isinstance(tier, DiskTier) or tier.free_bytes < 2 * largest * len(step.blocks):
         return frozenset()

@@ -108,19 +108,11 @@ class CopyIn(Generic[SavedT]):
             self.advance()
 
     def reach(self, number: int) -> None:
-        """A block's backward begins: discard what was prefetched for blocks before the last one, and never read.
+        """A block's backward begins: discard what was prefetched for blocks before the last one, and never read."""
+        self.discard(number + 2)
 
-        Args:
-            number: Of the block's run.
-        """
-        self._discard(number + 2)
-
-    def discard(self) -> None:
-        """Discard all that was prefetched and not read."""
-        self._discard(0)
-
-    def _discard(self, first: int) -> None:
-        """Discard what was prefetched for the runs of blocks numbered ``first`` and later."""
+    def discard(self, first: int = 0) -> None:
+        """Discard what was prefetched for the runs of blocks numbered ``first`` and later, and not read."""
         for reference, copied_bytes in [(r, n) for r, (_, n, number) in self._ahead.copy().items() if number >= first]:
             saved = reference()
             if saved is not None and copied_bytes:

@@ -78,7 +78,7 @@ class CopyOut(Generic[SavedT]):
         forward.offered_bytes += nbytes
         if not late:
             begun = self._gather(waiting, new=new)
-            if not begun and not self._held and self.in_flight_bytes <= self.window.out_bytes:  # as ``_in_window``
+            if not begun and not self._held and self.in_flight_bytes <= self.window.out_bytes:  # as in ``retire``
                 return
         else:
             self._held.append(waiting)
@@ -107,11 +107,6 @@ class CopyOut(Generic[SavedT]):
             if saved is not None:
                 self.add(saved, waiting.forward, postponed=waiting)
 
-    @property
-    def _in_window(self) -> bool:
-        held_bytes = self._held_live.total if self._held else 0
-        return self.in_flight_bytes + held_bytes <= self.window.out_bytes
-
     def expect(self, offered_bytes: int, *, to_its_end: bool) -> None:
         """The next forward is expected to offer this much.
 
@@ -136,9 +131,23 @@ class CopyOut(Generic[SavedT]):
         Args:
             new: One that is being offloaded now, and that nobody has counted yet.
         """
-        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        if gathered:
-            self._begin(gathered, new)
+        group, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
+        self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
+        if not alive:
+            return
+        outcomes = self._mover.copy_out([saved for _, saved in alive], group[0].stream)
+        begun = [waiting for (waiting, _), outcome in zip(alive, outcomes, strict=True) if outcome is Outcome.BEGUN]
+        if begun:
+            self._queue.append(_Group.of(begun))
+            self.in_flight_bytes += self._queue[-1].nbytes
+        if len(begun) == len(alive):
+            return
+        for (waiting, saved), outcome in zip(alive, outcomes, strict=True):
+            if outcome is Outcome.REFUSED:
+                self.refused_bytes += waiting.nbytes
+                if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
+                    waiting.forward.stayed([(saved.site, waiting.nbytes)])
 
     def retire(self, *, new: _Waiting[SavedT] | None = None) -> None:
         """Release the sources of finished copies; make compute wait while more than the window is in flight.
@@ -148,7 +157,8 @@ class CopyOut(Generic[SavedT]):
         """
         if self._queue:
             self._release_copied()
-        if not self._in_window:
+        held_bytes = self._held_live.total if self._held else 0
+        if self.in_flight_bytes + held_bytes > self.window.out_bytes:
             self.begin(new)
             self._release_copied(self.window.out_bytes)
         if not self._queue and not self._gathered:
@@ -205,22 +215,3 @@ class CopyOut(Generic[SavedT]):
             self.begin(new)
             begun = True
         return begun
-
-    def _begin(self, group: Sequence[_Waiting[SavedT]], new: _Waiting[SavedT] | None) -> None:
-        """Ask the mover to copy storages that were made on one stream and count as in flight."""
-        alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
-        self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
-        if not alive:
-            return
-        outcomes = self._mover.copy_out([saved for _, saved in alive], group[0].stream)
-        begun = [waiting for (waiting, _), outcome in zip(alive, outcomes, strict=True) if outcome is Outcome.BEGUN]
-        if begun:
-            self._queue.append(_Group.of(begun))
-            self.in_flight_bytes += self._queue[-1].nbytes
-        if len(begun) == len(alive):
-            return
-        for (waiting, saved), outcome in zip(alive, outcomes, strict=True):
-            if outcome is Outcome.REFUSED:
-                self.refused_bytes += waiting.nbytes
-                if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
-                    waiting.forward.stayed([(saved.site, waiting.nbytes)])

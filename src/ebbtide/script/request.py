@@ -79,11 +79,7 @@ def read_notes(folder: Path) -> list[Event]:
 
 
 def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
-    """Explain why no model was switched, and what to do; ``None`` if one was.
-
-    Args:
-        notes: As ``read_notes`` returns them.
-    """
+    """Explain why no model was switched, and what to do; ``None`` if one was."""
     kinds = {note["event"] for note in notes}
     if not kinds.isdisjoint(("model", "own", "end")):
         return None

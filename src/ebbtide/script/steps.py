@@ -27,15 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
+from ebbtide.engine.storages import plain_tensors
 from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
 from ebbtide.track.parts import held_bytes, model_bytes, optimizer_parts
+from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
 STEPS_TO_TRIM = 3
@@ -43,11 +44,7 @@ STEPS_TO_TRIM = 3
 
 
 class ScriptSteps:
-    """Marks and records the steps of a script, and ends it after a number of them.
-
-    Args:
-        request: The settings from the command line.
-    """
+    """Marks and records the steps of a script, and ends it after a number of them."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -63,7 +60,7 @@ class ScriptSteps:
 
     def is_main(self) -> bool:
         """Whether this process is the one that records the training."""
-        if dist.is_available() and dist.is_initialized():
+        if is_distributed():
             return dist.get_rank() == 0
         return os.environ.get("RANK", "0") == "0"
 
@@ -295,19 +292,10 @@ def _sum(losses: list[torch.Tensor | None]) -> float | None:
     return math.fsum(known) if all(map(math.isfinite, known)) else sum(known)
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes on this process: of DTensor and other wrappers the inner ones."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
-
-
 def _checksum(parameters: Iterable[nn.Parameter]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
-        for part in _parts(parameter.detach()):
+        for part in plain_tensors([parameter.detach()]):
             host = part.contiguous().cpu()
             size, address = host.numel() * host.element_size(), host.data_ptr()
             if size and not address:

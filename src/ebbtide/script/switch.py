@@ -34,11 +34,7 @@ def arm() -> None:
 
 
 class ScriptSwitch:
-    """Detects trained models and switches them to the mode of the request.
-
-    Args:
-        request: The settings from the command line.
-    """
+    """Detects trained models and switches them to the mode of the request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -146,7 +142,7 @@ class ScriptSwitch:
         from ebbtide import enable_activation_offloading
         from ebbtide.base.errors import ConflictError
         from ebbtide.script.checkpointing import checkpoint_model, checkpoints_itself
-        from ebbtide.wrap.others import open_handles
+        from ebbtide.wrap.other_offloaders import open_handles
 
         request, name = self._request, type(module).__name__
         others, ours = open_handles(module), [handle for _, handle in self._switched]

@@ -13,9 +13,6 @@ class Lockstep:
     """The end of a pipe from which a run reads one byte for each step that it may take.
 
     When the writing process has closed its end, or has died, the run continues alone.
-
-    Args:
-        pipe: A named pipe.
     """
 
     def __init__(self, pipe: Path) -> None:

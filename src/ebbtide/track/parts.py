@@ -41,9 +41,6 @@ def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[st
     """Return the device memory of models by name, the second model of a name as ``NAME 2``.
 
     A storage counts once in all, so a wrapper of a model is left out, as is a model without device memory.
-
-    Args:
-        models: The name and the parameters of each.
     """
     counted: set[int] = set()
     sizes: dict[str, int] = {}
@@ -56,11 +53,7 @@ def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[st
 
 
 def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the fields of the event ``parts`` from optimizers, before gradients are zeroed.
-
-    Args:
-        optimizers: The optimizers that have just stepped.
-    """
+    """Return the fields of the event ``parts`` from optimizers, before gradients are zeroed."""
     optimizers = list(optimizers)
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return {

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ebbtide.base.runs import SETTLING, Event
@@ -29,17 +28,13 @@ class Steady:
         begins: The end of the warm-up, in seconds of the run's clock; minus infinity without a warm-up.
     """
 
-    warm_up: tuple[Any, ...]
+    warm_up: frozenset[Any]
     trimmed: frozenset[Any]
     begins: float
 
     def counts(self, step: Any) -> bool:
         """Whether memory of a step counts."""
-        return step not in self._skipped
-
-    @cached_property
-    def _skipped(self) -> frozenset[Any]:
-        return frozenset(self.warm_up)
+        return step not in self.warm_up
 
     def timed(self, step: Any) -> bool:
         """Whether the time of a step counts."""
@@ -58,7 +53,7 @@ def steady_steps(events: Sequence[Event], warm_up: int | None = None) -> Steady:
     forwards = [e.get("step") for e in events if e["event"] == "phase" and e.get("name") == "forward"]
     steps = list(dict.fromkeys([*forwards, *ends]))
     count = warm_up if warm_up is not None else min(steps_before_plan(events) + SETTLING, len(steps) - 1)
-    left_out = tuple(steps[: count if 1 <= count < len(steps) else 1])
+    left_out = frozenset(steps[: count if 1 <= count < len(steps) else 1])
     trimmed = frozenset(event.get("step") for event in events if event["event"] == "trim")
     over = max((ends.get(step, -math.inf) for step in left_out), default=-math.inf)
     return Steady(warm_up=left_out, trimmed=trimmed, begins=over)

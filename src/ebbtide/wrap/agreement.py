@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import torch.distributed as dist
@@ -22,19 +24,37 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError, note_place, spelled
 from ebbtide.engine import Block, Engine
+from ebbtide.wrap.collectives import Ranks, is_distributed, ranks_in
 from ebbtide.wrap.meeting import Meeting
-from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
+from ebbtide.wrap.strategy import (
+    ddp_around,
+    found_strategy,
+    is_ddp,
+    is_fsdp1,
+    is_fsdp2,
+    is_partitioned,
+    running_ddp,
+    unit_meshes,
+)
+from ebbtide.wrap.tree import Tree
 
-UNSEEN, ONCE, AGAIN, LATER, NEVER = "unseen", "once", "again", "later", "never"
-"""A rank's vote for a kind of blocks; the later one in this list prevails."""
-_VOTES = UNSEEN, ONCE, AGAIN, LATER, NEVER
 RARELY = 256
 """Of so many blocks at least one is voted on while none had an input that needs a gradient: a vote takes long."""
 SHOWN = 3
 """Most differences in one message."""
 
 
-def groups_of(model: nn.Module, *, ddp: bool = True) -> list[tuple[int, ...]]:
+class Vote(StrEnum):
+    """A rank's vote on whether a kind of blocks is checkpointed; of several, the last in this list prevails."""
+
+    UNSEEN = "unseen"  # no such block had an input that needs a gradient: if so on all ranks, they vote once more
+    NO = "no"
+    CHECKPOINT = "checkpoint"
+    LATER = "later"  # vote once more at the next block
+    NEVER = "never"  # they must not be checkpointed
+
+
+def groups_of(model: nn.Module, *, ddp: bool = True) -> list[Ranks]:
     """Return the groups of ranks that share a part of the model with this one; none if nothing is distributed.
 
     A group comes from the same mesh or process group on each of its ranks, so all of them identify it alike.
@@ -43,19 +63,19 @@ def groups_of(model: nn.Module, *, ddp: bool = True) -> list[tuple[int, ...]]:
         model: The model.
         ddp: Include the groups of DDP, which no forward of a block needs.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":  # it has no other ranks
+    if not is_distributed() or dist.get_backend() == "fake":  # it has no other ranks
         return []
-    groups: set[tuple[int, ...]] = set()
+    groups: set[Ranks] = set()
     around = ddp_around(model)
     for module in (*model.modules(), *([] if around is None else [around])):
         if (ddp and is_ddp(module)) or is_fsdp1(module):
             inner: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
-            groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in inner if g is not None)
+            groups.update(ranks_in(g) for g in inner if g is not None)
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
     found = list(meshes.values()) or unit_meshes(model)  # in a forward all weights may be unsharded
     groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in found)
     divided = {id(g): g for p in model.parameters() if (g := getattr(p, "ds_process_group", None)) is not None}
-    groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in divided.values())
+    groups.update(ranks_in(g) for g in divided.values())
     return sorted(g for g in groups if len(g) > 1)
 
 
@@ -88,10 +108,6 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine, plan: st
 def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -> None:
     """Compare settings with the ranks of each group.
 
-    Args:
-        groups: The groups.
-        terms: The settings, which must be equal within a group.
-
     Raises:
         ConfigError: They differ, or a rank did not arrive in time.
     """
@@ -121,6 +137,45 @@ def _differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
     return lines
 
 
+class Agreement:
+    """Compares a model's settings with the other ranks, once.
+
+    Args:
+        model: The model.
+        engine: Has the options, the target and the plan.
+        tree: Shows whether the model was wrapped since the last search for groups.
+
+    Attributes:
+        voting: The groups that have agreed and that may be needed in a block's forward.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, tree: Tree) -> None:
+        self._model, self._engine, self._tree = model, engine, tree
+        self._plan = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
+        self._looked: tuple[int, weakref.ref[nn.Module] | None] | None = None  # last search for groups
+        self._reached = False
+        self.voting: list[Ranks] = []
+
+    def reach(self, blocks: Sequence[tuple[nn.Module, Block]]) -> None:
+        """Compare settings: when the handle is made, or in the first pass after wrapping.
+
+        Raises:
+            ConfigError: They differ, or a rank did not arrive in time.
+        """
+        if self._reached or not is_distributed():
+            return
+        around = running_ddp()
+        now = self._tree.look(), None if around is None else weakref.ref(around)
+        if now == self._looked:
+            return
+        groups = groups_of(self._model)
+        if groups:
+            check_agreement(groups, terms_of(self._model, [block for _, block in blocks], self._engine, self._plan))
+            self._reached = True
+            self.voting += groups_of(self._model, ddp=False)
+        self._looked = now  # only after success: if ranks differ, every forward raises
+
+
 class Votes:
     """Decides once which kinds of blocks are checkpointed, by all ranks together if a block has collectives.
 
@@ -131,17 +186,16 @@ class Votes:
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = groups
-        self._decided: dict[tuple[str, tuple[tuple[int, ...], ...]], str | None] = {}  # None: each rank for itself
-        self._unseen: Counter[tuple[str, tuple[tuple[int, ...], ...]]] = Counter()  # blocks since no rank saw an input
+        self._decided: dict[tuple[str, tuple[Ranks, ...]], Vote | None] = {}  # None: each rank for itself
+        self._unseen: Counter[tuple[str, tuple[Ranks, ...]]] = Counter()  # blocks since no rank saw an input
 
-    def decide(self, kind: str, block: nn.Module, wish: str, seen: Sequence[tuple[int, ...]] = ()) -> bool:
+    def decide(self, kind: str, block: nn.Module, wish: Vote, seen: Sequence[Ranks] = ()) -> bool:
         """Return whether blocks of a kind are checkpointed.
 
         Args:
             kind: The kind; this rank has seen one of its blocks.
             block: One of them.
-            wish: ``AGAIN``, ``ONCE``, ``NEVER`` if they must not be, ``LATER`` to vote once more at the next block, or
-                ``UNSEEN`` if none had an input that needs a gradient: if so on all ranks, they vote once more, too.
+            wish: The vote of this rank.
             seen: Groups with which similar blocks were seen to call collectives.
 
         Raises:
@@ -151,44 +205,39 @@ class Votes:
         if (kind, groups) not in self._decided:
             unseen = self._unseen[kind, groups]  # the same number on all ranks, so that all of them vote
             rests = unseen & (unseen - 1) and unseen % RARELY
-            answer = UNSEEN if rests else self._ask(f"run {kind} blocks", groups, wish) if groups else None
-            if answer in (UNSEEN, LATER):
-                self._unseen[kind, groups] += answer == UNSEEN
+            answer = Vote.UNSEEN if rests else self._ask(f"run {kind} blocks", groups, wish) if groups else None
+            if answer in (Vote.UNSEEN, Vote.LATER):
+                self._unseen[kind, groups] += answer is Vote.UNSEEN
                 return False
             self._decided[kind, groups] = answer
-        return (self._decided[kind, groups] or wish) == AGAIN
+        return (self._decided[kind, groups] or wish) is Vote.CHECKPOINT
 
-    def stop(self, kind: str, block: nn.Module, seen: Sequence[tuple[int, ...]], why: str) -> None:
+    def stop(self, kind: str, block: nn.Module, seen: Sequence[Ranks], why: str) -> None:
         """End the checkpointing of a kind that ranks decided together, because this rank can no longer checkpoint it.
-
-        Args:
-            kind: The kind.
-            block: One of its blocks.
-            seen: As in ``decide``.
-            why: Why it cannot.
 
         Raises:
             ConfigError: Another rank goes on: it would wait for this one in backward.
         """
         groups = self._with_own(block, seen)
-        if self._decided.get((kind, groups)) != AGAIN:
+        if self._decided.get((kind, groups)) is not Vote.CHECKPOINT:
             return
         try:
-            self._decided[kind, groups] = self._ask(f"stop checkpointing {kind} blocks", groups, NEVER)
+            self._decided[kind, groups] = self._ask(f"stop checkpointing {kind} blocks", groups, Vote.NEVER)
         except ConfigError as error:
             note_place(error, f"rank {dist.get_rank()} stops, since its {kind} blocks {why}")
             raise
 
-    def _with_own(self, block: nn.Module, seen: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    def _with_own(self, block: nn.Module, seen: Sequence[Ranks]) -> tuple[Ranks, ...]:
         own = self._groups if self._groups and has_collectives(block) else ()  # each time: it may be wrapped by now
         return tuple(sorted({*seen, *map(tuple, own)}))
 
     @staticmethod
-    def _ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
+    def _ask(about: str, groups: Sequence[Sequence[int]], wish: Vote) -> Vote:
         for _ in groups:  # with crossing groups, a vote needs that many rounds to reach everybody
             with contextlib.ExitStack() as stack:
                 meetings = [stack.enter_context(Meeting(ranks, about, wish)) for ranks in groups]
-                wish = max((answer for m in meetings for answer in m.attend().values()), key=_VOTES.index)
+                answers = [Vote(answer) for meeting in meetings for answer in meeting.attend().values()]
+                wish = max(answers, key=[*Vote].index)
         return wish
 
 

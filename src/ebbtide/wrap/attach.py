@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ebbtide.base.units import format_size
@@ -24,12 +23,19 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun, begin_block
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
+from ebbtide.wrap.agreement import Agreement, Votes
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.checkpointable import Checkpointable
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
-from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.coverage import Blocks, Watch
+from ebbtide.wrap.foreign_checkpoints import (
+    Kept,
+    checkpoint_around,
+    checkpoint_before,
+    innermost_hooks,
+    name_checkpoints,
+)
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
     StandIn,
@@ -41,13 +47,12 @@ from ebbtide.wrap.forward import (
     running_transform,
 )
 from ebbtide.wrap.hooks import offloading
-from ebbtide.wrap.others import attached, refuse_around, refuse_attached, refuse_compiled, refuse_taken
+from ebbtide.wrap.other_offloaders import attached, refuse_around, refuse_attached, refuse_compiled, refuse_taken
 from ebbtide.wrap.plain import PlainBlocks
-from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.secondrun import runs_again
-from ebbtide.wrap.strategy import running_ddp, weights_move
+from ebbtide.wrap.strategy import weights_move
 from ebbtide.wrap.threads import SerialCalls, serially
 from ebbtide.wrap.tree import Tree
 
@@ -79,11 +84,8 @@ class Attachment:
         self.handle: Any = None  # while attached; the hooks hold it, so that a lost handle can be closed
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
-        self._looked: tuple[int, weakref.ref[nn.Module] | None] | None = None  # last search for groups
-        self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
-        self._voting: list[tuple[int, ...]] = []  # those of them that may be needed in a block's forward
-        self._as_set = f"{engine.plan.name} ({engine.plan.explain()})"  # later it may explain what this rank measured
-        self._agree()
+        self._agreement = Agreement(model, engine, self._tree)
+        self._agreement.reach(blocks)
         self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls()
         self._watch = watch
@@ -92,11 +94,11 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
-        self._reruns = Reruns(engine.plan, Votes(self._voting))
+        self._checkpointable = Checkpointable(engine.plan, Votes(self._agreement.voting))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
-        self._scopes: list[tuple[nn.Module, Scope]] = []
+        self._scopes: list[Scope] = []
         self._own: Scope | None = None  # of a model that is its own single block
         # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
         name = "_compiled_call_impl" if is_compiled(model) else "forward"
@@ -130,7 +132,7 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
-        self._agree()
+        self._agreement.reach(self._blocks)
         if self._rest.holds(self._scopes, self._put_on, self._trains(), args, kwargs):
             return forward(*args, **kwargs)
         self._depth += 1
@@ -159,22 +161,6 @@ class Attachment:
         """Run the forward of a model that is its own single block, inside a pass."""
         return self._block_call(scope, forward, args, kwargs)
 
-    def _agree(self) -> None:
-        """Compare settings with the other ranks once: when the handle is made, or in the first pass after wrapping."""
-        if self._groups or not (dist.is_available() and dist.is_initialized()):
-            return
-        around = running_ddp()
-        now = self._tree.look(), None if around is None else weakref.ref(around)
-        if now == self._looked:
-            return
-        groups = groups_of(self._model)
-        if groups:
-            blocks = [block for _, block in self._blocks]
-            check_agreement(groups, terms_of(self._model, blocks, self.engine, self._as_set))
-            self._groups += groups
-            self._voting += groups_of(self._model, ddp=False)
-        self._looked = now  # only after success: if ranks differ, every forward raises
-
     def _trains(self) -> bytes:
         """Return the state of training, for plans by which blocks may run without hooks."""
         return b"" if self.engine.timer is None else self._tree.trains()
@@ -189,7 +175,7 @@ class Attachment:
             still = still_inside(self._model, self._blocks)
             if len(still) < len(self._blocks):
                 self._install(still)
-            for _, scope in self._scopes:
+            for scope in self._scopes:
                 scope.forget_parts()
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
@@ -212,7 +198,7 @@ class Attachment:
         if not self._depth:
             # Blocks called without the model's forward: a repeat begins a new pass.
             if not self._ran or block.name in self._ran:
-                self._agree()
+                self._agreement.reach(self._blocks)
                 self._ran.clear()
                 self._rest.pass_begins_without_model(self._scopes, self._put_on)
                 self._begin_pass()
@@ -237,8 +223,8 @@ class Attachment:
         seen = self._seen.get(block.kind) or Tally()
         measured = engine.timer is not None and engine.timer.wanted
         tried = engine.timer is not None and engine.timer.tries(block.name)
-        state = self._reruns.before(block, scope.module)
-        checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
+        state = self._checkpointable.before(block, scope.module)
+        checkpointed = block.name != ENTIRE_MODEL and self._checkpointable.decide(
             block, scope.module, seen, called, state, tried=tried
         )
         self._check_room()
@@ -247,16 +233,16 @@ class Attachment:
             # A compiled call that falls back to eager code must not open hooks a second time.
             scope.open = True
             with hooks as run:
-                with self._reruns.watched(run, scope.module, state, called):
+                with self._checkpointable.watched(run, scope.module, state, called):
                     if checkpointed:
                         context = ForwardContext(scope.module, run, called.tensors, state)
-                        varies = self._reruns.varies(block, scope.module)
+                        varies = self._checkpointable.varies(block, scope.module)
                         saved_bytes = seen.unique_for(run.tally)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
                         output = self._followed_call(scope, run, called)
                 if measured and not checkpointed:
-                    run.checkpointable = self._reruns.able(block, scope.module, called)
+                    run.checkpointable = self._checkpointable.able(block, scope.module, called)
             if not checkpointed:
                 self._plain.saw(run, called.tensors)
             self._plain.mark(run, called.tensors, output)
@@ -304,27 +290,29 @@ class Attachment:
 
     def _compiled_away(self) -> None:
         """Warn that the model, or a module around its blocks, is compiled, so that our hooks do not run."""
-        if self.enabled and "compiled" not in self._logged:
-            self._logged.add("compiled")
-            logger.warning(
+        if self.enabled:
+            self._warn_once(
                 "nothing is offloaded in code that is being compiled: hooks inside it would break its graph; "
                 "compile the blocks instead: `for block in model.layers: block.compile()`"
             )
 
+    def _warn_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.warning("%s", text)
+
     def _transformed(self) -> bool:
         """Whether a torch transform runs the model, under which autograd refuses hooks or saves no real tensors."""
         transform = running_transform() or (GRAPH_CAPTURE if self.engine.tier.capturing() else None)
-        if transform is not None and transform not in self._logged:
-            self._logged.add(transform)
-            logger.warning("nothing is offloaded inside %s: the model runs there as without ebbtide", transform)
+        if transform is not None:
+            self._warn_once(f"nothing is offloaded inside {transform}: the model runs there as without ebbtide")
         return transform is not None
 
     def _graphed(self, module: nn.Module) -> bool:
         """Whether a compiled block is replayed from device graphs. See [Note: device graphs]."""
         graphed = is_compiled_inside(module) and replays_graphs()
-        if graphed and "graphed" not in self._logged:
-            self._logged.add("graphed")
-            logger.warning(
+        if graphed:
+            self._warn_once(
                 "nothing is offloaded in compiled blocks that torch replays from device graphs "
                 "(mode='reduce-overhead'): their saved tensors are in the graphs' memory; "
                 "hint: compile the blocks with mode='max-autotune-no-cudagraphs' or the default mode"
@@ -354,44 +342,44 @@ class Attachment:
     def _install(self, blocks: Blocks) -> None:
         """Put hooks around the blocks, and remove them from modules that are no longer blocks."""
         modules, self._blocks = {id(module) for module, _ in blocks}, blocks
-        before, self._scopes = {id(module): scope for module, scope in self._scopes}, []
+        before, self._scopes = {id(scope.module): scope for scope in self._scopes}, []
         for place, scope in before.items():
             if place not in modules:
                 scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
                 scope.leave()
                 attached.pop(scope.module, None)
-                self._reruns.forget()
+                self._checkpointable.forget()
         for module, block in blocks:
             scope = before.get(id(module))
             if scope is not None:
                 scope.block = block
             else:
                 attached[module], scope = weakref.ref(self), Scope(block, module)
-            self._scopes.append((module, scope))
+            self._scopes.append(scope)
             if id(module) not in before:
-                self._put_on(module, scope)
+                self._put_on(scope)
         self._stand_around_compiled()
 
-    def _put_on(self, module: nn.Module, scope: Scope) -> None:
-        if module is self._model:
+    def _put_on(self, scope: Scope) -> None:
+        if scope.module is self._model:
             self._own = scope
         else:
             call = functools.partial(self._block_call, scope)
-            scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
+            scope.inside.append(StandIn(scope.module, call, traced=self._compiled_away).remove)
 
     def _stand_around_compiled(self) -> None:
         """Install the hooks around compiled blocks. See [Note: compiled blocks]."""
         refuse_compiled(self._blocks)
-        for module, scope in self._scopes:
-            if is_compiled(module):
+        for scope in self._scopes:
+            if is_compiled(scope.module):
                 scope.leave()
                 call = functools.partial(self._block_call, scope)
-                scope.inside.append(StandIn(module, call, "_compiled_call_impl").remove)
+                scope.inside.append(StandIn(scope.module, call, "_compiled_call_impl").remove)
 
     def _leave_compiled_parts(self, scope: Scope) -> None:
         """Remove the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""
         if scope.compiled:
-            for _, other in self._scopes:
+            for other in self._scopes:
                 if other.block.kind == scope.block.kind:
                     other.leave_parts(scope.compiled)
             scope.compiled.clear()

@@ -73,10 +73,6 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:
     """Return the engine's descriptions of blocks, each with the module whose ``forward`` is hooked.
 
-    Args:
-        model: Any module, wrapped or not.
-        found: Its blocks, by their paths in it.
-
     Raises:
         ConflictError: A module is in torch's ``offload_wrapper``.
     """

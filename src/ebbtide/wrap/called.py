@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,13 +14,7 @@ Spec = list[Any]
 
 
 class Called:
-    """One call of a block. Its arguments are flattened once, for several readers.
-
-    Args:
-        forward: The block's forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """One call of a block. Its arguments are flattened once, for several readers."""
 
     __slots__ = ("args", "forward", "kwargs", "leaves", "spec", "tensors")
 
@@ -37,12 +31,6 @@ class Called:
     def run(self) -> Any:
         """Call the forward."""
         return self.forward(*self.args, **self.kwargs)
-
-
-def unflatten(leaves: Sequence[Any], spec: Spec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments that lie in new containers."""
-    args, kwargs = _unflatten(iter(leaves), spec)
-    return args, kwargs
 
 
 def _flatten(values: Iterable[Any], leaves: list[Any]) -> Spec:
@@ -64,7 +52,8 @@ def _flatten(values: Iterable[Any], leaves: list[Any]) -> Spec:
     return spec
 
 
-def _unflatten(leaves: Iterator[Any], spec: Spec) -> list[Any]:
+def unflatten(leaves: Iterator[Any], spec: Spec) -> list[Any]:
+    """Return values that lie in new containers: the arguments and keyword arguments of a call."""
     values: list[Any] = []
     for one in spec:
         if one is None:
@@ -73,6 +62,6 @@ def _unflatten(leaves: Iterator[Any], spec: Spec) -> list[Any]:
             values.append(tree_unflatten(list(islice(leaves, one.num_leaves)), one))
         else:
             kind, inside = one
-            held = _unflatten(leaves, inside)
+            held = unflatten(leaves, inside)
             values.append(dict(zip(kind, held, strict=True)) if isinstance(kind, list) else kind(held))
     return values

@@ -26,8 +26,8 @@ from ebbtide.engine.guard import changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
+from ebbtide.wrap.checkpointable import Varies
 from ebbtide.wrap.generators import generators, restore, states
-from ebbtide.wrap.rerun import Varies
 from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 

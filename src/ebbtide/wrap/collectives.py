@@ -12,7 +12,7 @@ Not detected: NCCL's point-to-point messages, and kernels that read other ranks'
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
 from enum import Enum
 from typing import Any
 
@@ -22,6 +22,10 @@ from torch import nn
 from ebbtide.engine import Block
 
 Ranks = tuple[int, ...]
+"""A group of ranks, in order."""
+
+is_distributed: Callable[[], bool] = getattr(dist, "is_initialized", bool)
+"""Whether there are process groups; ``bool`` returns False in a torch without them."""
 
 
 class Collectives:
@@ -57,7 +61,7 @@ class Collectives:
         if before:
             seen = self._seen.setdefault(classes, set())
             counts = _counts().items()  # a group may have been made in this forward
-            seen.update(_ranks(group) for group, count in counts if count != before.get(group, [0] * len(count)))
+            seen.update(ranks_in(group) for group, count in counts if count != before.get(group, [0] * len(count)))
 
     def _structure(self, block: Block, module: nn.Module) -> tuple[int, int]:
         place = block.name, module.training
@@ -96,12 +100,13 @@ def _kind(value: Any) -> Hashable:
 
 def shared_groups() -> list[Any]:
     """Return the process groups that this rank shares with others."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not is_distributed():
         return []
     return [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
 
 
-def _ranks(group: Any) -> Ranks:
+def ranks_in(group: Any) -> Ranks:
+    """Return the ranks of a process group, in order."""
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 

@@ -37,7 +37,8 @@ from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
 from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
-from ebbtide.wrap.checkpoints import name_checkpoints
+from ebbtide.wrap.collectives import is_distributed
+from ebbtide.wrap.foreign_checkpoints import name_checkpoints
 from ebbtide.wrap.forward import encoder_layers, is_compiled, is_compiled_wrapper, is_scripted
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -136,7 +137,7 @@ class Watch:
 
     def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:
         """Return blocks that hold more of the bytes, in single-process training; else None."""
-        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        alone = not is_distributed() or dist.get_world_size() <= 1
         if not (self._may_choose and alone and _is_low(coverage)) or coverage.checkpointed:
             return None
         names = [block.name for _, block in blocks]

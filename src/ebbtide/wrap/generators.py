@@ -34,11 +34,7 @@ class Generator(NamedTuple):
 
 
 def generators(devices: Iterable[torch.device]) -> list[Generator]:
-    """Return the default generators.
-
-    Args:
-        devices: Accelerators.
-    """
+    """Return the default generators, and those of accelerators."""
     found = [Generator(torch.get_rng_state, torch.set_rng_state, torch.equal), _python()]
     if sys.modules.get("numpy") is not None:  # None: its import is forbidden
         found.append(_numpy())

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun, begin_block
-from ebbtide.wrap.checkpoints import innermost_hooks
+from ebbtide.wrap.foreign_checkpoints import innermost_hooks
 from ebbtide.wrap.secondrun import SecondRun
 
 _NO_HOOKS = "support saved tensor hooks"
@@ -22,12 +22,6 @@ class offloading:
     """Opens the hooks for one block, and closes them on any exit, ``KeyboardInterrupt`` included.
 
     Not a generator: an interrupted one would hold the hooks open as long as the traceback lives.
-
-    Args:
-        engine: Executes the plan.
-        block: The block, as the engine knows it.
-        inputs: Its input tensors.
-        checkpointed: Whether the block is checkpointed.
     """
 
     def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:

@@ -74,11 +74,7 @@ def _can_change(value: Any) -> bool:
 
 
 class _Globals:
-    """What the functions of one file name in it: a number is another object when it is counted up.
-
-    Args:
-        held: The globals of the file.
-    """
+    """What the functions of one file name in it: a number is another object when it is counted up."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self._held = held

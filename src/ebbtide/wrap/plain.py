@@ -80,12 +80,7 @@ class PlainBlocks:
         self.counted.clear()
 
     def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
-        """Remember a block that ran with hooks.
-
-        Args:
-            run: Its run.
-            inputs: Its inputs.
-        """
+        """Remember a block that ran with hooks."""
         if self._engine.timer is not None:
             found = _Seen(run.tally, _elements(inputs), _learned(inputs))
             self._pending.append((run.block.name, self._state(inputs), found))
@@ -94,12 +89,7 @@ class PlainBlocks:
         return self._trains, sum(t.requires_grad for t in inputs)
 
     def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a block should run without hooks now.
-
-        Args:
-            block: The block.
-            inputs: Its inputs.
-        """
+        """Whether a block should run without hooks now."""
         timer = self._engine.timer
         if timer is None or not timer.runs_plain(block.name):
             return False
@@ -107,12 +97,7 @@ class PlainBlocks:
         return seen is not None and _elements(inputs) <= seen.elements
 
     def call(self, block: Block, called: Called) -> Any:
-        """Run a block without hooks.
-
-        Args:
-            block: The block.
-            called: Its call.
-        """
+        """Run a block without hooks."""
         engine = self._engine
         timer, pass_, state = engine.timer, engine._pass, self._state(called.tensors)
         where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
@@ -180,11 +165,7 @@ class PlainBlocks:
 
 
 def plain_site(kind: str) -> Site:
-    """Return the site at which all that a plain block keeps is counted.
-
-    Args:
-        kind: Of the block.
-    """
+    """Return the site at which all that a plain block keeps is counted."""
     return Site(kind, "", "plain", 0)
 
 

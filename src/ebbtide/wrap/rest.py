@@ -14,10 +14,9 @@ skipped at random, or that somebody checkpoints meanwhile, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.actions import Action, Site
@@ -28,17 +27,7 @@ from ebbtide.wrap.forward import is_compiled_inside
 from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site
 from ebbtide.wrap.scope import Scope
 
-Scopes = Sequence[tuple[nn.Module, Scope]]
-PutOn = Callable[[nn.Module, Scope], None]
-
-
-class _State(NamedTuple):
-    """What must be equal in two passes so that the same blocks may rest."""
-
-    unhooked: frozenset[str]
-    trains: bytes
-    inputs: tuple[bool, ...]  # which take a gradient
-    scopes: int
+PutOn = Callable[[Scope], None]
 
 
 class Rest:
@@ -51,8 +40,8 @@ class Rest:
 
     def __init__(self, engine: Engine, plain: PlainBlocks) -> None:
         self._engine, self._plain = engine, plain
-        self._scopes: list[tuple[nn.Module, Scope]] = []  # blocks without anything installed
-        self._state: _State | None = None  # of the latest pass of the model
+        self._resting: list[Scope] = []  # blocks without anything installed
+        self._state: tuple[object, ...] | None = None  # of the latest pass: what must be equal in the next one
         self._measured: list[torch.Size] = []  # shapes of the inputs of the measured pass that the plan was made from
         self._shapes: list[torch.Size] = []  # of the latest pass
         self._kept: dict[str, tuple[Site, int, Tally]] = {}  # by path: where it counts, how often it ran, what it kept
@@ -60,7 +49,7 @@ class Rest:
         self._sums: tuple[int, Tally, dict[Site, tuple[int, int]]] | None = None  # elements; sums; bytes by site
 
     def holds(
-        self, scopes: Scopes, put_on: PutOn, trains: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, scopes: Sequence[Scope], put_on: PutOn, trains: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether the new pass runs with nothing installed on any block; install or remove accordingly.
 
@@ -72,23 +61,23 @@ class Rest:
             kwargs: The model's keyword arguments.
         """
         timer = self._engine.timer
-        if timer is None or not (timer.wanted or timer.unhooked or self._scopes):
+        if timer is None or not (timer.wanted or timer.unhooked or self._resting):
             self._state = None
             return False
         if timer.wanted and not self._plain.ran:
             self._measured = self._shapes
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if self._scopes and timer.outdated():
+        if self._resting and timer.outdated():
             timer.want()
         before, shapes = self._state, self._shapes
         self._shapes = [x.shape for x in tensors]
-        self._state = _State(timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
+        self._state = (timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
         observed = timer.wanted or timer.times_blocks or self._engine.bus.active
         if observed or before != self._state or not _within(self._shapes, self._measured):
             self._wake(scopes, put_on)
-        elif not self._scopes:
+        elif not self._resting:
             self._leave(scopes, timer.unhooked, _elements(shapes))
-        if not self._scopes or len(self._scopes) < len(scopes):
+        if not self._resting or len(self._resting) < len(scopes):
             return False
         if self._sums is None or self._sums[0] != _elements(self._shapes):
             self._engine.last_tally = self._count()[0]
@@ -96,23 +85,18 @@ class Rest:
 
     def pass_begins(self) -> None:
         """Count what blocks without anything installed keep in the pass that has begun."""
-        if not self._scopes:
+        if not self._resting:
             return
-        if any(scope.inside for _, scope in self._scopes):  # compiled meanwhile: [Note: compiled blocks]
-            self._scopes = [(module, scope) for module, scope in self._scopes if not scope.inside]
+        if any(scope.inside for scope in self._resting):  # compiled meanwhile: [Note: compiled blocks]
+            self._resting = [scope for scope in self._resting if not scope.inside]
             self._sums = None
         self._plain.ran, pass_, (total, sites) = True, self._engine._pass, self._count()
         pass_.tally.add_all(total)
         for site, (count, nbytes) in sites.items():
             pass_.add_site(site, nbytes, Action.KEEP, count)
 
-    def pass_begins_without_model(self, scopes: Scopes, put_on: PutOn) -> None:
-        """Install everything: blocks are called without the model's forward, and nobody looks at its inputs.
-
-        Args:
-            scopes: All blocks.
-            put_on: Installs everything on a block.
-        """
+    def pass_begins_without_model(self, scopes: Sequence[Scope], put_on: PutOn) -> None:
+        """Install everything: blocks are called without the model's forward, and nobody looks at its inputs."""
         self._state = None
         self._wake(scopes, put_on)
 
@@ -121,7 +105,7 @@ class Rest:
         elements = _elements(self._shapes)
         if self._sums is None or self._sums[0] != elements:
             total, sites = Tally(), dict[Site, tuple[int, int]]()
-            for _, scope in self._scopes:
+            for scope in self._resting:
                 site, runs, tally = self._kept[scope.block.name]
                 kept = all_kept(tally, elements, self._kept_elements)
                 total.add_all(kept)
@@ -130,7 +114,7 @@ class Rest:
             self._sums = elements, total, sites
         return self._sums[1:]
 
-    def _leave(self, scopes: Scopes, unhooked: frozenset[str], elements: int) -> None:
+    def _leave(self, scopes: Sequence[Scope], unhooked: frozenset[str], elements: int) -> None:
         """Remove everything from blocks on which nothing needs to be installed, as the latest pass showed.
 
         Args:
@@ -145,27 +129,26 @@ class Rest:
             for place, name in enumerate(order)
             if place > first and kept.keys().isdisjoint(order[place + 1 : place + 2])
         }
-        for module, scope in scopes:
+        for scope in scopes:
             name = scope.block.name
-            if name in unhooked and name in kept and name not in stay and _ours(module, scope):
+            if name in unhooked and name in kept and name not in stay and _ours(scope):
                 scope.leave()
-                self._scopes.append((module, scope))
+                self._resting.append(scope)
                 self._kept[name] = plain_site(scope.block.kind), order.count(name), kept[name]
         self._kept_elements, self._sums = elements, None
 
-    def _wake(self, scopes: Scopes, put_on: PutOn) -> None:
+    def _wake(self, scopes: Sequence[Scope], put_on: PutOn) -> None:
         """Install everything again on the blocks from which it was removed."""
-        resting = {id(scope) for _, scope in self._scopes}
-        for module, scope in scopes:
-            if id(scope) in resting:
-                put_on(module, scope)
-        self._scopes, self._sums = [], None
+        for scope in scopes:
+            if scope in self._resting:
+                put_on(scope)
+        self._resting, self._sums = [], None
 
 
-def _ours(module: nn.Module, scope: Scope) -> bool:
+def _ours(scope: Scope) -> bool:
     """Whether nobody has replaced a block's replaced forward, which would stay behind theirs."""
     stand_ins = [getattr(remove, "__self__", None) for remove in scope.inside]
-    return stand_ins == [vars(module).get("forward", module)] and not is_compiled_inside(module)
+    return stand_ins == [vars(scope.module).get("forward", scope)] and not is_compiled_inside(scope.module)
 
 
 def _elements(shapes: Sequence[torch.Size]) -> int:

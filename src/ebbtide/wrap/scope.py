@@ -28,7 +28,7 @@ from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed, secondrun
 from ebbtide.wrap.blocks import gathered_for, weights_of
 from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled_inside, while_tracing
-from ebbtide.wrap.others import Inside
+from ebbtide.wrap.other_offloaders import Inside
 
 Part = tuple[weakref.ref[nn.Module], Callable[..., None], Callable[..., None], weakref.ref[nn.Module] | None]
 """A module of a block, its two hooks, and the layer around it that runs without modules. See [Note: module hooks]."""

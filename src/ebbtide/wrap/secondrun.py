@@ -40,7 +40,7 @@ from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sampl
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
 from ebbtide.wrap.called import Called, unflatten
-from ebbtide.wrap.rerun import Varies
+from ebbtide.wrap.checkpointable import Varies
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
@@ -251,7 +251,7 @@ class SecondRun:
             found = [(x, self.run.engine.unpack(x.ticket)) for x in self._leaves if isinstance(x, _Input)]
             torch._C._set_grad_enabled(True)
             inputs = {id(x): _argument(x, tensor) for x, tensor in found}
-            args, kwargs = unflatten([inputs.get(id(x), x) for x in self._leaves], self._spec)
+            args, kwargs = unflatten(iter([inputs.get(id(x), x) for x in self._leaves]), self._spec)
             cast = self.run.pass_.cast
 
             def forward() -> None:

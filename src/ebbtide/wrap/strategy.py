@@ -27,11 +27,10 @@ _WRAPPERS = {
 }
 
 
-def _wrapper_class(strategy: str) -> type | None:
+def _wrapper_class(strategy: str) -> type | tuple[()]:
+    """Return a wrapper's class, for ``isinstance``: an empty tuple if it was not imported, and so wraps nothing."""
     module, name = _WRAPPERS[strategy]
-    loaded = sys.modules.get(module)  # only imported code can have wrapped the model
-    found = getattr(loaded, name, None)
-    return found if isinstance(found, type) else None
+    return getattr(sys.modules.get(module), name, ())
 
 
 def found_strategy(model: nn.Module) -> str:
@@ -39,7 +38,7 @@ def found_strategy(model: nn.Module) -> str:
     types = {type(module) for module in model.modules()}
     for strategy in _WRAPPERS:
         wrapper = _wrapper_class(strategy)
-        if wrapper is not None and any(issubclass(t, wrapper) for t in types):
+        if any(issubclass(t, wrapper) for t in types):
             return strategy
     return "deepspeed" if any(is_partitioned(p) for p in model.parameters()) else "single"
 
@@ -51,26 +50,22 @@ def is_partitioned(weight: torch.Tensor) -> bool:
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether ``module`` is an FSDP2 unit of its own."""
-    wrapper = _wrapper_class("fsdp2")
-    return wrapper is not None and isinstance(module, wrapper)
+    return isinstance(module, _wrapper_class("fsdp2"))
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether ``module`` is an FSDP1 wrapper."""
-    wrapper = _wrapper_class("fsdp")
-    return wrapper is not None and isinstance(module, wrapper)
+    return isinstance(module, _wrapper_class("fsdp"))
 
 
 def is_ddp(module: nn.Module) -> bool:
     """Whether ``module`` is a DDP wrapper."""
-    wrapper = _wrapper_class("ddp")
-    return wrapper is not None and isinstance(module, wrapper)
+    return isinstance(module, _wrapper_class("ddp"))
 
 
 def is_engine(module: nn.Module) -> bool:
     """Whether ``module`` is an engine of DeepSpeed."""
-    wrapper = _wrapper_class("deepspeed")
-    return wrapper is not None and isinstance(module, wrapper)
+    return isinstance(module, _wrapper_class("deepspeed"))
 
 
 def running_ddp() -> nn.Module | None:
@@ -94,10 +89,10 @@ def unit_meshes(model: nn.Module) -> list[Any]:
 
 def weights_move(model: nn.Module) -> bool:
     """Whether parameters have bytes only around their block's forward and backward; checked in each pass."""
-    wrappers = tuple(wrapper for name in ("fsdp2", "fsdp") if (wrapper := _wrapper_class(name)) is not None)
+    wrappers = tuple(wrapper for name in ("fsdp2", "fsdp") if (wrapper := _wrapper_class(name)))
     if wrappers and any(isinstance(module, wrappers) for module in model.modules()):
         return True
-    return _wrapper_class("deepspeed") is not None and any(is_partitioned(p) for p in model.parameters())
+    return bool(_wrapper_class("deepspeed")) and any(is_partitioned(p) for p in model.parameters())
 
 
 def check_strategy_name(strategy: str) -> None:

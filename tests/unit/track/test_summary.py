@@ -132,7 +132,7 @@ def test_no_step_is_searched_for_among_those_of_a_long_warm_up():
             compared += 1
             return int(self) == int(other)
 
-    steady = Steady(warm_up=tuple(map(Step, range(100))), trimmed=frozenset(), begins=0.0)
+    steady = Steady(warm_up=frozenset(map(Step, range(100))), trimmed=frozenset(), begins=0.0)
     assert [steady.counts(Step(step)) for step in range(200)] == [False] * 100 + [True] * 100
     assert compared <= 300
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
-from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, RARELY, UNSEEN, Votes
+from ebbtide.wrap.agreement import RARELY, Vote, Votes
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
 
@@ -42,20 +42,22 @@ def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypa
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
     votes.stop("Layer", block, ranks, "draw")
     assert asked == [], "nothing was decided"
-    assert votes.decide("Layer", block, AGAIN, ranks)
+    assert votes.decide("Layer", block, Vote.CHECKPOINT, ranks)
     for _ in range(2):
         votes.stop("Layer", block, ranks, "draw")
-        assert not votes.decide("Layer", block, AGAIN, ranks)
-    assert [wish for _, _, wish in asked] == [AGAIN, NEVER], "the others are met once, and the answer is final"
+        assert not votes.decide("Layer", block, Vote.CHECKPOINT, ranks)
+    wishes = [wish for _, _, wish in asked]
+    assert wishes == [Vote.CHECKPOINT, Vote.NEVER], "the others are met once, and the answer is final"
     votes.stop("Layer", block, (), "draw")
-    assert votes.decide("Layer", block, AGAIN), "alone a rank may begin again"
+    assert votes.decide("Layer", block, Vote.CHECKPOINT), "alone a rank may begin again"
 
 
 def test_a_vote_for_later_is_held_once_more_and_others_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [LATER, AGAIN]
+    answers = [Vote.LATER, Vote.CHECKPOINT]
     monkeypatch.setattr(Votes, "_ask", staticmethod(lambda about, groups, wish: answers.pop(0)))
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
-    assert [votes.decide("Layer", block, wish, ranks) for wish in (AGAIN, ONCE, NEVER)] == [False, True, True]
+    wishes = Vote.CHECKPOINT, Vote.NO, Vote.NEVER
+    assert [votes.decide("Layer", block, wish, ranks) for wish in wishes] == [False, True, True]
 
 
 def test_while_no_rank_has_seen_an_input_with_a_gradient_votes_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,33 +66,33 @@ def test_while_no_rank_has_seen_an_input_with_a_gradient_votes_get_rare(monkeypa
 
     def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
         voted.append(blocks)
-        return AGAIN if blocks >= 5 * RARELY else wish
+        return Vote.CHECKPOINT if blocks >= 5 * RARELY else wish
 
     monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
     for _ in range(6 * RARELY):
-        assert votes.decide("Layer", block, UNSEEN, ranks) == (blocks >= 5 * RARELY), "as another rank wishes"
+        assert votes.decide("Layer", block, Vote.UNSEEN, ranks) == (blocks >= 5 * RARELY), "as another rank wishes"
         blocks += 1
     assert voted == [0, *(2**power for power in range(8)), *range(RARELY, 5 * RARELY + 1, RARELY)]
-    assert not votes.decide("Layer", block, UNSEEN), "alone, it is no vote"
-    assert votes.decide("Layer", block, AGAIN)
+    assert not votes.decide("Layer", block, Vote.UNSEEN), "alone, it is no vote"
+    assert votes.decide("Layer", block, Vote.CHECKPOINT)
 
 
 def test_a_rank_that_stops_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
-        if wish == NEVER:
+        if wish is Vote.NEVER:
             raise ConfigError("rank 1 did not stop", expected="the same calls", hint="check its log")
         return wish
 
     monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
-    assert votes.decide("Layer", block, AGAIN, ranks)
+    assert votes.decide("Layer", block, Vote.CHECKPOINT, ranks)
     with pytest.raises(ConfigError, match="rank 0 stops, since its Layer blocks draw"):
         votes.stop("Layer", block, ranks, "draw")
 
 
-@pytest.mark.parametrize(("at_the_vote", "wishes"), [(False, [AGAIN]), (True, [LATER, AGAIN])])
+@pytest.mark.parametrize(("at_the_vote", "wishes"), [(False, [Vote.CHECKPOINT]), (True, [Vote.LATER, Vote.CHECKPOINT])])
 def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
     at_the_vote: bool, wishes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,12 +108,12 @@ def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
     with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True, blocks=["*"]) as handle:
         model(torch.randn(2, 4)).sum().backward()
         monkeypatch.setattr(Collectives, "groups", lambda *_: [(0, 1)])
-        reruns: Any = handle._attachment._reruns
+        checkpointable: Any = handle._attachment._checkpointable
         block, seen = handle._attachment._blocks[0][1], SimpleNamespace(input_bytes=1, must_keep=2**40)
         decisions: list[bool] = []
         for doubt in (at_the_vote, not at_the_vote):
-            reruns._in_doubt = {block.kind} if doubt else set()
-            decisions.append(reruns.decide(block, model[0], seen, Called(model[0], (), {})))
+            checkpointable._in_doubt = {block.kind} if doubt else set()
+            decisions.append(checkpointable.decide(block, model[0], seen, Called(model[0], (), {}), None, tried=False))
         assert decisions == [not at_the_vote, True]
     assert asked == wishes
 

@@ -41,7 +41,7 @@ def test_arguments_are_flattened_as_torch_does_and_get_new_containers(value: Any
     theirs, _ = tree_flatten((called.args, called.kwargs))
     assert list(map(type, called.leaves)) == list(map(type, theirs)) and len(called.tensors) >= 2
     assert all(a is b for a, b in zip(called.leaves, theirs, strict=True) if isinstance(b, torch.Tensor))
-    args, kwargs = unflatten(called.leaves, called.spec)
+    args, kwargs = unflatten(iter(called.leaves), called.spec)
     assert [*kwargs] == ["value", "last"] and args[0] is X and kwargs["last"] is Y
     for again in (args[1], kwargs["value"]):
         assert type(again) is type(value)
@@ -53,7 +53,7 @@ def test_arguments_are_flattened_as_torch_does_and_get_new_containers(value: Any
 def test_a_size_stays_one() -> None:
     called = Called(print, (torch.Size((2, 3)),), {})
     assert called.leaves == [torch.Size((2, 3))]
-    assert unflatten(called.leaves, called.spec)[0][0] is called.args[0]
+    assert unflatten(iter(called.leaves), called.spec)[0][0] is called.args[0]
 
 
 @pytest.mark.parametrize("change", [lambda v: v.append(X), lambda v: v[1].update(z=X), lambda v: v[1].pop("y")])

@@ -54,7 +54,7 @@ def test_a_group_that_is_made_in_the_forward_is_seen(monkeypatch: pytest.MonkeyP
     counts: dict[Any, list[int]] = {object(): [3]}
     monkeypatch.setattr(module, "shared_groups", lambda: [*counts])
     monkeypatch.setattr(module, "_counts", lambda: dict(counts))
-    monkeypatch.setattr(module, "_ranks", lambda group: (0, 1) if group == "used" else (0, 2))
+    monkeypatch.setattr(module, "ranks_in", lambda group: (0, 1) if group == "used" else (0, 2))
     seen, layer = Collectives(), Layer()
     with seen.look(block("0"), layer):
         counts |= {"used": [1], "not used": [0]}
@@ -74,7 +74,7 @@ def test_a_switch_tells_blocks_apart_unless_they_need_other_ranks(
     count = [0]
     monkeypatch.setattr(module, "shared_groups", lambda: [group] if ranks else [])
     monkeypatch.setattr(module, "_counts", lambda: {group: [count[0]]} if ranks else {})
-    monkeypatch.setattr(module, "_ranks", lambda group: (0, 1))
+    monkeypatch.setattr(module, "ranks_in", lambda group: (0, 1))
     seen, first, alike, other = Collectives(), Layer(), Layer(number=1), Layer(gated=True)
     assert not seen.known(block("0"), first)
     with seen.look(block("0"), first):

@@ -404,11 +404,12 @@ def test_a_kind_in_doubt_waits_and_one_that_changes_something_twice_is_refused(
 ) -> None:
     model = nn.Sequential(Block(), Block())
     with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
-        reruns: Any = handle._attachment._reruns
+        checkpointable: Any = handle._attachment._checkpointable
 
         def look(changed: bool) -> bool:
-            reruns._see_outside("Block", SimpleNamespace(changed=changed))
-            return reruns._allowed("Block", Called(Block(), (), {}))
+            checkpointable._see_outside("Block", SimpleNamespace(changed=changed))
+            called = Called(Block(), (), {})
+            return checkpointable._repeatable("Block", called) and "Block" not in checkpointable._in_doubt
 
         assert [look(changed) for changed in (False, True, False)] == [True, False, True]
         assert not caplog.records

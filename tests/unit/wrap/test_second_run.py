@@ -23,7 +23,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
-from ebbtide.wrap.rerun import _computed_otherwise, _is_value
+from ebbtide.wrap.checkpointable import _computed_otherwise, _is_value
 from ebbtide.wrap.state import States
 from tests.helpers.twice import (
     Block,

@@ -1,6 +1,6 @@
 """Which blocks may be checkpointed.
 
-[Note: what may be run again]
+[Note: what may be checkpointed]
 A second forward must compute the same values without side effects: see [Note: a second run]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
 cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
@@ -31,11 +31,11 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, UNSEEN, Votes, has_collectives
+from ebbtide.wrap.agreement import Vote, Votes, has_collectives
 from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.collectives import Collectives, shared_groups
+from ebbtide.wrap.collectives import Collectives, Ranks, is_distributed, shared_groups
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
@@ -64,15 +64,12 @@ _MUST_KEEP_BYTES = 2**62
 """Sizes of blocks without any recipe: a plan that checkpoints no such block checkpoints none. Every rank tries the same
 sizes, whatever its batch, because the ranks that vote must be those that may checkpoint."""
 
-_is_distributed: Callable[[], bool] = getattr(torch.distributed, "is_initialized", bool)
-"""Whether there are process groups; ``bool`` returns False in a torch without them."""
-
 Varies = Callable[[], Callable[[str], object] | None]
 """Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
 ranks are needed, so the third forward that would show it must not run."""
 
 
-class Reruns:
+class Checkpointable:
     """Decides which blocks are checkpointed.
 
     Args:
@@ -96,9 +93,9 @@ class Reruns:
         module: nn.Module,
         seen: Tally,
         called: Called,
-        state: State | None = None,
+        state: State | None,
         *,
-        tried: bool = False,
+        tried: bool,
     ) -> bool:
         """Whether this call of a block is checkpointed.
 
@@ -114,14 +111,13 @@ class Reruns:
             return self._names.checkpoints(block.name) and self.able(block, module, called)
         if not self._collectives.known(block, module):
             return False
-        plan = self._plan if self._voted is None or not _is_distributed() else self._plan_of(block, module)
-        again = _chosen(plan, block, seen.input_bytes, seen.must_keep)
-        allowed = again and self._allowed(block.kind, called)
+        planned = _chosen(self._plan_of(block, module), block, seen.input_bytes, seen.must_keep)
+        allowed = planned and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and (state is not None or self._possible(block, module)):
-            doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
-            no = ONCE if seen.input_bytes else UNSEEN
-            wish = AGAIN if allowed else LATER if doubtful else NEVER if again else no
+            doubtful = planned and block.kind in self._in_doubt and block.kind not in self._refused
+            no = Vote.NO if seen.input_bytes else Vote.UNSEEN
+            wish = Vote.CHECKPOINT if allowed else Vote.LATER if doubtful else Vote.NEVER if planned else no
             if self._votes.decide(block.kind, module, wish, groups):
                 # A doubt ends nothing that all have decided: no other rank need have it.
                 allowed = allowed or self._repeatable(block.kind, called)
@@ -130,32 +126,22 @@ class Reruns:
                 return allowed
         elif allowed:
             return True
-        elif again:  # it was decided with others, and nothing was seen of this kind since
+        elif planned:  # it was decided with others, and nothing was seen of this kind since
             self._stop(block.kind, module, groups)
         return tried and self.able(block, module, called)
 
-    def _stop(self, kind: str, module: nn.Module, groups: Sequence[tuple[int, ...]]) -> None:
+    def _stop(self, kind: str, module: nn.Module, groups: Sequence[Ranks]) -> None:
         """Notify the ranks that decided to checkpoint a kind that this one cannot, and why."""
         self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors"))
 
     def able(self, block: Block, module: nn.Module, called: Called) -> bool:
-        """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed.
-
-        Args:
-            block: The engine's description of it.
-            module: Its module.
-            called: Its call.
-        """
+        """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed."""
         watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
-        return watched and self._alone(block, module) and self._allowed(block.kind, called)
+        allowed = watched and self._alone(block, module) and self._repeatable(block.kind, called)
+        return allowed and block.kind not in self._in_doubt
 
     def varies(self, block: Block, module: nn.Module) -> Varies:
-        """Return what is called when a second forward differs, see ``Varies``.
-
-        Args:
-            block: The engine's description of it.
-            module: Its module.
-        """
+        """Return what is called when a second forward differs, see ``Varies``."""
         # In the backward, the modules may be in another mode.
         alone = not shared_groups() or self._alone(block, module)
         return lambda: partial(self._refuse, block.kind) if alone else None
@@ -167,10 +153,6 @@ class Reruns:
         """Return the contents of a block's modules before its forward; None if that need not be watched.
 
         Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
-
-        Args:
-            block: As the engine knows it.
-            module: Its module.
         """
         looked = (block.name, module.training) in self._looked
         if not self._possible(block, module) or (looked and block.kind in self._refused):
@@ -192,12 +174,6 @@ class Reruns:
         """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
         A forward that raises does not count: the next one is watched as if it were the first.
-
-        Args:
-            run: Its run.
-            module: Its module.
-            state: From ``before``.
-            called: Its call.
         """
         if state is None:
             yield
@@ -254,17 +230,14 @@ class Reruns:
     def _possible(self, block: Block, module: nn.Module) -> bool:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
-        plan = self._plan if self._voted is None or not _is_distributed() else self._plan_of(block, module)
+        plan = self._plan_of(block, module)
         return any(_chosen(plan, block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
 
     def _plan_of(self, block: Block, module: nn.Module) -> Plan:
         """Return the plan that decides whether a block is checkpointed: one of all ranks if its forward needs them."""
-        alone = self._voted is None or not shared_groups() or self._alone(block, module)
-        return self._plan if alone or self._voted is None else self._voted
-
-    def _allowed(self, kind: str, called: Called) -> bool:
-        """Whether a block of this kind may be checkpointed in this call."""
-        return self._repeatable(kind, called) and kind not in self._in_doubt
+        if self._voted is None or not is_distributed() or not shared_groups() or self._alone(block, module):
+            return self._plan
+        return self._voted
 
     def _repeatable(self, kind: str, called: Called) -> bool:
         """Whether nothing is known that a second forward of this call would do otherwise."""

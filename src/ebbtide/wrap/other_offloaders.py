@@ -15,7 +15,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,48 +22,32 @@ from torch import nn
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
-from ebbtide.wrap.checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
+from ebbtide.wrap.foreign_checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
 from ebbtide.wrap.forward import is_compiled_inside
 
 logger = logging.getLogger("ebbtide.wrap")
 
 
-@dataclass(frozen=True)
-class Offloader:
-    """An offloader of another library.
-
-    Attributes:
-        prefix: Prefix of the names of its hooks.
-        name: Its name.
-        unset: How to turn it off.
-    """
-
-    prefix: str
-    name: str
-    unset: str
-
-
 OFFLOADERS = (
-    Offloader("trl.", "TRL", "set activation_offloading=False in the trainer's config"),
-    Offloader("torchtune.", "torchtune", "set enable_activation_offloading: False in the recipe"),
-    Offloader(
+    ("trl.", "TRL", "set activation_offloading=False in the trainer's config"),
+    ("torchtune.", "torchtune", "set enable_activation_offloading: False in the recipe"),
+    (
         "transformer_engine.",
         "TransformerEngine",
         "pass enabled=False to get_cpu_offload_context; leave --cpu-offloading-num-layers of Megatron-LM out",
     ),
-    Offloader(
-        "megatron.", "Megatron-LM", "leave --fine-grained-activation-offloading and --cpu-offloading-num-layers out"
-    ),
-    Offloader("verl.", "verl", "set actor_rollout_ref.model.enable_activation_offload=False"),
-    Offloader("swift.", "ms-swift", 'set "activation_cpu_offload": false in the JSON file of --fsdp'),
-    Offloader(
+    ("megatron.", "Megatron-LM", "leave --fine-grained-activation-offloading and --cpu-offloading-num-layers out"),
+    ("verl.", "verl", "set actor_rollout_ref.model.enable_activation_offload=False"),
+    ("swift.", "ms-swift", 'set "activation_cpu_offload": false in the JSON file of --fsdp'),
+    (
         "torch.autograd.graph.save_on_cpu.",
         "torch's save_on_cpu",
         "remove `with save_on_cpu()`, or unset what opens it (transformers: "
         "activation_checkpointing_kwargs['offload'])",
     ),
 )
-"""Known offloaders, in the versions of docs/guides/from-other-offloaders.md."""
+"""Prefixes of the names of other offloaders' hooks, their names, and how to turn them off, in the versions of
+docs/guides/from-other-offloaders.md."""
 
 COMPILED = "torch._functorch.config"
 
@@ -184,11 +167,10 @@ def refuse_compiled(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
 
 
 def _refuse(found: str) -> None:
-    known = next((other for other in OFFLOADERS if f"({other.prefix}" in found), None)
-    if known is not None:
-        raise ConflictError(
-            f"{found}: {known.name} offloads activations", expected="one offloader on a model", hint=known.unset
-        )
+    for prefix, name, unset in OFFLOADERS:
+        if f"({prefix}" in found:
+            text = f"{found}: {name} offloads activations"
+            raise ConflictError(text, expected="one offloader on a model", hint=unset)
     raise ConflictError(
         found,
         expected="one offloader on a model",

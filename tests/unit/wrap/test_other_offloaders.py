@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConflictError
-from ebbtide.wrap.others import OFFLOADERS, Offloader
+from ebbtide.wrap.other_offloaders import OFFLOADERS
 from tests.helpers.engines import ByTable, assert_nothing_left, hooks_are_closed
 from tests.helpers.models import WIDTH, Attention, Mlp, Stack, build
 from tests.helpers.oracle import Oracle, differences, same_bits
@@ -231,20 +231,20 @@ def test_what_accelerate_offloads_is_refused_and_its_flag_named() -> None:
         enable(model)
 
 
-@pytest.mark.parametrize("other", OFFLOADERS, ids=lambda other: other.name)
-def test_whose_hooks_they_are_and_the_flag_to_unset_are_named(other: Offloader) -> None:
+@pytest.mark.parametrize(("prefix", "name", "unset"), OFFLOADERS, ids=[name for _, name, _ in OFFLOADERS])
+def test_whose_hooks_they_are_and_the_flag_to_unset_are_named(prefix: str, name: str, unset: str) -> None:
     """Most are not installed here: a hook with the same name is a stand-in."""
 
     def pack(tensor: Tensor) -> Tensor:
         return tensor
 
-    pack.__module__, _, pack.__qualname__ = (other.prefix + "offload.pack").rpartition(".")
+    pack.__module__, _, pack.__qualname__ = (prefix + "offload.pack").rpartition(".")
     model = Stack(Layer(), Layer())
     with enable(model), saved_tensors_hooks(pack, lambda packed: packed), pytest.raises(ConflictError) as raised:
         train(model)
     assert str(raised.value) == (
-        f"block 'layers.0' runs under other saved-tensor hooks ({other.prefix}offload.pack): {other.name} offloads "
-        f"activations; expected one offloader on a model\nhint: {other.unset}"
+        f"block 'layers.0' runs under other saved-tensor hooks ({prefix}offload.pack): {name} offloads "
+        f"activations; expected one offloader on a model\nhint: {unset}"
     )
 
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ModifiedInPlaceError
-from ebbtide.wrap import rerun
+from ebbtide.wrap import checkpointable
 from ebbtide.wrap.agreement import has_collectives
 from tests.helpers.engines import REMAKE
 from tests.helpers.twice import Block, Stack, difference, hard, sgd, step_of, train
@@ -109,7 +109,7 @@ def test_only_a_second_forward_that_differs_looks_for_collectives(monkeypatch: p
         return squares(model, number)
 
     looked: list[nn.Module] = []
-    monkeypatch.setattr(rerun, "has_collectives", lambda block: looked.append(block) or has_collectives(block))
+    monkeypatch.setattr(checkpointable, "has_collectives", lambda block: looked.append(block) or has_collectives(block))
     _, stats = train(lambda: sgd(Stack(Block(), Block(), Block())), step, 3, policy=Changes())
     assert stats.checkpointed_blocks == 3 and not looked
 
