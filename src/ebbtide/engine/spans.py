@@ -5,8 +5,8 @@ A span is the time from the first block of a pass to the end of that block's bac
 [Note: a measured step]). Each block has two parts in it: its forward, up to the next block, and its backward, from the
 arrival of its output's gradient. Timestamps are read when the next pass begins, if the device has reached them, else
 one pass later, so nothing waits for a device. A pass is skipped if it had no backward, if its backward raised, if
-another pass ran in between, or if it saved other amounts than the measured one. A plan that changes when a span is
-handed over may change in the middle of a pass: what began before ``want`` is no span.
+another pass or its backward ran in between, or if it saved other amounts than the measured one. A plan that changes
+when a span is handed over may change in the middle of a pass: what began before ``want`` is no span.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class _Open:
         self.saved_bytes: int | None = None  # also None: not to be timed
         self.counted = False  # whether its bytes were
         self.verifies = False
-        self.alone = True  # no other pass ran in between, and no backward raised
+        self.alone = True  # no other pass or backward ran in between, and no backward raised
+        self.turned = False  # its backward came
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.stretch: tuple[list[Edges], Timestamp] | None = None
@@ -219,6 +220,7 @@ class SpanTimer:
         block = None if now is None else now.by_run.get(run)
         if now is None or block is None or now.ended is not None:
             return
+        now.turned = True
         if now.left is not None:  # the head lies between the last forward and the first backward
             now.cut(now.left, None)
             now.left = None
@@ -236,7 +238,7 @@ class SpanTimer:
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; the span of one that ``raised`` is not handed over."""
         now = self._open
-        if now is not None and raised:
+        if now is not None and (raised or not now.turned):  # not its own: graphs overlap
             now.alone = False
         if self._memory and self.wanted and (now is None or now.ended is not None):
             peak = self._meter.take_peak_bytes(self._device)  # of a second backward: no optimizer's step

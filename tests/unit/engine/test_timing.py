@@ -520,6 +520,18 @@ def test_passes_that_overlap_or_were_dropped_are_not_timed() -> None:
     assert [span.seconds for span in scene.told] == [3.0] and scene.skipped == 1
 
 
+def test_passes_whose_backwards_come_one_pass_late_are_not_timed() -> None:
+    """As in a pipeline: what ends after their forwards is the backward of the pass before."""
+    scene = Spans()
+    scene.clock.ahead = True
+    before = scene.full(Pass(), 1.0)
+    for _ in range(6):
+        runs = scene.full(Pass(), 1.0)
+        scene.backward(before)
+        before = runs
+    assert scene.told == [] and scene.skipped > 1
+
+
 def test_a_pass_whose_backward_raised_is_not_timed() -> None:
     scene, one = Spans(), Pass()
     runs = scene.full(one, 1.0)
