@@ -98,6 +98,7 @@ class Attachment:
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine, self._plain)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
+        self._seen_at: dict[str, Tally] = {}  # path of a block → the same
         self._scopes: list[Scope] = []
         self._own: Scope | None = None  # of a model that is its own single block
         # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
@@ -237,7 +238,7 @@ class Attachment:
                     if checkpointed:
                         context = ForwardContext(scope.module, run, called.tensors, state)
                         varies = self._checkpointable.varies(block, scope.module)
-                        saved_bytes = seen.unique_for(run.tally)
+                        saved_bytes = self._seen_at.get(block.name, seen).unique_for(run.tally)
                         output = run_checkpointed(called, context, run, saved_bytes, varies)
                     else:
                         output = self._followed_call(scope, run, called)
@@ -264,7 +265,7 @@ class Attachment:
         finally:
             scope.end()
             scope.others.forget()
-            self._seen[scope.block.kind] = run.tally
+            self._seen[scope.block.kind] = self._seen_at[scope.block.name] = run.tally
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a checkpoint around a block keeps. See [Note: checkpoints around blocks].

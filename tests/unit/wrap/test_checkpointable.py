@@ -56,6 +56,30 @@ def _alive(references: list[weakref.ref[Tensor]]) -> int:
     return sum(reference() is not None for reference in references)
 
 
+class Sized(nn.Module):
+    """A block of which others of its class differ in size, as in a pyramid."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, inner), nn.Linear(inner, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sigmoid(self.up(x)))
+
+
+@pytest.mark.parametrize("inner", [(64, 8, 8), (8, 8, 64)])
+def test_a_checkpointed_block_would_save_what_it_saved_before(inner: tuple[int, ...]) -> None:
+    """Not what the latest block of its kind saved: by that, equal steps would be of different sizes."""
+    plan, found = Changes(), list[int]()
+    model = Stack(*map(Sized, inner))
+    with ebbtide.enable_activation_offloading(model, policy=plan, min_bytes=0) as handle:
+        for plan.checkpoints in (True, False, True):
+            model(torch.randn(8, 16, requires_grad=True)).square().mean().backward()
+            found.append(handle.stats().unique_bytes)
+        assert handle.stats().checkpointed_blocks == 3
+    assert found[1] == found[2]
+
+
 def test_a_refused_kind_holds_nothing_of_its_hooks() -> None:
     model = Stack(Block(), Block(), Block())
     with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0):
