@@ -20,10 +20,11 @@ On an accelerator host memory for everything is much, and a link hides a part of
 between blocks that are all checkpointed, as far as they can be, and a mix, of which recipes alone are one. It is made
 of the second measured step, the first that is like later ones, for the peak of the first step with checkpoints. The
 mean of the blocks of a kind counts, of both, because a mix treats them differently and some are larger than others. It
-is out if a step with it took more memory than those with checkpoints, or if not all kinds are faster with it: other
-combinations were not tried. Only steps count that begin with as much memory in use as the measured one, which is
-measured again if a later one begins with more: gradients accumulate, and an optimizer has a state. Where blocks keep
-more than their inputs whatever the plan, a measured step would need the memory of ordinary training: no mix is tried.
+is out if a step with it took more memory than those with checkpoints, as if all were as long, or if not all kinds are
+faster with it: other combinations were not tried. Only steps count that begin with as much memory in use as the
+measured one, which is measured again if a later one begins with more: gradients accumulate, and an optimizer has a
+state. Where blocks keep more than their inputs whatever the plan, a measured step would need the memory of ordinary
+training: no mix is tried.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ MOST_SKIPPED = 20
 """Steps that were not timed, because graphs overlap or sizes vary, after which nothing is compared any more."""
 
 SAME = 0.01
-"""Share by which the memory at the beginning of two steps may differ if their peaks are compared: gradients that
-accumulate and an optimizer's state are more."""
+"""Share by which the memory at the beginning of two steps may differ if their peaks are compared, and up to which they
+are equally long: gradients that accumulate and an optimizer's state are more."""
 
 STATES = 3
 """Times that a step is measured again because a later one began with more memory."""
@@ -208,7 +209,7 @@ class MinimalPlan(PolicyPlan):
             self._give_up(UNTIMED)
             return False
         trial = self._trials[self._tried % len(self._trials)]
-        self._peaks[self.reads_kept_bytes].append(span.peak_bytes or 0)
+        self._peaks[self.reads_kept_bytes].append(self._peak_bytes(span))
         if self._tried >= len(self._trials):
             self._note(trial, span)
         self._tried += 1
@@ -227,6 +228,16 @@ class MinimalPlan(PolicyPlan):
             self._end({})
         less = span.held_bytes < (1 - SAME) * step.held_bytes or span.saved_bytes * GROWTH < step.saved_bytes
         return not less and not self._outdated
+
+    def _peak_bytes(self, span: Span) -> int:
+        """Return the peak of a step as if it were as long as the measured one; in doubt more of a mix, else less."""
+        peak_bytes, held_bytes, step = span.peak_bytes or 0, span.held_bytes, self._measured
+        if step is None or held_bytes is None or not step.saved_bytes:
+            return peak_bytes
+        longer = span.saved_bytes / step.saved_bytes
+        if abs(longer - 1) <= SAME or (longer > 1) is self.reads_kept_bytes:  # gradients do not grow with the step
+            return peak_bytes
+        return held_bytes + int((peak_bytes - held_bytes) / longer)
 
     def _is_outdated(self) -> bool:
         """Whether a step is to be measured again."""

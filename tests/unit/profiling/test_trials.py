@@ -202,6 +202,32 @@ def test_any_other_mix_does_not_stay(monkeypatch: pytest.MonkeyPatch, took: list
 
 
 @pytest.mark.parametrize(
+    ("peaks", "longer", "stays"),
+    [
+        pytest.param({Method.CHECKPOINT: 900, Method.MIXED: 825}, {Method.CHECKPOINT: 1.09}, True, id="longer: less"),
+        pytest.param({Method.CHECKPOINT: 900, Method.MIXED: 840}, {Method.CHECKPOINT: 1.09}, False, id="longer: more"),
+        pytest.param({Method.CHECKPOINT: 900, Method.MIXED: 840}, {Method.MIXED: 0.92}, False, id="a shorter mix"),
+        pytest.param({Method.CHECKPOINT: 900, Method.MIXED: 910}, {Method.MIXED: 1.09}, False, id="a longer mix"),
+        pytest.param({Method.CHECKPOINT: 900, Method.MIXED: 910}, {Method.CHECKPOINT: 0.92}, False, id="shorter: more"),
+        pytest.param({Method.CHECKPOINT: 900, Method.MIXED: 900}, {Method.CHECKPOINT: 1.005}, True, id="as long"),
+    ],
+)
+def test_peaks_are_compared_as_if_all_steps_were_as_long(
+    peaks: Mapping[Method, int], longer: Mapping[Method, float], stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps within a tenth count: a mix that was tried in the shorter ones only would take more in the longer ones."""
+    plan, timer, planned = trying(monkeypatch, mix(), held_bytes=100 * MB)
+    seconds = {Method.CHECKPOINT: [4.0], Method.MIXED: [2.0]}
+    for _ in range(2 * ROUNDS):
+        now = Method.CHECKPOINT if timer.checkpointed else Method.MIXED
+        found = span(plan, timer, seconds, {method: peak * MB for method, peak in peaks.items()})
+        plan.saw_span(replace(held(found, 100 * MB), saved_bytes=int(found.saved_bytes * longer.get(now, 1.0))))
+    assert plan.judged and plan.reads_kept_bytes is stays, plan.explain()
+    limit = 100 + 800 / max(longer.get(Method.CHECKPOINT, 1.0), 1.0) if longer != {Method.CHECKPOINT: 1.005} else 900
+    assert planned == [pytest.approx(limit * MB, rel=1e-6)]
+
+
+@pytest.mark.parametrize(
     ("checkpointed", "took", "stays"),
     [
         pytest.param([10, 10, 10, 10, 10, 0.1], [11, 11, 11, 11, 11, 0.1], False, id="slower, and one is small"),
