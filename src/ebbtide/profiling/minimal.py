@@ -306,7 +306,8 @@ class MinimalPlan(PolicyPlan):
         alike = max(self._saved_bytes) <= GROWTH * min(self._saved_bytes)
         # Checkpointing and recipes were tried in the same steps.
         out = set[Method]() if alike else {Method.OFFLOAD, Method.MIXED}
-        larger = max(self._peaks[True][1:], default=0) > max(self._peaks[False])
+        # The first step with checkpoints compares all bytes, which takes memory, too.
+        larger = max(self._peaks[True][1:], default=0) > max(self._peaks[False][1:], default=0)
         if larger:
             out.add(Method.MIXED)
         took = self._times(out)

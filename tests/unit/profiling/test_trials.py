@@ -201,6 +201,17 @@ def test_any_other_mix_does_not_stay(monkeypatch: pytest.MonkeyPatch, took: list
     assert ("a mix took more memory" in plan.explain()) is (peak_bytes > LIMIT)
 
 
+def test_the_first_step_with_checkpoints_does_not_show_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares all bytes that second forwards compute, which later ones do of a block in fifty steps."""
+    plan, timer, _ = trying(monkeypatch, mix())
+    seconds, peaks = {Method.CHECKPOINT: [4.0], Method.MIXED: [2.0]}, {Method.MIXED: 950 * MB}
+    for number in range(2 * ROUNDS):
+        peaks[Method.CHECKPOINT] = 900 * MB if number else 1000 * MB
+        plan.saw_span(span(plan, timer, seconds, peaks))
+    assert plan.judged and not plan.reads_kept_bytes
+    assert "a mix took more memory" in plan.explain()
+
+
 @pytest.mark.parametrize(
     ("peaks", "longer", "stays"),
     [
