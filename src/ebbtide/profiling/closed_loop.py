@@ -297,7 +297,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
         BudgetError: No plan fits the memory budget, or the device.
     """
     if isinstance(policy, Minimal):
-        mix = minimal_mix(profile, [block.input_bytes for block in profile.blocks])
+        mix = minimal_mix(profile, [block.input_bytes for block in profile.blocks], memory_bytes)
         if mix is not None:
             return mix
     if not isinstance(policy, Auto):
@@ -354,34 +354,44 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
     return fit_with_reserve(replace(profile, store_bytes=None), budget_bytes, reserve)  # slower, but it may fit
 
 
-def minimal_mix(profile: Profile, input_bytes: Sequence[int] | None) -> Solution | None:
+def minimal_mix(
+    profile: Profile, input_bytes: Sequence[int] | None, memory_bytes: int | None = None
+) -> Solution | None:
     """Return the mix that ``Minimal`` would choose (``ebbtide.profiling.minimal``), as far as a prediction tells.
 
     Args:
         profile: The step.
         input_bytes: See ``checkpointed_peak``.
+        memory_bytes: See ``within_checkpointing``.
 
     Returns:
         None: none promises anything, or the store is a disk.
     """
     if profile.store_bytes is None:
         return None
-    return within_checkpointing(profile, checkpointed_peak(profile, input_bytes))
+    return within_checkpointing(profile, checkpointed_peak(profile, input_bytes), memory_bytes)
 
 
-def within_checkpointing(profile: Profile, limit_bytes: int) -> Solution | None:
+def within_checkpointing(profile: Profile, limit_bytes: int, memory_bytes: int | None) -> Solution | None:
     """Return the fastest plan that treats saved tensors one by one and takes no more memory than checkpointing.
+
+    Where the head sets the peak, as logits do, no plan takes much less than checkpointing. Then half of what plans can
+    save is left free instead of a share of the peak, if the device has room for a peak above its prediction.
 
     Args:
         profile: The step.
         limit_bytes: The peak that checkpointing would have.
+        memory_bytes: Of the device; None: as much as is needed.
 
     Returns:
         None: no plan leaves enough of that free, or it is predicted to be hardly faster than checkpointing.
     """
     blocks = tuple(replace(block, checkpointable=False) for block in profile.blocks)
+    search, budget_bytes = Search(replace(profile, blocks=blocks)), int(limit_bytes / (1 + RESERVE))
+    if memory_bytes is None or limit_bytes * (1 + RESERVE) <= memory_bytes:
+        budget_bytes = max(budget_bytes, min((search.smallest.predicted.peak_bytes + limit_bytes) // 2, limit_bytes))
     try:
-        found = Search(replace(profile, blocks=blocks)).fit(int(limit_bytes / (1 + RESERVE)))
+        found = search.fit(budget_bytes)
     except BudgetError:
         return None
     checkpointed_seconds = profile.step_seconds + profile.forward_seconds

@@ -173,7 +173,7 @@ def _option(name: str, policy: Policy, solution: Solution, room: Limits) -> Opti
 
 def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
     """Return ebbtide-minimal: a mix if that promises anything, else recipes or checkpointing."""
-    mix = minimal_mix(profile, input_bytes)
+    mix = minimal_mix(profile, input_bytes, room.device_bytes)
     if mix is None:
         return _recipes(profile, input_bytes, room, checkpointing)
     return _option("ebbtide-minimal", Minimal(), mix, room)
