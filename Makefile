@@ -13,7 +13,7 @@ TESTS ?=
 SOURCES := src tests benchmarks docs/site_hooks.py
 
 # Five steps or more warm up, the last measures activation memory, and those between are timed; the modes run in lockstep.
-DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 20 --packing true
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --train_type lora --max_length 768 --max_steps 16 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal,plain-again
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead equal bound faults sft sft_types families scaling examples loading
@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare: about 8 minutes
-	@echo "Fine-tunes SmolLM2-135M in four modes, plainly twice, and compares them: about 8 minutes on two slow cores, 3 on eight."
+	@echo "Trains LoRA adapters of SmolLM2-135M in four modes, plainly twice, and compares them: about 8 minutes on two slow cores, 3 on eight."
 	@echo "The first time the model is fetched (89 MiB) and converted, once, before the first run."
 	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --modes $(DEMO_MODES) --rounds 1 --out runs/demo
