@@ -751,8 +751,8 @@ MUTANTS = (
     Mutant(
         "minimal: a mix leaves nothing of checkpointing's memory free",
         "ebbtide/profiling/closed_loop.py",
-        "fit(int(limit_bytes / (1 + RESERVE)))",
-        "fit(limit_bytes)",
+        "Search(replace(profile, blocks=blocks)), int(limit_bytes / (1 + RESERVE))",
+        "Search(replace(profile, blocks=blocks)), limit_bytes",
         TRIALS,
     ),
     Mutant(
