@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import format_size
 from ebbtide.store.device import capture_query
 from ebbtide.store.disk import DiskTier
@@ -18,6 +19,7 @@ from ebbtide.store.spill import SpillTier
 __all__ = ["DiskTier", "HostTier", "SpillTier", "capture_query", "open_tier"]
 
 _LOG = logging.getLogger("ebbtide.store")
+_TARGETS = ("auto", "host", "disk")
 
 
 def open_tier(
@@ -39,9 +41,14 @@ def open_tier(
         home: Host target: the device of the model; ``None``: the current one.
 
     Raises:
+        ConfigError: No such target.
         TargetError: The target does not exist on this machine.
         DiskError: The directory is unusable.
     """
+    if target not in _TARGETS:
+        raise ConfigError(
+            f"target is {target!r}", expected="'auto', 'host' or 'disk'", hint=nearest(str(target), _TARGETS)
+        )
     accelerated = torch.accelerator.is_available()
     if target == "auto":
         target = "host" if accelerated else "disk"

@@ -110,6 +110,7 @@ class DiskTier(Streamless):
 
     Raises:
         DiskError: The directory is missing, not writable, or in RAM.
+        ConfigError: A size is not above zero.
     """
 
     name = "disk"
@@ -121,6 +122,9 @@ class DiskTier(Streamless):
         budget_bytes: int | None = None,
         in_flight_bytes: int = _DEFAULT_IN_FLIGHT_BYTES,
     ) -> None:
+        for name, value in (("budget_bytes", budget_bytes), ("in_flight_bytes", in_flight_bytes)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}", expected="a number of bytes above zero", hint="leave it out")
         file = BackingFile(default_directory() if path is None else check_directory(path))
         self.counters = TierCounters()
         self.direct = file.direct

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.base.errors import TargetError
+from ebbtide.base.errors import ConfigError, TargetError
 from ebbtide.store import DiskTier, open_tier
 from ebbtide.store.allocator import trim_heap
 
@@ -32,6 +32,11 @@ def test_host_without_accelerator_is_an_error_with_a_hint() -> None:
         TargetError, match=r"(?s)target='host' needs an accelerator, and none was found; expected .*'disk'\nhint: "
     ):
         open_tier("host")
+
+
+def test_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'disk'"):
+        open_tier("disc")
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
