@@ -37,7 +37,8 @@ from ebbtide.wrap import Attachment, find_blocks
 
 logger = logging.getLogger("ebbtide")
 
-AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30), 1
+AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30)
+NO_WINDOW = 1
 """Copy rates and window while a simulated step is recorded; the copies of a plan are simulated later."""
 
 
@@ -154,7 +155,7 @@ class _Task:
         simulated = FakeMachine(self.machine, _base_bytes(twin, modules, self.job) + _nbytes(inputs))
         bus = Bus()
         engine = Engine(
-            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=AT_ONCE[1]), bus,
+            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=NO_WINDOW), bus,
             rules=self.rules, tensor_types=TENSOR_TYPES, model_weights=lambda: (*twin.parameters(), *twin.buffers()),
             trust=_Simulated(bus, simulated),
         )  # fmt: skip
@@ -204,7 +205,7 @@ class _Task:
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
         job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
-        profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=AT_ONCE)
+        profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
         tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
         store_bytes = None if machine.can_cancel else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
