@@ -86,7 +86,7 @@ def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False, af
         scope.leave()
     with (
         handle,
-        mock.patch("ebbtide.wrap.rest.Rest.holds", lambda *args: True) if after == "at rest" else nullcontext(),
+        mock.patch("ebbtide.wrap.rest.Rest.prepare", lambda *args: True) if after == "at rest" else nullcontext(),
     ):
         for _ in range(3):
             with counted() as meetings:

@@ -134,7 +134,7 @@ class MeasuredPlan(Explained):
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
         timer.marks = True
-        timer.outdated = weakly(self._lacks_state)
+        timer.outdated = weakly(self._note_new_state)
         self._timer = engine.timer = timer
         timer.want()
 
@@ -281,8 +281,8 @@ class MeasuredPlan(Explained):
         engine = self._engine()
         return 0 if engine is None else engine.guard.optimizers
 
-    def _lacks_state(self) -> bool:
-        """Whether an optimizer has made its state only after the memory of steps was measured; so many times."""
+    def _note_new_state(self) -> bool:
+        """Return whether an optimizer has made its state since memory was measured; only so many times."""
         before, self._optimizers = self._optimizers, self._stepped_optimizers()
         lacks = self._memory and self._optimizers != before and self._states > 0
         self._states -= lacks
@@ -313,7 +313,7 @@ class MeasuredPlan(Explained):
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
         if following is None:
             self._bus.emit("verdict", name=self.name, text=self.explain())
-            self._timer.spans.paused = check.look_again()
+            self._timer.spans.paused = check.prepare_next()
             return False
         self._carry_out(following)
         return following.unjudged
@@ -326,7 +326,7 @@ class MeasuredPlan(Explained):
             engine.plan_changed()
         self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(check)
         self._timer.spans.want(wanted=check.unjudged)
-        self._timer.spans.paused = check.look_again()
+        self._timer.spans.paused = check.prepare_next()
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
@@ -346,7 +346,7 @@ class MeasuredPlan(Explained):
             return False
         timer.yardsticks = self._loop.yardsticks(check)
         if not timer.yardsticks:
-            spans.paused = check.look_again()
+            spans.paused = check.prepare_next()
         return bool(timer.yardsticks)
 
     def _room_bytes(self, step: TimedStep) -> int | None:

@@ -204,5 +204,5 @@ class Room:
         return DiskFullError(
             f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}{budget}",
             expected="enough contiguous space for every offloaded storage",
-            hint="free some space there, name a larger disk as disk_path, raise the budget, or offload less",
+            hint="free some space there, name a larger disk as disk_path, or offload less",
         )

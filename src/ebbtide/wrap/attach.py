@@ -134,7 +134,7 @@ class Attachment:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
         self._agreement.reach(self._blocks)
-        if self._rest.holds(self._scopes, self._put_on, self._trains(), args, kwargs):
+        if self._rest.prepare(self._scopes, self._put_on, self._trains(), args, kwargs):
             return forward(*args, **kwargs)
         self._depth += 1
         try:

@@ -48,10 +48,10 @@ class Rest:
         self._kept_elements = 0  # of the inputs then
         self._sums: tuple[int, Tally, dict[Site, tuple[int, int]]] | None = None  # elements; sums; bytes by site
 
-    def holds(
+    def prepare(
         self, scopes: Sequence[Scope], put_on: PutOn, trains: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether the new pass runs with nothing installed on any block; install or remove accordingly.
+        """Install hooks or remove them; return whether the new pass runs with nothing installed on any block.
 
         Args:
             scopes: All blocks; a model that is its own block stays as it is.
