@@ -63,9 +63,14 @@ class Range:
 
 
 def fastest(took: Mapping[Method, Range]) -> Method:
-    """Return the method that is certainly the fastest; if none is, the first one."""
+    """Return the method that is certainly the fastest; if none is, the first one.
+
+    Those that are tried in other steps than the first must be so by ``FASTER``: what they cost outside of blocks is not
+    in these times. Recipes and second forwards share their steps.
+    """
     first = min(took, key=[*Method].index)
-    certain = [method for method, one in took.items() if one.high < took[first].low * (1 - FASTER)]
+    share = {method: 0.0 if method is Method.RECIPES else FASTER for method in took}
+    certain = [method for method, one in took.items() if one.high < took[first].low * (1 - share[method])]
     return min(certain, key=lambda method: took[method].middle, default=first)
 
 
