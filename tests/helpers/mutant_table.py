@@ -632,8 +632,22 @@ MUTANTS = (
     Mutant(
         "minimal: a method that seems faster stays",
         "ebbtide/profiling/trials.py",
-        "one.high < took[first].low * (1 - FASTER)",
+        "one.high < took[first].low * (1 - share[method])",
         "one.middle < took[first].middle",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: recipes must be faster by a margin, too",
+        "ebbtide/profiling/trials.py",
+        "0.0 if method is Method.RECIPES else FASTER",
+        "FASTER",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: what is tried in other steps needs no margin",
+        "ebbtide/profiling/trials.py",
+        "0.0 if method is Method.RECIPES else FASTER",
+        "0.0",
         MINIMAL,
     ),
     Mutant(

@@ -8,7 +8,7 @@ many small tensors may spend more on them than on its forward. *Checkpointing* r
 of the planner for single tensors: the one that is predicted to be fastest within the memory of checkpointing. They are
 compared in the model's own steps (``ebbtide.profiling.trials``). The first of each warms up. From then on a kind is
 checkpointed, unless another method was certainly faster: its median lower by more than both uncertainties, and by
-``FASTER``. Among those the lowest median wins. Steps of other sizes are compared by their time per byte, if they differ
+``FASTER`` if it ran in other steps. Among those the lowest median wins. Steps of other sizes are compared by their time per byte, if they differ
 by ``GROWTH`` at most.
 
 Without an accelerator steps alternate: in one every other block of a kind is checkpointed and the rest use recipes; in
@@ -202,7 +202,7 @@ class MinimalPlan(PolicyPlan):
         """Process a step with a trial; return whether another follows."""
         if not self._trials:
             return False
-        if span is None or span.verifies or not span.saved_bytes or not self._is_like_measured(span):
+        if span is None or span.verifies or not span.saved_bytes or not self._check_memory(span):
             self._skipped += 1
             if self._outdated or self._skipped < MOST_SKIPPED:
                 return not self._outdated
@@ -218,8 +218,8 @@ class MinimalPlan(PolicyPlan):
         self._decide()
         return False
 
-    def _is_like_measured(self, span: Span) -> bool:
-        """Whether the peak of a step may be compared with that of a mix; notes if more memory is in use by now."""
+    def _check_memory(self, span: Span) -> bool:
+        """Return whether the peak of a step may be compared with a mix's; end the trials if more memory is in use by now."""
         step = self._measured
         if not self._mixes or step is None or span.held_bytes is None or step.held_bytes is None:
             return True
