@@ -67,7 +67,7 @@ class Admission(RunRecord):
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         device = self.where or next((weight.device for weight in block.weights()), None)
         self.device_type = "cpu" if device is None else device.type
-        self.tally.input_bytes, self.tally.called_bytes = self._inputs.nbytes, self._inputs.all_bytes
+        self.tally.input_bytes, self.tally.largest_input_bytes = self._inputs.nbytes, self._inputs.largest_bytes
         self.compared = engine.trust.begin_block(
             block.name, (block.kind, checkpointed), accelerator=self.device_type != "cpu"
         )

@@ -22,24 +22,24 @@ class Inputs:
 
     Attributes:
         nbytes: Bytes of the storages of those that need a gradient.
-        all_bytes: Bytes of the storages of all floating ones.
+        largest_bytes: Bytes of the storage of the largest floating one.
         storages: Those of the tensors, by id.
         values: Each by the id of the node that made it and the number of the node's output, with its version.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
-        floating: dict[int, int] = {}
         trained: dict[int, int] = {}
+        self.largest_bytes = 0
         for t in plain_tensors(tensors):
             if t.layout == torch.strided and not t.is_nested:
                 storage = t.untyped_storage()
                 self.storages[id(storage)] = storage
                 if t.is_floating_point():
-                    floating[id(storage)] = storage.nbytes()
+                    self.largest_bytes = max(self.largest_bytes, storage.nbytes())
                 if t.requires_grad:
                     trained[id(storage)] = storage.nbytes()
-        self.nbytes, self.all_bytes = sum(trained.values()), sum(floating.values())
+        self.nbytes = sum(trained.values())
         self.values: dict[tuple[int, int], tuple[torch.autograd.graph.Node, torch.Tensor, int]] = {}
         for t in tensors:
             if t.requires_grad and (node := node_of(t)) is not None:

@@ -24,15 +24,15 @@ class Tally:
     """Bytes of one block's forward, or of one pass."""
 
     __slots__ = (
-        "called_bytes", "input_bytes", "kept", "offloaded", "packs", "recomputed", "replayed", "saved", "small",
-        "small_bytes", "must_keep", "unique",
+        "input_bytes", "kept", "largest_input_bytes", "must_keep", "offloaded", "packs", "recomputed", "replayed",
+        "saved", "small", "small_bytes", "unique",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.packs = self.replayed = self.saved = self.unique = 0
         self.kept = self.offloaded = self.recomputed = 0
         self.input_bytes = self.must_keep = 0
-        self.called_bytes = 0  # of all inputs, also those that need no gradient
+        self.largest_input_bytes = 0  # floating, but it may need no gradient
         self.small = self.small_bytes = 0
 
     def add_saved(self, nbytes: int) -> None:
@@ -79,11 +79,20 @@ class Tally:
         self.offloaded -= nbytes
         self.kept += nbytes
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a block's inputs that a checkpoint holds.
+
+        Those that need a gradient; in a first block after frozen weights none does, so the largest stands for them.
+        Others (positions, masks) are shared by the blocks.
+        """
+        return self.input_bytes or self.largest_input_bytes
+
     def unique_for(self, other: Tally) -> int:
         """Return the bytes that the same block saves with the inputs of another run, in proportion to their sizes."""
         own, others = self.input_bytes, other.input_bytes
         if not (own and others):  # a first block after frozen weights: its inputs need no gradient
-            own, others = self.called_bytes, other.called_bytes
+            own, others = self.largest_input_bytes, other.largest_input_bytes
         return self.unique * others // own if own else self.unique
 
     def add_checkpointed(self, unique: int) -> int:

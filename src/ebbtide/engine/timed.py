@@ -38,7 +38,7 @@ class TimedBlock:
         plain: It ran without hooks, so it has no units. See [Note: plain blocks].
         checkpointed: Its forward ran a second time in backward, so its units are its inputs.
         checkpointable: Its forward could run a second time in backward.
-        input_bytes: Bytes that it would keep for that: those of its inputs that need a gradient.
+        input_bytes: Bytes of its inputs that it would keep for that.
         pack_seconds: Time in the pack hook, without replays; 0 on an accelerator, which does not wait for the host.
     """
 

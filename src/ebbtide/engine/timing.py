@@ -242,7 +242,7 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is not None and block is not None:
             if not isinstance(run, PlainRun):
-                block.checkpointable, block.input_bytes = run.checkpointable, run.tally.input_bytes
+                block.checkpointable, block.input_bytes = run.checkpointable, run.tally.checkpoint_bytes
                 block.pack_seconds = run.pack_seconds
             self._cut(self._pass.between)
 

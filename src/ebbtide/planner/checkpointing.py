@@ -8,35 +8,22 @@ step is longer by the blocks' forwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 from ebbtide.base.actions import Action
-from ebbtide.base.errors import ConfigError
 from ebbtide.planner.profile import BlockProfile, Profile, Unit
 
 
-def checkpointed_peak(profile: Profile, input_bytes: Sequence[int] | None = None) -> int:
+def checkpointed_peak(profile: Profile) -> int:
     """Return the most bytes on the device in a step whose blocks are all checkpointed, base included.
 
     See [Note: simulated checkpointing]. The step is longer by ``profile.forward_seconds``.
 
     Args:
         profile: The step that keeps everything.
-        input_bytes: For each executed block, bytes of its inputs; None: the saved part of them, which is more if a
-            block saves its input in a wider type, and less if it does not save it.
-
-    Raises:
-        ConfigError: ``input_bytes`` is not for these blocks.
     """
     blocks = profile.blocks
-    input_sizes = [_saved_input_bytes(block) for block in blocks] if input_bytes is None else list(input_bytes)
-    if len(input_sizes) != len(blocks):
-        raise ConfigError(
-            f"input_bytes has {len(input_sizes)} numbers",
-            expected=f"one for each of {len(blocks)} executed blocks",
-            hint="leave it out to take what the blocks save of their inputs",
-        )
+    input_sizes = [_held_input_bytes(block) for block in blocks]
     kept = list(accumulate(input_sizes))
     peaks = [held + block.forward_base_bytes for held, block in zip(kept, blocks, strict=True)]
     peaks.append(sum(input_sizes) + profile.head_base_bytes)
@@ -66,6 +53,11 @@ def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Ac
         return inputs if unit.movable else Action.KEEP
 
     return tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
+
+
+def _held_input_bytes(block: BlockProfile) -> int:
+    """Return the bytes of its inputs that a checkpointed block holds: in an older profile, what it saves of them."""
+    return block.input_bytes or _saved_input_bytes(block)
 
 
 def _saved_input_bytes(block: BlockProfile) -> int:

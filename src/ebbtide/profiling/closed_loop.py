@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ebbtide.base.actions import Action
@@ -297,7 +296,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
         BudgetError: No plan fits the memory budget, or the device.
     """
     if isinstance(policy, Minimal):
-        mix = minimal_mix(profile, [block.input_bytes for block in profile.blocks], memory_bytes)
+        mix = minimal_mix(profile, memory_bytes)
         if mix is not None:
             return mix
     if not isinstance(policy, Auto):
@@ -354,14 +353,11 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
     return fit_with_reserve(replace(profile, store_bytes=None), budget_bytes, reserve)  # slower, but it may fit
 
 
-def minimal_mix(
-    profile: Profile, input_bytes: Sequence[int] | None, memory_bytes: int | None = None
-) -> Solution | None:
+def minimal_mix(profile: Profile, memory_bytes: int | None = None) -> Solution | None:
     """Return the mix that ``Minimal`` would choose (``ebbtide.profiling.minimal``), as far as a prediction tells.
 
     Args:
         profile: The step.
-        input_bytes: See ``checkpointed_peak``.
         memory_bytes: See ``within_checkpointing``.
 
     Returns:
@@ -369,7 +365,7 @@ def minimal_mix(
     """
     if profile.store_bytes is None:
         return None
-    return within_checkpointing(profile, checkpointed_peak(profile, input_bytes), memory_bytes)
+    return within_checkpointing(profile, checkpointed_peak(profile), memory_bytes)
 
 
 def within_checkpointing(profile: Profile, limit_bytes: int, memory_bytes: int | None) -> Solution | None:

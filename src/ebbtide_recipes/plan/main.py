@@ -66,11 +66,7 @@ def main(
     begin(f"making {config.name} without weights")
     outline = subject.outline(_dtype(config, machine))
     begin(f"simulating a step of {outline.amount} on {machine.name}")
-    inputs, end = model.watch_inputs(outline.module)
-    try:
-        profile = _simulated(config, outline.module, subject.batch(), machine)
-    finally:
-        end()
+    profile = _simulated(config, outline.module, subject.batch(), machine)
     begin("comparing the options")
     if config.train_type == "qlora":
         profile = quantised(profile, outline.module, machine)
@@ -82,9 +78,7 @@ def main(
         machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
     )
     profile = replace(profile, store_bytes=room.store_bytes)
-    latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
-    known = latest if len(latest) == len(profile.blocks) else None
-    found = options(profile, known, room, config.max_slowdown)
+    found = options(profile, room, config.max_slowdown)
     return Result(
         config=config, outline=outline, machine=machine, profile=profile, room=room, options=found,
         pareto=pareto(profile, found) if config.json or config.svg is not None else None,

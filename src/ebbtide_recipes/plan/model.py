@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.extras import require
@@ -106,34 +105,6 @@ class Subject:
         """Return a batch of full sequences of text, each token to be learned."""
         tokens = torch.ones(self._config.per_device_train_batch_size, self._config.max_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
-
-
-def watch_inputs(model: nn.Module) -> tuple[list[int], Callable[[], None]]:
-    """Record the input bytes of every block that runs from now on.
-
-    Only of tensors with gradients, or, if there are none (the first block under frozen weights), of the largest tensor.
-    Others (positions, masks) are shared by the blocks.
-
-    Args:
-        model: Its copies are watched, too.
-
-    Returns:
-        The list that is filled, and a function that ends recording.
-    """
-    seen: list[int] = []
-
-    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        learned = {id(x): x.numel() * x.itemsize for x in tensors if x.requires_grad}
-        seen.append(sum(learned.values()) or max((x.numel() * x.itemsize for x in tensors), default=0))
-
-    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in find_blocks(model, None)]
-
-    def end() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return seen, end
 
 
 def read(config: SftConfig) -> PreTrainedConfig:

@@ -114,18 +114,17 @@ class Option:
     problem: str = ""
 
 
-def options(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_slowdown: float) -> list[Option]:
+def options(profile: Profile, room: Limits, max_slowdown: float) -> list[Option]:
     """Return the cost of each option.
 
     Args:
         profile: The step that keeps everything.
-        input_bytes: Input bytes of each executed block; None: not known.
         room: The memory to fit into.
         max_slowdown: For ebbtide-auto.
     """
     plain = keep_everything(profile)
-    found = [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, input_bytes, room)]
-    found += [_minimal(profile, input_bytes, room, found[1])]
+    found = [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, room)]
+    found += [_minimal(profile, room, found[1])]
     found += [_ebbtide("ebbtide-offload", Offload(), profile, room)]
     slow = Auto(max_slowdown=max_slowdown)
     found += [_ebbtide(f"ebbtide-auto, at most {100 * max_slowdown:g} % slower", slow, profile, room)]
@@ -171,19 +170,19 @@ def _option(name: str, policy: Policy, solution: Solution, room: Limits) -> Opti
     )
 
 
-def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
+def _minimal(profile: Profile, room: Limits, checkpointing: Option) -> Option:
     """Return ebbtide-minimal: a mix if that promises anything, else recipes or checkpointing."""
-    mix = minimal_mix(profile, input_bytes, room.device_bytes)
+    mix = minimal_mix(profile, room.device_bytes)
     if mix is None:
-        return _recipes(profile, input_bytes, room, checkpointing)
+        return _recipes(profile, room, checkpointing)
     return _option("ebbtide-minimal", Minimal(), mix, room)
 
 
-def _recipes(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
+def _recipes(profile: Profile, room: Limits, checkpointing: Option) -> Option:
     """Return ebbtide-minimal; if it checkpoints blocks that the rules cover badly, checkpointing with its bytes."""
-    if input_bytes is None or not _reruns(profile, input_bytes):
+    if not _checkpoints(profile):
         return _ebbtide("ebbtide-minimal", Minimal(), profile, room)
-    offloaded = sum(input_bytes)
+    offloaded = sum(block.input_bytes for block in profile.blocks)
     return replace(
         checkpointing,
         name=CHECKPOINTED,
@@ -193,23 +192,24 @@ def _recipes(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, 
     )
 
 
-def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
+def _checkpoints(profile: Profile) -> bool:
     """Whether ebbtide-minimal checkpoints some block, decided as in a step."""
     plan = plan_for(Minimal())
-    for place, (block, nbytes) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
+    for place, block in enumerate(profile.blocks):
         must_keep = sum(
             unit.nbytes
             for unit in block.units
             # Tensors stored in a narrower type (bfloat16 under its float32 copy) are covered.
             if unit.recompute_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
-        if plan.block_action(block.kind, place, input_bytes=nbytes, must_keep_bytes=must_keep) is Action.CHECKPOINT:
+        held = block.input_bytes
+        if plan.block_action(block.kind, place, input_bytes=held, must_keep_bytes=must_keep) is Action.CHECKPOINT:
             return True
     return False
 
 
-def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Option:
-    peak_bytes = checkpointed_peak(profile, input_bytes)
+def _checkpointing(profile: Profile, room: Limits) -> Option:
+    peak_bytes = checkpointed_peak(profile)
     return Option(
         name="checkpointing",
         policy=None,

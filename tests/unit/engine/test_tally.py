@@ -17,6 +17,6 @@ from ebbtide.engine.stats import Tally
 )
 def test_a_checkpointed_block_would_save_what_its_kind_saves(seen_bytes: int, input_bytes: int, expected: int) -> None:
     seen, run = Tally(), Tally()
-    seen.unique, seen.input_bytes, seen.called_bytes = 100, seen_bytes, 20
-    run.input_bytes, run.called_bytes = input_bytes, 60
+    seen.unique, seen.input_bytes, seen.largest_input_bytes = 100, seen_bytes, 20
+    run.input_bytes, run.largest_input_bytes = input_bytes, 60
     assert seen.unique_for(run) == expected
