@@ -8,8 +8,8 @@ many small tensors may spend more on them than on its forward. *Checkpointing* r
 of the planner for single tensors: the one that is predicted to be fastest within the memory of checkpointing. They are
 compared in the model's own steps (``ebbtide.profiling.trials``). The first of each warms up. From then on a kind is
 checkpointed, unless another method was certainly faster: its median lower by more than both uncertainties, and by
-``FASTER`` if it ran in other steps. Among those the lowest median wins. Steps of other sizes are compared by their time per byte, if they differ
-by ``GROWTH`` at most.
+``FASTER`` if it ran in other steps. Among those the lowest median wins. Steps of other sizes are compared by their time
+per byte, if they differ by ``GROWTH`` at most.
 
 Without an accelerator steps alternate: in one every other block of a kind is checkpointed and the rest use recipes; in
 the next all blocks are offloaded, because copies of a few would have the store to themselves. Recipes and checkpointing
@@ -219,7 +219,7 @@ class MinimalPlan(PolicyPlan):
         return False
 
     def _check_memory(self, span: Span) -> bool:
-        """Return whether the peak of a step may be compared with a mix's; end the trials if more memory is in use by now."""
+        """Return whether a step's peak may be compared with a mix's; end the trials if more memory is in use now."""
         step = self._measured
         if not self._mixes or step is None or span.held_bytes is None or step.held_bytes is None:
             return True

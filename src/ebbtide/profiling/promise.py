@@ -287,7 +287,7 @@ class Check:
         return self.measured
 
     def prepare_next(self) -> int:
-        """Prepare the next verdict; return after how many passes those that count for it begin. 0: this one is final."""
+        """Prepare the next verdict; return after how many passes those that count begin. 0: this one is final."""
         if self.measured is None or not self.by_blocks or self.too_slow:
             return 0
         self._settling, self._needed, self._unused = SETTLING, ADDED, 0

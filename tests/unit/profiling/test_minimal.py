@@ -146,7 +146,11 @@ def test_what_noise_may_have_decided_is_checkpointed(apart: float) -> None:
 @pytest.mark.parametrize(
     ("offload", "recipes", "best"),
     [
-        (3.5, 4.2, OFFLOAD), (3.95, 4.2, CHECKPOINT), (3.5, 3.0, RECIPES), (3.0, 3.5, OFFLOAD), (5.0, 5.0, CHECKPOINT),
+        (3.5, 4.2, OFFLOAD),
+        (3.95, 4.2, CHECKPOINT),
+        (3.5, 3.0, RECIPES),
+        (3.0, 3.5, OFFLOAD),
+        (5.0, 5.0, CHECKPOINT),
         (5.0, 3.95, RECIPES),
     ],  # fmt: skip
 )
