@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from ebbtide.base.errors import counted
 from ebbtide.report.copies import copies
@@ -24,6 +24,9 @@ from ebbtide.report.table import (
     size,
 )
 
+PLAIN_AGAIN = "plain-again"
+"""The mode of a second run of ordinary training."""
+
 LEAST_TIMED = 3
 """Fewer timed steps than these judge no step time."""
 
@@ -41,11 +44,18 @@ def verdicts(
     if plain is not None and len(pairs) > 1:
         pairs = [(name, summary) for name, summary in pairs if summary is not plain]
         pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
-    return [verdict(name, summary, plain, splits.get(name), against=against) for name, summary in pairs]
+    again = next((s for s in summaries if s.get("mode") == PLAIN_AGAIN), None) if baseline is None else None
+    return [verdict(name, summary, plain, splits.get(name), against=against, again=again) for name, summary in pairs]
 
 
 def verdict(
-    name: str, summary: Summary, plain: Summary | None, found: PeakParts | None, *, against: str = "plain"
+    name: str,
+    summary: Summary,
+    plain: Summary | None,
+    found: PeakParts | None,
+    *,
+    against: str = "plain",
+    again: Summary | None = None,
 ) -> str:
     """Describe in one line the run's saving, its price, the contents of the remaining peak and how to lower it.
 
@@ -55,9 +65,10 @@ def verdict(
         plain: The baseline, if there is one.
         found: The contents of its peak.
         against: The name of ``plain``.
+        again: An equal run of it, if there is one: its peak counts as much.
     """
     held = plain is not None and plain is not summary
-    facts = [f"{_against(summary, plain)} (against {against})"] if plain and held else _alone(summary)
+    facts = [f"{_against(summary, plain, again)} (against {against})"] if plain and held else _alone(summary)
     line = f"{name}: {', '.join(facts)}"
     plan = str(section(summary, "plan").get("text"))
     kept_all = "nothing is gained" in plan  # as ``MeasuredPlan.explain`` has it
@@ -73,12 +84,16 @@ def verdict(
     return line + "."
 
 
-def _against(summary: Summary, plain: Summary) -> str:
-    ours, theirs = measured(summary).get("peak_bytes"), measured(plain).get("peak_bytes")
+def _against(summary: Summary, plain: Summary, again: Summary | None) -> str:
+    ours = measured(summary).get("peak_bytes")
+    theirs = [peak for equal in (plain, again) if equal and (peak := measured(equal).get("peak_bytes"))]
     facts: list[str] = []
     if ours is not None and theirs:
-        less = theirs - ours
-        change = f"{'−' if less > 0 else '+'}{size(abs(less))} ({100 * abs(less) / theirs:.0f} %)"
+        usual, apart = fmean(theirs), max(theirs) - min(theirs)
+        less = usual - ours
+        change = f"{'−' if less > 0 else '+'}{size(abs(less))} ({100 * abs(less) / usual:.0f} %)"
+        if NOISE_BYTES <= abs(less) <= apart:
+            change += f", no more than equal runs differ by ({size(apart)})"
         change = "unchanged" if abs(less) < NOISE_BYTES else change
         facts.append(f"peak {change}")
     timed = int(summary.get("timed_steps", LEAST_TIMED) * (summary.get("rounds") or 1))

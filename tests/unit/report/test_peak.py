@@ -172,6 +172,15 @@ def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None
     assert peak.splits_svg({}) is None and peak.splits_table({}).rows == ()
 
 
+def test_the_peak_is_compared_with_the_mean_of_equal_runs() -> None:
+    found = {"plain": 1000 * MIB, "plain-again": 900 * MIB, "ebbtide": 930 * MIB}
+    plain, again, ours = ({"mode": mode, "device": "cuda", "inside": {"peak_bytes": n}} for mode, n in found.items())
+    (line,) = verdicts([plain, again, ours], [*found], {})
+    assert line.startswith("ebbtide: peak −20.0 MiB (2 %), no more than equal runs differ by (100.0 MiB)")
+    (line,) = verdicts([plain, ours], ["plain", "ebbtide"], {})
+    assert line.startswith("ebbtide: peak −70.0 MiB (7 %) (against")
+
+
 def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain"))
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=150 * MIB, slow=1.1, engine=True))
