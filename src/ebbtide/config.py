@@ -19,6 +19,9 @@ STRATEGIES = ("auto", "single", "ddp", "fsdp", "fsdp2")
 MIN_BYTES = 64 * 1024
 """Smaller storages stay: a quarter of the saved tensors, under 1 % of their bytes, most of the per-tensor cost."""
 
+DEFAULT_SLOWDOWN = 0.05
+"""``max_slowdown`` of ``Auto``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
@@ -64,15 +67,15 @@ class Auto:
 
     Args:
         memory_budget: Largest peak, in bytes or as ``"40GiB"``: of the device's memory, or without an accelerator of
-            the process's resident memory. ``max_slowdown`` then has no effect.
-        max_slowdown: Largest slowdown of a step against ordinary training, 0 to 1; 0.05 is 5 %.
+            the process's resident memory. The fastest plan within it is made.
+        max_slowdown: Largest slowdown of a step against ordinary training, 0 to 1; 0.05 is 5 %. Not with a budget.
 
     Raises:
         ConfigError: A value cannot be used.
     """
 
     memory_budget: str | int | None = None
-    max_slowdown: float = 0.05
+    max_slowdown: float = DEFAULT_SLOWDOWN
 
     def __post_init__(self) -> None:
         _ = self.budget_bytes
@@ -82,6 +85,12 @@ class Auto:
                 f"max_slowdown is {self.max_slowdown!r}",
                 expected="a fraction between 0 and 1",
                 hint="0.05 allows a step that is 5 % slower; policy 'minimal' has no such limit",
+            )
+        if self.memory_budget is not None and self.max_slowdown != DEFAULT_SLOWDOWN:
+            raise ConfigError(
+                f"max_slowdown is {self.max_slowdown!r} and memory_budget is {self.memory_budget!r}",
+                expected="one of them: within a budget the fastest plan is made, however slow it is",
+                hint="leave out max_slowdown, or memory_budget",
             )
 
     @cached_property

@@ -126,7 +126,8 @@ class PlanConfig:
     @cached_property
     def budget_bytes(self) -> int | None:
         """``memory_budget`` in bytes; ``None``: the default."""
-        return Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown).budget_bytes
+        _ = Auto(max_slowdown=self.max_slowdown)  # checks it; the page has an option for each
+        return Auto(memory_budget=self.memory_budget).budget_bytes
 
     @cached_property
     def host_bytes(self) -> int | None:

@@ -256,6 +256,7 @@ def test_the_file_of_a_plan_may_be_named(tmp_path: Path) -> None:
         ({"memory_budget": "abc"}, "memory_budget is 'abc'; expected a size above zero"),
         ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"max_slowdown": 5.0}, "max_slowdown is 5.0"),
+        ({"max_slowdown": 0.1, "memory_budget": "4GiB"}, "max_slowdown is 0.1 and memory_budget is '4GiB'"),
         ({"gradient_checkpointing": True, "memory_budget": "abc"}, "memory_budget is 'abc'"),
         ({"activation_cpu_offload": True, "max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"activation_cpu_offload": True, "memory_budget": "0"}, "memory_budget is '0'"),
