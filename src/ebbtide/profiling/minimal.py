@@ -68,6 +68,9 @@ are equally long: gradients that accumulate and an optimizer's state are more.""
 STATES = 3
 """Times that a step is measured again because a later one began with more memory."""
 
+COMPARED = "the memory of checkpointing, by the fastest method for each kind of block"
+"""How ``explain`` begins once methods were compared."""
+
 NO_MIX = "no plan for single tensors fits into its memory and promises to be faster"
 UNTIMED = "too few steps were alike in what they save and what is in memory to compare it with a mix"
 """Why a mix is not tried."""
@@ -174,7 +177,9 @@ class MinimalPlan(PolicyPlan):
         """Describe the plan, and what was measured for each kind of block."""
         why = [f"{kind} blocks are {why}" for kind, why in self._why.items()]
         mix = [self._mix.explain()] if self._mix is not None and self.reads_kept_bytes else []
-        return "\n".join([super().explain(), *why, *mix])
+        others = sorted({*self._kinds.values()} - self._why.keys())
+        rule = [f"{', '.join(others)} blocks: {super().explain()}"] if why and others else []
+        return "\n".join([COMPARED if why else super().explain(), *why, *rule, *mix])
 
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step, and begin to compare the methods; return whether another is wanted."""

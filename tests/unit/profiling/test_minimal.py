@@ -14,7 +14,7 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.profiling.minimal import MOST_SKIPPED, ROUNDS, MinimalPlan
+from ebbtide.profiling.minimal import COMPARED, MOST_SKIPPED, ROUNDS, MinimalPlan
 from ebbtide.profiling.trials import Method, every_other
 from ebbtide.store.disk import DiskTier
 from tests.unit.profiling.test_promise import MB, step, tier
@@ -127,6 +127,7 @@ def test_recipes_that_cost_more_than_checkpointing_are_replaced_by_it() -> None:
     plan = decided({RECIPES: [1.0, 5.0, 5.2], CHECKPOINT: [9.0, 4.0, 4.1]})
     assert action(plan) is Action.CHECKPOINT
     assert action(plan, "Other") is Action.KEEP
+    assert plan.explain().startswith(COMPARED) and "recompute rule" not in plan.explain(), "no rule decides any more"
     assert "Layer blocks are checkpointed: a block took 4.05 s (" in plan.explain()
     assert ") checkpointed, 5.1 s (" in plan.explain() and plan.explain().count("by recipes") == 1
 
