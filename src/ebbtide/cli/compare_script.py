@@ -28,6 +28,7 @@ from ebbtide.script.request import Request, Switched, read_notes, why_untrained
 _SCRIPT_DOES = {
     "plain": "the unchanged script",
     "checkpointing": "with activation checkpointing: the model's own switch, else around its blocks",
+    "ebbtide": "the policy Auto",
 }
 
 

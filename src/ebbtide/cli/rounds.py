@@ -244,7 +244,7 @@ def check_folder(out: Path) -> None:
 def _counted_words(plan: Rounds, warm_up: int) -> str:
     """Describe which steps count, or warn that there are too few."""
     if plan.steps is None or plan.steps >= warm_up + 2:
-        return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
+        return f"At least the first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
     return (
         f"{plan.steps} steps are too few to measure Auto's plan, which starts after {warm_up - SETTLING}\n"
         f"hint: {plan.flag} {DEFAULT_STEPS}\n"

@@ -89,7 +89,8 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
         logger.warning(
             "the model checkpoints its own blocks (%s): ebbtide %s; "
             "hint: set gradient_checkpointing=False (activation_checkpointing=False in newer transformers), which "
-            "TRL's trainers have on by default, and ebbtide chooses for each saved tensor "
+            "TRL's trainers have on by default, or model.disable_gradient_checkpointing() in diffusers, and ebbtide "
+            "chooses for each saved tensor "
             "(policy 'minimal': with the memory of checkpointing)",
             block,
             "offloads what the checkpoints keep and chooses nothing else"

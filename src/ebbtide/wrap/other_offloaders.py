@@ -121,7 +121,7 @@ def refuse_attached(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
             raise ConflictError(
                 f"block {block.name!r} is already offloaded by another handle",
                 expected="one offloader on a model",
-                hint="call close() on the first handle (`handle` of this error), or keep using it",
+                hint="close the first handle (`error.handle.close()`, with this error as `error`), or keep using it",
                 handle=next(iter(open_handles(module)), None),
             )
 
