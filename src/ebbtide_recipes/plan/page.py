@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ebbtide.base.extras import installed
@@ -148,7 +149,7 @@ def command(result: Result, option: Option) -> str:
     words = ["ebbtide", config.recipe]
     flags: list[tuple[str, str]] = []
     for name in _FLAGS[config.recipe]:
-        value = {"torch_dtype": result.outline.dtype, "model": config.name}.get(name, getattr(config, name))
+        value = {"torch_dtype": result.outline.dtype, "model": _trained(config)}.get(name, getattr(config, name))
         if name in _ALWAYS or (value != getattr(PlanConfig, name) and name not in config.without_effect()):
             flags.append(
                 (name, " ".join(value) if isinstance(value, tuple) else "true" if value is True else str(value))
@@ -166,6 +167,12 @@ def command(result: Result, option: Option) -> str:
     for name, value in flags:
         words += [f"--{name}", *(value.split() if name == "target_modules" else [shlex.quote(value)])]
     return " ".join(words)
+
+
+def _trained(config: PlanConfig) -> str:
+    """Return the model as training names it: a config alone predicts, and its folder trains."""
+    path = Path(config.name)
+    return str(path.parent) if config.recipe != "video" and path.name == "config.json" else config.name
 
 
 def _mode_flags(option: Option) -> list[tuple[str, str]]:

@@ -194,6 +194,11 @@ def test_blocks_that_the_rules_cover_badly_are_checkpointed_by_minimal(result: R
     assert "--activation_cpu_offload true --gradient_checkpointing true" in page.command(result, rerun)
 
 
+def test_the_command_names_the_folder_of_a_config(result: Result) -> None:
+    file = dataclasses.replace(result, config=dataclasses.replace(result.config, model="mine/config.json"))
+    assert page.command(file, file.options[0]).startswith("ebbtide sft --model mine ")
+
+
 def limit(*, device: int = 100, budget: int | None = None, host: int | None = 1000, ranks: int = 1) -> Limits:
     return Limits(device_bytes=device, budget_bytes=budget, host_bytes=host, ranks=ranks)
 
