@@ -29,6 +29,7 @@ from ebbtide.base.extras import installed
 from ebbtide.base.runs import BOTH_PHASE, DETAILS_END, EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.base.units import format_size
 from ebbtide.track.lockstep import Lockstep
+from ebbtide.track.messages import Messages
 from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
 
@@ -100,6 +101,7 @@ class RunFile:
         if lockstep is not None:  # no time of a step: a plan that is being measured leaves it out
             self._removers.append(self._bus.provide("paused", lambda: {"seconds": lockstep.waited_seconds}))
         self._removers.append(self._bus.subscribe(self._hear))
+        self._removers.append(Messages(self._write).attach())
         for plan in self._bus.ask("plan"):  # of models that were enabled earlier
             self._write("plan", plan)
         return self
