@@ -163,7 +163,7 @@ class SecondRun:
         if self._casts:
             self._note_cast(tensor)
         probe = None
-        if plain and not tensor.is_inference():
+        if plain and not tensor.is_inference() and not tensor.is_quantized:
             empty = self._empty
             if empty is None or empty.device != tensor.device:
                 empty = self._empty = run.engine.empty(tensor)

@@ -923,3 +923,57 @@ def test_a_block_that_holds_several_views_of_a_weight() -> None:
         return sgd(Stack(*(Split() for _ in range(3))))
 
     check(make, step_of(lambda model: model(torch.randn(8, 16)).square().mean()))
+
+
+class Compressed(torch.autograd.Function):
+    """Saves its input quantized."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.quantize_per_tensor(x, 0.05, 0, torch.qint8))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].dequantize().cos()
+
+
+class Compressing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Compressed.apply(x))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_tensors_are_saved_by_checkpointed_blocks() -> None:
+    check_checkpointed(lambda: blocks(Compressing), squares)
+
+
+class Calling(Block):
+    """Runs another block, which has run in this pass, inside."""
+
+    inner: list[nn.Module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + sum(block(x) for block in self.inner))
+
+
+@pytest.mark.parametrize("policy", ["auto", "minimal", "offload", "inputs"])
+def test_blocks_without_the_model_that_call_earlier_blocks(policy: str) -> None:
+    """What a block calls is of its pass."""
+
+    def make() -> nn.Module:
+        first, last = Block(), Calling()
+        last.inner = [first]
+        return sgd(Stack(first, Block(), last))
+
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        x = rows()
+        for block in model.blocks:
+            x = block(x)
+        loss = x.square().mean()
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check(make, step, policies=(policy,))
