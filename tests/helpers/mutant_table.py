@@ -882,6 +882,20 @@ MUTANTS = (
         SECOND_RUN,
     ),
     Mutant(
+        "second run: a quantized tensor gets a probe",
+        "ebbtide/wrap/secondrun.py",
+        " and not tensor.is_quantized:",
+        ":",
+        SECOND_RUN,
+    ),
+    Mutant(
+        "blocks: what one calls without the model begins a pass",
+        "ebbtide/wrap/attach.py",
+        "self._depth > 0 or any(scope.open for scope in self._scopes)",
+        "self._depth > 0",
+        SECOND_RUN,
+    ),
+    Mutant(
         "second run: versions are not compared",
         "ebbtide/wrap/secondrun.py",
         "if probe is not None and probe._version != dropped.version:",
