@@ -131,7 +131,7 @@ def policy_named(name: str, *, or_file: bool = False) -> Policy:
         raise ConfigError(
             f"policy is {name!r}",
             expected="one of " + ", ".join(POLICIES) + files,
-            hint=nearest(name, POLICIES) or "'auto' is the default",
+            hint=nearest(name, POLICIES) or "'auto' is the default; 'minimal' has the memory of checkpointing",
         )
     return kind()
 
