@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.load.attributes import plain_name, rename
@@ -276,19 +277,21 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], nn.Module]
     Args:
         device: Where the memory is made.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept: its identity is the key
+    # The old one is kept: its identity is the key. The new one is not, or each wrapped parameter would stay whole.
+    made: dict[int, tuple[torch.Tensor, TensorWeakRef]] = {}
 
     def empty(module: nn.Module) -> nn.Module:
         for slots in (module._parameters, module._buffers):
             for name, old in slots.items():
                 if old is None or not old.is_meta:
                     continue
-                if id(old) not in made:
+                new = made[id(old)][1]() if id(old) in made else None
+                if new is None:
                     new = torch.empty_like(old, device=device)
                     if isinstance(old, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=old.requires_grad)
-                    made[id(old)] = (old, new)
-                slots[name] = made[id(old)][1]  # pyright: ignore[reportArgumentType]
+                    made[id(old)] = (old, TensorWeakRef(new))
+                slots[name] = new  # pyright: ignore[reportArgumentType]
         return module  # accelerate inspects it, and ties its weights again
 
     return empty
