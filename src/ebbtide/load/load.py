@@ -131,10 +131,11 @@ class Loading:
         """Shard the model; second names of its tensors follow them, and attributes that stay on meta are logged."""
         before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
         try:
-            sharded = (shard(self.model) if shard else None) or self.model
+            wrapped = shard(self.model) if shard else None
         except Exception as error:
             note_place(error, "in the function passed as shard=")
             raise
+        sharded = self.model if wrapped is None else wrapped
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:

@@ -315,6 +315,23 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
+class Sizeless(nn.Module):
+    """A wrapper whose length is that of a module that has none, as in torch.compile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def __len__(self) -> int:
+        raise TypeError("this model has no len()")
+
+
+def test_a_wrapper_without_a_truth_value_is_returned(path: Path, values: dict[str, torch.Tensor]) -> None:
+    wrapped = ebbtide.load_sharded(meta(), path, shard=Sizeless)
+    assert isinstance(wrapped, Sizeless)
+    assert all(torch.equal(v, values[k]) for k, v in wrapped._orig_mod.state_dict().items())
+
+
 def test_a_loaded_model_keeps_its_values_if_it_is_not_wrapped() -> None:
     def shard(model: nn.Module) -> None:
         raise ValueError("no mesh")
