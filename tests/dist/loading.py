@@ -407,6 +407,24 @@ def fail_receiving() -> str:
     return ""
 
 
+def interrupt(rank: int) -> str:
+    """Interrupt one rank while weights go from the first to the last; return what this rank raised."""
+    me = torch.distributed.get_rank()
+    last = me == torch.distributed.get_world_size() - 1
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    values = None if last else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    try:
+        ebbtide.load_sharded(model, values, progress=stop if me == rank else None)
+    except (ebbtide.EbbtideError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def save_after_evaluation(wrapper: str, out: str) -> None:
     """Save a model with float32 shards that computes in bfloat16, before and after a forward without backward."""
     torch.manual_seed(5)

@@ -15,6 +15,7 @@ from tests.dist.loading import (
     fail,
     fail_receiving,
     first_values,
+    interrupt,
     save,
     save_after_evaluation,
     source_of,
@@ -77,6 +78,14 @@ def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, Case
 def test_a_rank_that_fails_while_it_receives_hangs_nobody() -> None:
     one, other = run_cases({"progress": (fail_receiving, ())}, 2, timeout_seconds=60.0)["progress"].values()
     assert "rank 1: RuntimeError: progress" in one and one == other
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1], ids=["the sender", "the receiver"])
+def test_an_interrupt_of_one_rank_hangs_nobody(rank: int) -> None:
+    raised = run_cases({"interrupt": (interrupt, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
+    assert raised[rank].startswith("KeyboardInterrupt")
+    assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
 
 
 @pytest.mark.timeout(300)

@@ -251,12 +251,12 @@ class Loading:
         return {}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Act; then, even after an error, serve the ranks that read from this one."""
-        failure: Exception | None = None
+        """Act; then, even after an error or an interrupt, serve the ranks that read from this one."""
+        failure: BaseException | None = None
         result: dict[str, Any] = {}
         try:
             result = act()
-        except Exception as error:
+        except BaseException as error:  # another rank waits in a receive that only this one ends
             failure = error
         clients = [client for client, server in self._servers.items() if server == self.ranks.me]
         if self.ranks.me in self._servers:
