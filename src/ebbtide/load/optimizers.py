@@ -56,6 +56,6 @@ def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Call
                     expected="named parameters",
                     hint="pass use_orig_params=True to FSDP, or create the optimizer after loading",
                 )
-            group["params"] = [now[name] for name in names]
+            group["params"][:] = [now[name] for name in names]  # in place: LBFGS keeps the list itself
 
     return rebind

@@ -254,6 +254,26 @@ def test_an_optimizer_that_was_there_before_holds_the_new_parameters(path: Path)
     assert not torch.equal(before, model.embed.weight)
 
 
+def test_an_optimizer_that_keeps_its_list_of_parameters_trains_the_new_ones() -> None:
+    model = meta_of(lambda: nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    ebbtide.load_sharded(model, {"weight": torch.ones(1, 4)}, optimizer=optimizer)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = (model(torch.ones(2, 4)) - 1).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    assert not torch.equal(model.weight, torch.ones(1, 4))
+
+
+def meta_of(make: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
 def tied_values(path: Path) -> dict[str, torch.Tensor]:
     return {k: v for k, v in load_file(path / "model.safetensors").items() if k != "head.weight"}
 
