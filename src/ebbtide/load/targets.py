@@ -94,12 +94,20 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
 
 
 def held_by(model: nn.Module) -> dict[str, Target]:
-    """Return this rank's part of a loaded model, by plain name; tied ones once."""
-    return {
-        name: target
-        for name, target in _held(model, lambda local, where: local.detach(), None).items()
-        if not any(is_buffer and n in m._non_persistent_buffers_set for m, n, is_buffer in target.owners)
+    """Return this rank's part of a loaded model, by plain name; tied ones once, by the first name that is saved."""
+    saved = {
+        id(tensor_of((module, attribute, is_buffer))): name
+        for name, (module, attribute, is_buffer) in reversed(owners_of(model).items())
+        if not (is_buffer and attribute in module._non_persistent_buffers_set)
     }
+    found: dict[str, Target] = {}
+    for name, target in _held(model, lambda local, where: local.detach(), None).items():
+        if target.old is None:
+            found[name] = target
+        elif id(target.old) in saved:
+            target.name = saved[id(target.old)]
+            found[target.name] = target
+    return found
 
 
 def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dict[str, Target]:

@@ -576,6 +576,22 @@ def test_an_attribute_of_a_similar_name_hides_no_tensor_on_meta(path: Path) -> N
         ebbtide.load_sharded(model, path)
 
 
+class Table(nn.Module):
+    def __init__(self, table: torch.Tensor, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", table, persistent=persistent)
+
+
+@pytest.mark.parametrize("persistent", [(False, True), (True, False), (False, False)])
+def test_a_buffer_that_any_module_saves_is_saved_under_that_name(tmp_path: Path, persistent: tuple[bool, bool]) -> None:
+    table = torch.arange(4.0)
+    model = nn.Sequential(*(Table(table, persistent=one) for one in persistent), nn.Linear(2, 2))
+    ebbtide.save_sharded(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
 def test_a_model_under_ddp_is_saved_under_its_own_names(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
