@@ -362,7 +362,7 @@ def first_values(setup: Setup) -> dict[str, Tensor]:
 def fail(fault: str, folder: str) -> tuple[str, bool]:
     """Load with a fault, usually on the last rank; return the message, and whether parameters are still on meta."""
     rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
-    meta = on_meta("qwen3", torch.bfloat16)
+    meta = on_meta("qwen3", torch.float32 if fault == "dtype" and rank == last else torch.bfloat16)
     mesh = init_device_mesh("cpu", (last + 1,))
 
     def shard(model: nn.Module) -> None:

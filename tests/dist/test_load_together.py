@@ -32,6 +32,7 @@ FAULTS = {
     "another": "ranks see 2 different checkpoints",
     "values": "ranks see 2 different checkpoints",
     "nobody": "no rank sees a checkpoint in '",
+    "dtype": "bfloat16 on rank 0 and ",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
 SAVED = {

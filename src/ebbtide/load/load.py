@@ -25,7 +25,7 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, word
+from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, wanted_of, word
 from ebbtide.load.optimizers import rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
@@ -150,9 +150,9 @@ class Loading:
         catalogs = (
             self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._servers else []
         )
-        self.ranks.run_on_all_ranks(
-            "fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"]))
-        )
+        seed = int(sights[0]["seed"])
+        fits = self.ranks.run_on_all_ranks("fit the weights to the model", lambda: self._fit(catalogs, seed=seed))
+        _check_alike(fits)
 
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Check the arguments, and find the weights that this rank sees."""
@@ -223,7 +223,7 @@ class Loading:
         return {"name": self.checkpoint.name, "entries": {k: [e.shape, word(e.dtype)] for k, e in entries}}
 
     def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
-        """Match the checkpoint with the model, and keep what initial values need."""
+        """Match the checkpoint with the model, and keep what initial values need; return the model's tensors."""
         if self.ranks.me in self._servers:
             catalog = next(c for c in catalogs if c)
             entries = {
@@ -248,7 +248,7 @@ class Loading:
                     shown = few(names, count=SHOWN)
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
         self._four.settle(self.plan.sources)
-        return {}
+        return {name: f"{tuple(t.shape)} of {word(t.dtype)}" for name, t in wanted_of(self.model).items()}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Act; then, even after an error or an interrupt, serve the ranks that read from this one."""
@@ -316,3 +316,18 @@ class Loading:
 
     def _emit(self, edge: str, nbytes: int | None, seconds: float | None = None) -> None:
         BUS.emit("load", edge=edge, source=self.path, rank=self.ranks.me, bytes=nbytes, seconds=seconds)
+
+
+def _check_alike(fits: Sequence[Mapping[str, str]]) -> None:
+    """Raise if a tensor has another shape or dtype on another rank: collectives would mix their bytes, or hang."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, tensors in enumerate(fits):
+        for name, found in tensors.items():
+            before, wanted = first.setdefault(name, (rank, found))
+            if found != wanted:
+                raise ConfigError(
+                    f"{name!r} is {wanted} on rank {before} and {found} on rank {rank}",
+                    expected="one shape and dtype of a name on all ranks that have it",
+                    hint="build the same model on each rank, or pass the same dtype= on each; parts of a model that "
+                    "differ by rank need the names that they have in the whole model",
+                )
