@@ -18,7 +18,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -77,25 +77,33 @@ class Initialiser:
     """Computes initial values of parameters and buffers.
 
     Args:
-        model: On meta, not yet sharded; it is copied.
+        model: On meta, not yet sharded; it is copied, unless everything on meta is in ``sourced``.
         init: Gives one module its values, called for every module, children first; ``None``: the modules' own.
         seed: Of the run; the same on all ranks.
+        sourced: Names of tensors whose values come from elsewhere, which are not requested here.
+
+    Raises:
+        ConfigError: The model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, init: Callable[[nn.Module], object] | None, *, seed: int) -> None:
-        # Those that hooks compute from parameters cannot be copied, and are computed in each forward.
-        attributes = [value for module in model.modules() for value in vars(module).values()]
-        memo: dict[int, Any] = {id(v): v.detach() for v in attributes if isinstance(v, torch.Tensor) and not v.is_leaf}
-        # Those of bitsandbytes cannot be copied on meta, and are never initialised.
-        memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
-        self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        init: Callable[[nn.Module], object] | None,
+        *,
+        seed: int,
+        sourced: Collection[str] = (),
+    ) -> None:
+        self.names = {name for name, owner in owners_of(model).items() if tensor_of(owner).is_meta}
+        """What had no values before the model was sharded."""
+        lacking = [name for name in self.names if name not in sourced]
+        self._model = _copied(model, lacking) if lacking else nn.Module()
+        self._init, self._seed = init, seed
         self._owners = owners_of(self._model)
         first: dict[int, str] = {}
         self._first = {n: first.setdefault(id(tensor_of(owner)), n) for n, owner in self._owners.items()}
         """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
-        self.names = {name for name, owner in self._owners.items() if tensor_of(owner).is_meta}
-        """What had no values before the model was sharded."""
 
     def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole initialised tensors, few at a time.
@@ -221,6 +229,24 @@ class Initialiser:
                     if module is call.module and self._first[name] in numels:
                         call.writes.setdefault(self._first[name], False)
         return [call for call in calls if call.writes]
+
+
+def _copied(model: nn.Module, lacking: Iterable[str]) -> nn.Module:
+    """Return a copy of a model whose tensors of these names are to be initialised."""
+    # Those that hooks compute from parameters cannot be copied, and are computed in each forward.
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    memo: dict[int, Any] = {id(v): v.detach() for v in attributes if isinstance(v, torch.Tensor) and not v.is_leaf}
+    # Those of bitsandbytes cannot be copied on meta, and are never initialised.
+    memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and {few(sorted(map(repr, lacking)))} "
+            "would get first values in a copy",
+            expected="a model that copy.deepcopy copies and that is not sharded yet, or a checkpoint with all values",
+            hint="shard it in the function passed as shard=, and give locks and process groups to it after loading",
+        ) from error
 
 
 def _calls_in(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:

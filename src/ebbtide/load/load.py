@@ -231,7 +231,6 @@ class Loading:
                 for key, (shape, dtype) in catalog["entries"].items()
             }
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
-        self._initialiser = Initialiser(self.model, self._init, seed=seed)
         if self.checkpoint is not None and self.path != "initialize":
             self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
             check_plan(
@@ -247,6 +246,8 @@ class Loading:
                 if names and self.ranks.me == 0:
                     shown = few(names, count=SHOWN)
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
+        sourced = {name for names in self.plan.tied.values() for name in names}
+        self._initialiser = Initialiser(self.model, self._init, seed=seed, sourced=sourced)
         self._four.settle(self.plan.sources)
         return {name: f"{tuple(t.shape)} of {word(t.dtype)}" for name, t in wanted_of(self.model).items()}
 

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -333,6 +334,23 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
     with pytest.raises(ValueError, match="no mesh"):
         ebbtide.load_sharded(model, path, shard=shard, dtype=torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
+
+
+class Locked(nn.Linear):
+    """A module that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_is_loaded_if_all_of_it_has_values() -> None:
+    values = nn.Linear(4, 4).state_dict()
+    model = ebbtide.load_sharded(meta_of(Locked), values)
+    assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+    with pytest.raises(ConfigError, match="cannot be copied .*lock") as caught:
+        ebbtide.load_sharded(meta_of(Locked), {"weight": values["weight"]}, missing="initialize")
+    assert "'bias'" in str(caught.value) and caught.value.hint
 
 
 class Sizeless(nn.Module):
