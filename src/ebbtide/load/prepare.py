@@ -53,7 +53,8 @@ def check_model(model: object, *, loaded: bool = False) -> None:
     """Refuse what cannot be loaded into; ``loaded``: the model's own values are the weights.
 
     Raises:
-        ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained prompts.
+        ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained
+            prompts or replicated layers.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -82,6 +83,12 @@ def check_model(model: object, *, loaded: bool = False) -> None:
             "the model has trained prompts of PEFT, on meta",
             expected="adapters in its modules, such as those of LoRA",
             hint="load the model itself, then add the prompts with get_peft_model",
+        )
+    if not loaded and any(getattr(config, "layer_replication", None) for config in adapters.values()):
+        raise ConfigError(
+            "the model has layer_replication of PEFT, on meta",
+            expected="the layers of the checkpoint, once and in its order",
+            hint="load the model itself, then replicate its layers with get_peft_model",
         )
     if any(type(m).__name__ == "DistributedDataParallel" for m in model.modules()):
         raise ConfigError(

@@ -90,6 +90,18 @@ def test_adapters_whose_first_values_peft_computes_are_refused(
     assert next(model.parameters()).is_meta
 
 
+@pytest.mark.parametrize("layers", [[[1, 2], [0, 1]], [[0, 2], [0, 2]]], ids=["reordered", "replicated"])
+def test_layers_are_replicated_in_a_loaded_model(
+    saved: LlamaForCausalLM, tmp_path: Path, layers: list[list[int]]
+) -> None:
+    with pytest.raises(ConfigError, match="layer_replication of PEFT, on meta.*\n?.*\nhint: load the model itself"):
+        ebbtide.load_sharded(adapted(layer_replication=layers), tmp_path)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], layer_replication=layers)
+    first = saved.model.layers[layers[0][0]].mlp.up_proj.weight
+    loaded = ebbtide.load_sharded(peft.get_peft_model(saved, config))
+    assert torch.equal(loaded.base_model.model.model.layers[0].mlp.up_proj.weight, first)
+
+
 def test_trained_prompts_are_added_to_a_loaded_model(saved: LlamaForCausalLM, tmp_path: Path) -> None:
     def prompted(model: LlamaForCausalLM) -> Any:
         return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
