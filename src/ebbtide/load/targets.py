@@ -165,7 +165,7 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    indices: dict[int, torch.Tensor] = {}  # of dimensions that are cut
+    runs = [[(0, 0, length)] for length in shape]
     for position, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if placement.is_replicate():
             continue
@@ -174,17 +174,32 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
             raise ConfigError(
                 f"{name!r} is placed as {placement}", expected="shards or replicas", hint="check the shard function"
             )
-        more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
         dim = dim % len(shape)
-        remaining = indices[dim] if dim in indices else torch.arange(shape[dim])
-        # By the placement's own function, so that uneven and strided shards are those of run time.
-        dealt = type(placement)(0, **more)._split_tensor(remaining, count, with_padding=False, contiguous=True)
-        indices[dim] = dealt[0][position]
-    runs = [list(_runs(indices[dim])) if dim in indices else [(0, 0, n)] for dim, n in enumerate(shape)]
+        runs[dim] = list(_dealt(placement, runs[dim], count, position))
     return [
         (Box(start=tuple(g for g, _, _ in one), size=tuple(n for _, _, n in one)), tuple(at for _, at, _ in one))
         for one in itertools.product(*runs)
     ]
+
+
+def _dealt(
+    placement: Any, runs: Sequence[tuple[int, int, int]], count: int, position: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what a placement deals to one of ``count`` positions: runs as those of ``_runs``, of the same dimension."""
+    # By the placement's own function, so that uneven and strided shards are those of run time.
+    if hasattr(placement, "split_factor"):  # its parts lie apart, and are not views
+        remaining = torch.cat([torch.arange(0), *(torch.arange(first, first + n) for first, _, n in runs)])
+        own = type(placement)(0, split_factor=placement.split_factor)
+        yield from _runs(own._split_tensor(remaining, count, with_padding=False, contiguous=True)[0][position])
+        return
+    # A view on meta shows its place without the memory of a long dimension, such as a column of 4-bit weights.
+    remaining = torch.empty(sum(n for _, _, n in runs), device="meta")
+    part = type(placement)(0)._split_tensor(remaining, count, with_padding=False, contiguous=False)[0][position]
+    begin, end = part.storage_offset(), part.storage_offset() + part.numel()
+    for first, at, length in runs:
+        low, high = max(begin, at), min(end, at + length)
+        if low < high:
+            yield first + low - at, low - begin, high - low
 
 
 def _runs(indices: torch.Tensor) -> Iterator[tuple[int, int, int]]:
