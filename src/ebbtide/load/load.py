@@ -26,7 +26,7 @@ from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, wanted_of, word
-from ebbtide.load.optimizers import rebinding
+from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
@@ -104,6 +104,7 @@ class Loading:
         def act() -> dict[str, Any]:
             with self._reading_ahead():
                 sharded = self._sharded(shard)
+                self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)
@@ -120,7 +121,7 @@ class Loading:
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)
-        self._rebind(sharded)
+        self._rebinding.rebind(sharded)
         seconds = time.monotonic() - started
         figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
         logger.info("loaded %s on rank %d by %s in %.1f s", *figures)
@@ -159,7 +160,7 @@ class Loading:
         loaded = self._weights is None and self.options.source != "initialize" and is_loaded(self.model)
         check_model(self.model, loaded=loaded)
         check_attributes(self.model)
-        self._rebind = rebinding(self.model, optimizer)
+        self._rebinding = Rebinding(self.model, optimizer)
         if loaded:
             self._weights = values_of(self.model)
             self._undo.callback(empty(self.model))

@@ -270,6 +270,22 @@ def test_an_optimizer_that_keeps_its_list_of_parameters_trains_the_new_ones() ->
     assert not torch.equal(model.weight, torch.ones(1, 4))
 
 
+def test_an_optimizer_whose_parameters_a_wrapper_flattens_is_refused_before_anything_is_read() -> None:
+    model, values = meta_of(lambda: nn.Linear(4, 1)), nn.Linear(4, 1).state_dict()
+    optimizer = torch.optim.AdamW(model.parameters())
+    read: list[int] = []
+
+    def flatten(model: nn.Module) -> None:
+        del model.bias
+        model.flat = nn.Parameter(torch.zeros(1))
+
+    with pytest.raises(ConfigError, match="'bias' is part of a flat parameter"):
+        ebbtide.load_sharded(
+            model, values, shard=flatten, optimizer=optimizer, progress=lambda done, _: read.append(done)
+        )
+    assert not read and model.weight.is_meta and optimizer.param_groups[0]["params"][0] is model.weight
+
+
 def meta_of(make: Callable[[], Any]) -> Any:
     with torch.device("meta"):
         return make()
