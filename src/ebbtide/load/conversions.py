@@ -44,8 +44,10 @@ class _Group:
 
 def converted(
     model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, list[Source]], list[str]]:
     """Return the sources by the names of a transformers model, and the unused keys.
+
+    A name has several sources where several keys become it: with and without the model's prefix, say.
 
     Raises:
         DataError: A conversion fails.
@@ -62,7 +64,7 @@ def converted(
     converters = [t for t in transforms if isinstance(t, core.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     names, prefix = dict(wanted), model.base_model_prefix
-    sources: dict[str, Source] = {}
+    sources: dict[str, list[Source]] = {}
     groups: dict[str, _Group] = {}
     unexpected: list[str] = []
     for key in sorted(entries, key=core.dot_natural_key):
@@ -72,21 +74,22 @@ def converted(
         if name not in names:
             unexpected.append(key)
         elif pattern is None:
-            sources[name] = SourceLayout.of(key, entries[key].shape, entries[key].dtype)
+            sources.setdefault(name, []).append(SourceLayout.of(key, entries[key].shape, entries[key].dtype))
         else:
             group = groups.setdefault(name, _Group(converter=by_pattern[pattern], name=name))
             group.keys.setdefault(pattern, []).append(key)
     for group in groups.values():
-        sources |= _followed(model, group, entries)
+        for name, source in _followed(model, group, entries).items():
+            sources.setdefault(name, []).append(source)
     return sources, unexpected
 
 
 def _renamed(
     model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, list[Source]], list[str]]:
     """Return what ``converted`` does, for a library that only renames."""
     prefix = f"{model.base_model_prefix}."
-    sources: dict[str, Source] = {}
+    sources: dict[str, list[Source]] = {}
     unexpected: list[str] = []
     for key, entry in entries.items():
         near = (key, prefix + key, key.removeprefix(prefix))
@@ -94,7 +97,7 @@ def _renamed(
         if name is None:
             unexpected.append(key)
         else:
-            sources[name] = SourceLayout.of(key, entry.shape, entry.dtype)
+            sources.setdefault(name, []).append(SourceLayout.of(key, entry.shape, entry.dtype))
     return sources, unexpected
 
 

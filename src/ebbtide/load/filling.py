@@ -48,6 +48,7 @@ class Filling:
         self._scaled: list[Target] = []
         self._sliced: list[tuple[SourceLayout, Target]] = []
         self._twins: list[tuple[SourceLayout, SourceLayout, Target]] = []
+        self._tied = {name for names in plan.tied.values() if len(names) > 1 for name in names}
         self._conversions: dict[int, tuple[Conversion, list[tuple[str, Target]]]] = {}
         for name, source in plan.sources.items():
             held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
@@ -95,7 +96,7 @@ class Filling:
         """Read everything: slices first, then conversions of whole tensors, one after the other.
 
         Raises:
-            DataError: The source cannot be read, tied weights have two values there, or a conversion fails.
+            DataError: The source cannot be read, a weight has two values there, or a conversion fails.
         """
         source.read(self._pieces(), done)
         for first, twin, target in self._twins:
@@ -103,7 +104,7 @@ class Filling:
                 other = torch.empty(view.shape, dtype=view.dtype, device=view.device)
                 source.read(twin.pieces(box, other), done)
                 if not torch.allclose(other, view, rtol=0, atol=0, equal_nan=True):
-                    raise _two_values(first.keys, twin.keys)
+                    raise _two_values(first.keys, twin.keys, tied=target.name in self._tied)
         for layout, target in self._quantised:
             tensor = self._four.empty(target.name)
             source.read(layout.pieces(Box.full(tensor.shape), tensor), done)
@@ -169,9 +170,10 @@ def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Init
             computed[name].fill(tensor)
 
 
-def _two_values(one: Iterable[str], other: Iterable[str]) -> DataError:
+def _two_values(one: Iterable[str], other: Iterable[str], *, tied: bool) -> DataError:
+    what, remove = "one tied weight" if tied else "one weight", "take the unused one out of the checkpoint"
     return DataError(
-        f"{', '.join(one)} and {', '.join(other)} differ in the checkpoint and are one tied weight in the model",
-        expected="equal values of tied weights, or only one of them",
-        hint="build the model with tie_word_embeddings=False, or take the unused one out of the checkpoint",
+        f"{', '.join(one)} and {', '.join(other)} differ in the checkpoint and are {what} in the model",
+        expected="equal values of one weight, or only one of them",
+        hint=f"build the model with tie_word_embeddings=False, or {remove}" if tied else remove,
     )

@@ -20,7 +20,7 @@ from ebbtide.base.errors import DataError, few, nearest
 from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
-from ebbtide.load.layout import Source, SourceLayout
+from ebbtide.load.layout import Conversion, Source, SourceLayout
 from ebbtide.load.targets import owners_of, tensor_of
 
 UNSAVED = "(buffer) "
@@ -37,7 +37,7 @@ class NameMap:
     """The source of each of the model's names, and the mismatches.
 
     ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
-    its library knows it by. ``twins`` has the other sources of a tied tensor, by its first name: they must be equal.
+    its library knows it by. ``twins`` has a tensor's other sources, by its first name: they must be equal.
     """
 
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
@@ -48,6 +48,8 @@ class NameMap:
     kept: list[str] = field(default_factory=list[str])
     """Persistent buffers that the checkpoint lacks and that have values in the model."""
     unexpected: list[str] = field(default_factory=list[str])
+    doubled: list[str] = field(default_factory=list[str])
+    """Names with several sources that cannot be compared."""
     misshaped: list[str] = field(default_factory=list[str])
     uncast: list[str] = field(default_factory=list[str])
 
@@ -118,16 +120,19 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
     if host is not None:
         found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, entries)
     else:
-        found: dict[str, Source] = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in by_base}
+        found = {k: list[Source]([SourceLayout.of(k, e.shape, e.dtype)]) for k, e in entries.items() if k in by_base}
         unexpected = [key for key in entries if key not in by_base]
     plan = NameMap(unexpected=_not_ignored(host, unexpected, wanted))
     by_base |= {name: [name] for name in adapters & direct.keys()}
-    found |= {base_name(k) if k not in adapters else k: v for k, v in direct.items()}
+    for name, source in direct.items():
+        found.setdefault(name if name in adapters else base_name(name), []).append(source)
     by_base |= {name: [name] for name in computed}
-    found |= {name: source for name, (_, source) in computed.items()}
+    found |= {name: [source] for name, (_, source) in computed.items()}
     for name in four:
-        if isinstance(source := found.get(base := base_name(name)), SourceLayout):
-            found[base] = four.oriented(name, source)
+        if len(sources := found.get(base := base_name(name), [])) > 1:  # quantized values are not compared
+            plan.doubled.append(_all_keys(name, sources))
+        elif sources and isinstance(source := sources[0], SourceLayout):
+            found[base] = [four.oriented(name, source)]
     _assign(plan, wanted | {name: tensor for name, (tensor, _) in computed.items()}, by_base, found)
     plan.kept = _reported(model, host, plan.kept)
     return plan
@@ -146,7 +151,10 @@ def _computed_of(
 
 
 def _assign(
-    plan: NameMap, wanted: Mapping[str, torch.Tensor], by_base: Mapping[str, Sequence[str]], found: Mapping[str, Source]
+    plan: NameMap,
+    wanted: Mapping[str, torch.Tensor],
+    by_base: Mapping[str, Sequence[str]],
+    found: Mapping[str, Sequence[Source]],
 ) -> None:
     names_of: dict[int, list[str]] = {}
     base_of = {name: base for base, names in by_base.items() for name in names}
@@ -163,9 +171,11 @@ def _assign(
                 plan.kept.append(first)
             continue
         base, *others = bases
-        source = found[base]
-        shape = source.shape if isinstance(source, SourceLayout) else source.shapes[base]
-        if tuple(shape) != tuple(tensor.shape):
+        source, *same = found[base]
+        shape = _shape(source, base)
+        if same and any(isinstance(s, Conversion) or _shape(s, base) != shape for s in found[base]):
+            plan.doubled.append(_all_keys(first, found[base]))
+        elif tuple(shape) != tuple(tensor.shape):
             plan.misshaped.append(f"{first} is {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model")
         elif isinstance(source, SourceLayout) and not castable(source.dtype, tensor.dtype):
             plan.uncast.append(
@@ -173,9 +183,18 @@ def _assign(
             )
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
-            same = [twin for other in others if isinstance(twin := found[other], SourceLayout)]
-            if twins := [twin for twin in same if tuple(twin.shape) == tuple(tensor.shape)]:
+            same += [twin for other in others for twin in found[other]]
+            twins = [twin for twin in same if isinstance(twin, SourceLayout)]
+            if twins := [twin for twin in twins if tuple(twin.shape) == tuple(tensor.shape)]:
                 plan.twins[first] = twins
+
+
+def _shape(source: Source, name: str) -> torch.Size:
+    return source.shape if isinstance(source, SourceLayout) else source.shapes[name]
+
+
+def _all_keys(name: str, sources: Iterable[Source]) -> str:
+    return f"{name} from {' and '.join(few(source.keys) for source in sources)}"
 
 
 def castable(found: torch.dtype, wanted: torch.dtype) -> bool:
@@ -200,6 +219,7 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
     problems = [
         ("missing", [*plan.missing, *plan.kept] if missing == "error" else []),
         ("unexpected", plan.unexpected if unexpected == "error" else []),
+        ("from several tensors", plan.doubled),
         ("of another shape", plan.misshaped),
         ("of a dtype that cannot be converted", plan.uncast),
     ]
