@@ -134,6 +134,7 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
         elif sources and isinstance(source := sources[0], SourceLayout):
             found[base] = [four.oriented(name, source)]
     _assign(plan, wanted | {name: tensor for name, (tensor, _) in computed.items()}, by_base, found)
+    plan.tied = _with_all_names(model, plan.tied)
     plan.kept = _reported(model, host, plan.kept)
     return plan
 
@@ -147,6 +148,17 @@ def _computed_of(
         key.removeprefix(UNSAVED): (tensors[key], SourceLayout.of(key, entry.shape, entry.dtype))
         for key, entry in entries.items()
         if key in tensors and tensors[key].is_meta
+    }
+
+
+def _with_all_names(model: nn.Module, tied: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Add the names that no checkpoint has: one module may save a buffer that another does not."""
+    owners = owners_of(model)
+    names_of: dict[int, list[str]] = {}
+    for name, owner in owners.items():
+        names_of.setdefault(id(tensor_of(owner)), []).append(name)
+    return {
+        first: tuple(dict.fromkeys([*names, *names_of[id(tensor_of(owners[first]))]])) for first, names in tied.items()
     }
 
 

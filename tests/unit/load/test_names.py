@@ -48,3 +48,32 @@ def test_two_keys_of_one_name_must_be_equal(library: str, monkeypatch: pytest.Mo
             ebbtide.load_sharded(empty, values | {"norm.weight": other})
         assert "model.norm.weight and norm.weight" in caught.value.found and caught.value.hint
         assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+class Table(nn.Module):
+    def __init__(self, table: torch.Tensor, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", table, persistent=persistent)
+
+    def reset_parameters(self) -> None:
+        self.table.zero_()
+
+
+class TwoTables(nn.Module):
+    """One buffer of two modules, only one of which saves it."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        table = torch.arange(4.0)
+        self.one, self.other = Table(table, persistent=first), Table(table, persistent=not first)
+        self.linear = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("given", ["state dict", "model"])
+def test_a_buffer_that_one_of_two_modules_saves_has_the_value_of_the_file(first: bool, given: str) -> None:
+    real = TwoTables(first=first)
+    loaded = ebbtide.load_sharded(
+        meta(partial(TwoTables, first=first)), real if given == "model" else real.state_dict()
+    )
+    assert loaded.one.table is loaded.other.table and torch.equal(loaded.one.table, torch.arange(4.0))
