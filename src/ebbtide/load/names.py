@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.base.errors import DataError, few, nearest
+from ebbtide.base.errors import ConfigError, DataError, few, nearest
 from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
@@ -96,23 +96,53 @@ def base_name(name: str) -> str:
     return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model has adapters; elsewhere, names like PEFT's are the model's own."""
+    return any(
+        type(module).__module__.startswith("peft.") or isinstance(getattr(module, "adapter_layer_names", None), tuple)
+        for module in model.modules()
+    )
+
+
+def _by_base(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in the base model by those in the model.
+
+    Raises:
+        ConfigError: Two weights of an adapted model have one name in the base.
+    """
+    if not is_adapted(model):
+        return {name: name for name in names}
+    bases = {name: base_name(name) for name in names}
+    owners, first = owners_of(model), dict[str, str]()
+    for name, base in bases.items():
+        other = first.setdefault(base, name) if not is_copy(name) else name
+        if tensor_of(owners[other]) is not tensor_of(owners[name]):
+            raise ConfigError(
+                f"{other} and {name} are two weights, and both are {base!r} in a checkpoint of the base model",
+                expected="one weight for each name once the names that PEFT adds are removed",
+                hint="rename one of the two modules, or load the weights before the adapters are added",
+            )
+    return bases
+
+
 def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
     """Match a checkpoint's tensors with the names of a model that is on meta and not sharded yet.
 
     Raises:
+        ConfigError: Two weights of an adapted model have one name in the base.
         DataError: A conversion of the model's library fails.
     """
     entries = four.without_scales(entries)
     wanted = wanted_of(model)
     copies = {name for name, tensor in wanted.items() if is_copy(name) and tensor.is_meta}
     adapters = adapters_of(model) - (copies - entries.keys())  # these begin with the base's values, as in PEFT
+    base_of = _by_base(model, [name for name in wanted if name not in adapters])
     by_base: dict[str, list[str]] = {}
-    for name in wanted:
-        if name not in adapters:
-            by_base.setdefault(base_name(name), []).append(name)
+    for name, base in base_of.items():
+        by_base.setdefault(base, []).append(name)
     host = _host_model(model)
     # A checkpoint of the adapted model itself has its names.
-    direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in wanted and base_name(k) != k}
+    direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if base_of.get(k, k) != k}
     direct |= {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
     entries = {k: e for k, e in entries.items() if k not in direct}
     computed = _computed_of(model, entries)
@@ -125,11 +155,11 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
     plan = NameMap(unexpected=_not_ignored(host, unexpected, wanted))
     by_base |= {name: [name] for name in adapters & direct.keys()}
     for name, source in direct.items():
-        found.setdefault(name if name in adapters else base_name(name), []).append(source)
+        found.setdefault(base_of.get(name, name), []).append(source)
     by_base |= {name: [name] for name in computed}
     found |= {name: [source] for name, (_, source) in computed.items()}
     for name in four:
-        if len(sources := found.get(base := base_name(name), [])) > 1:  # quantized values are not compared
+        if len(sources := found.get(base := base_of.get(name, name), [])) > 1:  # quantized values are not compared
             plan.doubled.append(_all_keys(name, sources))
         elif sources and isinstance(source := sources[0], SourceLayout):
             found[base] = [four.oriented(name, source)]

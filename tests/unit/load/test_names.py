@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import ebbtide
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import ConfigError, DataError
 from tests.helpers.models import build
 
 
@@ -77,3 +77,38 @@ def test_a_buffer_that_one_of_two_modules_saves_has_the_value_of_the_file(first:
         meta(partial(TwoTables, first=first)), real if given == "model" else real.state_dict()
     )
     assert loaded.one.table is loaded.other.table and torch.equal(loaded.one.table, torch.arange(4.0))
+
+
+class Reward(nn.Module):
+    """A wrapper with names as PEFT gives them, around a model without adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": nn.ModuleDict({"norm": nn.LayerNorm(4)}), "head": nn.Linear(4, 4)})
+        self.norm = nn.LayerNorm(4)
+        self.gate = nn.Linear(4, 4)
+        self.gate.base_layer = nn.Linear(4, 4)
+
+
+def randomized(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+
+
+def test_names_like_those_of_peft_are_the_models_own_without_adapters() -> None:
+    values = randomized(Reward())
+    loaded = ebbtide.load_sharded(meta(Reward), values).state_dict()
+    assert loaded.keys() == values.keys() and all(torch.equal(loaded[name], value) for name, value in values.items())
+
+
+def test_two_weights_of_an_adapted_model_with_one_name_in_the_base_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        return peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["head"]), Reward())
+
+    values = randomized(adapted())
+    model = meta(adapted)
+    with pytest.raises(ConfigError, match=r"norm\.weight") as caught:
+        ebbtide.load_sharded(model, values)
+    assert "base_model.model.norm.weight" in caught.value.found and caught.value.hint
+    assert all(parameter.is_meta for parameter in model.parameters())
