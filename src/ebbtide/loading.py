@@ -59,7 +59,7 @@ def load_sharded(
         dtype: Of floating-point parameters, converted slice by slice; default: as the model was built.
         device: Where shards are; default: the mesh's device, or the accelerator if there is one.
         optimizer: Built from the parameters on meta; it gets the new ones.
-        missing: ``"error"``, or ``"initialize"`` the weights missing in the checkpoint; buffers with values keep
+        missing: ``"error"``, or ``"initialize"`` the weights missing in the checkpoint; tensors with values keep
             them.
         unexpected: ``"error"``, or ``"ignore"`` tensors that the model does not have.
         init: Initializes one module; default: ``_init_weights`` and ``reset_parameters``.

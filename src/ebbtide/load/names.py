@@ -46,7 +46,7 @@ class NameMap:
     twins: dict[str, list[SourceLayout]] = field(default_factory=dict[str, list[SourceLayout]])
     missing: list[str] = field(default_factory=list[str])
     kept: list[str] = field(default_factory=list[str])
-    """Persistent buffers that the checkpoint lacks and that have values in the model."""
+    """Parameters and persistent buffers that the checkpoint lacks and that have values in the model."""
     unexpected: list[str] = field(default_factory=list[str])
     doubled: list[str] = field(default_factory=list[str])
     """Names with several sources that cannot be compared."""
@@ -206,11 +206,8 @@ def _assign(
         first, tensor = names[0], wanted[names[0]]
         bases = dict.fromkeys(base_of[n] for n in names if base_of[n] in found)
         if not bases:
-            # What has values keeps them; of buffers that is reported, as load_state_dict does.
-            if tensor.is_meta:
-                plan.missing.append(first)
-            elif not isinstance(tensor, nn.Parameter):
-                plan.kept.append(first)
+            # What has values keeps them, which is reported: they may differ between ranks.
+            (plan.missing if tensor.is_meta else plan.kept).append(first)
             continue
         base, *others = bases
         source, *same = found[base]
@@ -293,7 +290,7 @@ def _host_model(model: nn.Module) -> Any | None:
 
 
 def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[str]:
-    """Leave out buffers that no checkpoint needs to have: by the model's library, of adapters, of older torches."""
+    """Leave out tensors that no checkpoint needs to have: by the model's library, of adapters, of older torches."""
     # load_state_dict takes checkpoints without this counter of batch norms.
     patterns = [r"(^|\.)num_batches_tracked$", *(getattr(host, "_keys_to_ignore_on_load_missing", None) or ())]
     owners = owners_of(model) if kept else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -112,3 +113,18 @@ def test_two_weights_of_an_adapted_model_with_one_name_in_the_base_are_refused()
         ebbtide.load_sharded(model, values)
     assert "base_model.model.norm.weight" in caught.value.found and caught.value.hint
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_parameter_that_has_values_and_is_missing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def model() -> nn.Module:
+        body = meta(partial(nn.Linear, 4, 4))
+        return nn.ModuleDict({"body": body, "head": nn.Linear(4, 2)})
+
+    values = {f"body.{name}": value for name, value in nn.Linear(4, 4).state_dict().items()}
+    with pytest.raises(DataError, match=r"2 missing: head\.weight, head\.bias"):
+        ebbtide.load_sharded(model(), values)
+    real = model()
+    before = real.head.weight.clone()
+    with caplog.at_level(logging.WARNING, "ebbtide.load"):
+        loaded = ebbtide.load_sharded(real, values, missing="initialize")
+    assert torch.equal(loaded.head.weight, before) and "kept as they are: head.weight, head.bias" in caplog.text
