@@ -22,7 +22,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
@@ -40,6 +40,8 @@ BATCH_BYTES = 8 << 20
 """Wanted bytes from which on spans become a job of a thread: handing jobs over costs as much as reading little ones."""
 READERS = 4
 """Threads; each has a staging buffer of ``CHUNK_BYTES``."""
+OPEN_FILES = 16
+"""Files that stay open while no thread reads them: a checkpoint may have more files than a process may open."""
 RUN_BYTES = 64 << 10
 """Runs at least this long are read by themselves; shorter ones with what lies between them."""
 SLACK = 1.25
@@ -65,6 +67,7 @@ class CheckpointFile:
 
     def __init__(self, path: str, *, direct: bool = False, ahead: bool = True, state: tuple[int, ...] = ()) -> None:
         self.path, self._state = path, state
+        self.readers = 0  # threads that read it now: it must not be closed
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.direct = False
         try:
@@ -176,10 +179,7 @@ class SliceReader:
             while waiting:
                 waiting = self._settle(waiting, done)
             for file in self._files.values():
-                try:
-                    file.check()
-                except OSError as error:
-                    raise _unread(f"{file.path!r} cannot be used", error) from error
+                _check(file)
         except BaseException:
             self._stopped = True  # targets die with the caller's frame: nobody may write into them any more
             wait(waiting)
@@ -214,16 +214,16 @@ class SliceReader:
             return 0
         entry = self._entries[piece.key]
         try:
-            file = self._file(entry, piece.key in self._shared)
             strides = _strides(entry.shape)
             span, place = _span(piece.box, strides) * entry.dtype.itemsize, place_of(piece.box, entry)
-            if piece.into.device.type == "cpu" and piece.into.is_contiguous():
-                give_pages(piece.into.data_ptr(), piece.into.nbytes)
-                if not file.direct and piece.into.dtype == entry.dtype and piece.into.nbytes == span:
-                    file.read(piece.into.data_ptr(), place, span)
-                    return span
-            staging = self._staging(span)
-            at = file.read(staging.data_ptr(), place, span)
+            with self._opened(entry, piece.key in self._shared) as file:
+                if piece.into.device.type == "cpu" and piece.into.is_contiguous():
+                    give_pages(piece.into.data_ptr(), piece.into.nbytes)
+                    if not file.direct and piece.into.dtype == entry.dtype and piece.into.nbytes == span:
+                        file.read(piece.into.data_ptr(), place, span)
+                        return span
+                staging = self._staging(span)
+                at = file.read(staging.data_ptr(), place, span)
         except OSError as error:
             raise _unread(f"{entry.file!r} cannot be read at {piece.key!r}", error) from error
         data = staging[at : at + span]
@@ -235,14 +235,32 @@ class SliceReader:
         piece.into.copy_(data.view(entry.dtype).as_strided(piece.box.size, strides))
         return piece.box.numel * entry.dtype.itemsize
 
-    def _file(self, entry: CheckpointEntry, shared: bool) -> CheckpointFile:
-        path = entry.file
+    @contextlib.contextmanager
+    def _opened(self, entry: CheckpointEntry, shared: bool) -> Generator[CheckpointFile]:
+        """Open an entry's file, or find it open; it stays so at least until the context ends."""
         with self._lock:
-            if (path, shared) not in self._files:
+            file = self._files.pop((entry.file, shared), None)
+            if file is None:
+                self._close_idle()
                 direct = self._direct and not shared
-                file = CheckpointFile(path, direct=direct, ahead=self._ahead, state=entry.state)
-                self._files[path, shared] = file
-            return self._files[path, shared]
+                file = CheckpointFile(entry.file, direct=direct, ahead=self._ahead, state=entry.state)
+            self._files[entry.file, shared] = file  # the last one is the most recently used
+            file.readers += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.readers -= 1
+
+    def _close_idle(self) -> None:
+        """Make room for one more file: close those that no thread reads, the least recently used first."""
+        idle = [key for key, file in self._files.items() if not file.readers]
+        for key in idle[: max(0, len(self._files) + 1 - OPEN_FILES)]:
+            file = self._files.pop(key)
+            try:
+                _check(file)
+            finally:
+                file.close()
 
     def _staging(self, span_bytes: int) -> torch.Tensor:
         """Return this thread's staging memory, which begins on a page."""
@@ -266,11 +284,20 @@ class SliceReader:
         self._files.clear()
 
 
+def _check(file: CheckpointFile) -> None:
+    try:
+        file.check()
+    except OSError as error:
+        raise _unread(f"{file.path!r} cannot be used", error) from error
+
+
 def _unread(found: str, error: OSError) -> DataError:
     return DataError(
         f"{found} ({error.strerror or error})",
         expected="a file that does not change while it is loaded",
-        hint="check the system log, and that nobody writes the checkpoint",
+        hint="raise the limit on open files (ulimit -n)"
+        if error.errno == errno.EMFILE
+        else "check the system log, and that nobody writes the checkpoint",
     )
 
 

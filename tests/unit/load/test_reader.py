@@ -18,7 +18,7 @@ from ebbtide.base.errors import DataError
 from ebbtide.load import reader as reader_module
 from ebbtide.load.header import CheckpointEntry, read_header
 from ebbtide.load.layout import Box, Piece
-from ebbtide.load.reader import CHUNK_BYTES, CheckpointFile, SliceReader, cached_share, place_of, spans_of
+from ebbtide.load.reader import CHUNK_BYTES, READERS, CheckpointFile, SliceReader, cached_share, place_of, spans_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
 
@@ -319,3 +319,56 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with SliceReader(entries) as reader:
             reader.read([Piece(key="x", box=Box.full((50_000,)), into=into)])
         assert torch.equal(into, whole)
+
+
+def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    import resource
+
+    entries: dict[str, CheckpointEntry] = {}
+    for number in range(64):
+        entries |= written(tmp_path / f"{number}.safetensors", **{str(number): torch.full((3,), float(number))})
+    pieces = [Piece(key=key, box=Box.full((3,)), into=torch.empty(3)) for key in entries]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.dup(1))
+    with SliceReader(entries) as reader:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + reader_module.OPEN_FILES + READERS + 8, limits[1]))
+        try:
+            for _ in range(2):
+                reader.read(pieces)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [piece.into.tolist() for piece in pieces] == [[float(piece.key)] * 3 for piece in pieces]
+
+
+def test_files_in_use_by_other_threads_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "OPEN_FILES", 0)
+    monkeypatch.setattr(reader_module, "BATCH_BYTES", 1)
+    values = {str(number): torch.full((5,), float(number)) for number in range(8)}
+    entries: dict[str, CheckpointEntry] = {}
+    for key, value in values.items():
+        entries |= written(tmp_path / f"{key}.safetensors", **{key: value})
+    pieces = [Piece(key=key, box=Box.full((5,)), into=torch.empty(5)) for _ in range(50) for key in values]
+    with SliceReader(entries) as reader:
+        reader.read(pieces)
+    assert all(torch.equal(piece.into, values[piece.key]) for piece in pieces)
+
+
+def test_a_file_that_is_written_while_it_is_read_is_named_though_it_is_closed_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "OPEN_FILES", 1)
+    entries = written(tmp_path / "a.safetensors", a=torch.ones(3)) | written(
+        tmp_path / "b.safetensors", b=torch.ones(3)
+    )
+    plain = CheckpointFile.read
+
+    def read(self: CheckpointFile, address: int, offset_bytes: int, nbytes: int) -> int:
+        found = plain(self, address, offset_bytes, nbytes)
+        if self.path.endswith("a.safetensors"):
+            os.utime(self.path, ns=(1, 1))
+        return found
+
+    monkeypatch.setattr(CheckpointFile, "read", read)
+    pieces = [Piece(key=key, box=Box.full((3,)), into=torch.empty(3)) for key in entries]
+    with SliceReader(entries) as reader, pytest.raises(DataError, match=r"a\.safetensors' cannot be used"):
+        reader.read(pieces)
