@@ -103,10 +103,16 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
 
     Raises:
         DataError: There is no checkpoint, a file is missing or damaged, or an index names a missing tensor.
-        ConfigError: It is pickled, without ``allow_pickle``, or several paths are not files of tensors.
+        ConfigError: A path is empty; a file is pickled, without ``allow_pickle``; several paths are not files of tensors.
     """
     if not paths:
         raise ConfigError("no file was passed", expected="a folder, an index, or files", hint="pass the folder")
+    if not all(os.fspath(path) for path in paths):
+        raise ConfigError(
+            "a path is empty",
+            expected="a folder, an index, or files",
+            hint="check the variable that the path comes from; '.' is the working directory",
+        )
     named = [Path(path).expanduser() for path in paths]
     for one in named:
         if not one.exists():

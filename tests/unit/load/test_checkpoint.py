@@ -211,3 +211,13 @@ def test_an_error_without_a_message_is_named(tmp_path: Path, monkeypatch: pytest
 def test_values_that_are_none_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         checkpoint_of(values, "the given state dict")
+
+
+def test_an_empty_path_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert open_checkpoint(".").entries.keys() == {"a", "b"} and is_present(".")
+    for paths in ([""], ["model-1.safetensors", ""]):
+        with pytest.raises(ConfigError, match="a path is empty") as caught:
+            open_checkpoint(*paths)
+        assert caught.value.hint
