@@ -267,7 +267,8 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
         return
     hints: list[str] = []
     if problems[0][1] and plan.sources:  # else the checkpoint is another model's
-        close = nearest(problems[0][1][0], keys)
+        unused = set(plan.unexpected)
+        close = nearest(problems[0][1][0], [key for key in keys if key in unused])
         hints.append(close or "missing='initialize' initializes missing weights with the model's own code")
     if problems[1][1] and plan.sources:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")

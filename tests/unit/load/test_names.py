@@ -128,3 +128,15 @@ def test_a_parameter_that_has_values_and_is_missing_is_reported(caplog: pytest.L
     with caplog.at_level(logging.WARNING, "ebbtide.load"):
         loaded = ebbtide.load_sharded(real, values, missing="initialize")
     assert torch.equal(loaded.head.weight, before) and "kept as they are: head.weight, head.bias" in caplog.text
+
+
+def test_only_a_key_without_a_use_is_proposed_for_a_missing_weight() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict({"model_norm": nn.LayerNorm(4), "head_norm": nn.LayerNorm(4)})
+
+    values = randomized(model())
+    del values["head_norm.weight"]
+    for spare, hint in (({}, "missing='initialize'"), ({"hed_norm.weight": torch.ones(4)}, "did you mean 'hed_norm")):
+        with pytest.raises(DataError, match=r"1 missing: head_norm\.weight") as caught:
+            ebbtide.load_sharded(meta(model), values | spare)
+        assert caught.value.hint.startswith(hint) and "model_norm" not in caught.value.hint
