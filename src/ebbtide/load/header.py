@@ -39,7 +39,9 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
@@ -158,7 +160,11 @@ def _entry(
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
         raise _bad(path, f"describes {name!r} as {described!r:.80}", "dtype, shape and data_offsets of each tensor")
     if kind not in DTYPES:
-        raise _bad(path, f"holds {name!r} as {kind!r:.40}", "one of " + ", ".join(DTYPES))
+        raise DataError(
+            f"{str(path)!r} holds {name!r} as {kind!r:.40}",
+            expected="one of " + ", ".join(DTYPES),
+            hint="convert the checkpoint to one of these dtypes, or fetch the file again if it is damaged",
+        )
     begin, end = cast("list[int]", offsets)
     entry = CheckpointEntry(
         shape=tuple(cast("list[int]", shape)),

@@ -30,7 +30,7 @@ def test_entries_lie_where_the_library_finds_them(tmp_path: Path) -> None:
     tensors = {
         f"t{i}": torch.randint(0, 100, (i, 3)).to(dtype)
         for i, dtype in enumerate(DTYPES.values())
-        if not dtype.is_complex
+        if not dtype.is_complex and "fnuz" not in str(dtype)  # safetensors 0.6 does not know those
     }
     tensors["scalar"] = torch.tensor(1.5)
     path = tmp_path / "x.safetensors"
@@ -62,7 +62,6 @@ LIES: dict[str, tuple[Any, bytes, int | None, str]] = {
     "a negative size": ({"a": told([-1], 0, 4)}, bytes(4), None, "describes 'a' as"),
     "a size that is true": ({"a": told([True], 0, 4)}, bytes(4), None, "describes 'a' as"),
     "sizes whose product is vast": ({"a": told([1 << 40, 1 << 40], 0, 4)}, bytes(4), None, "gives 'a' 4 bytes"),
-    "an unknown dtype": ({"a": told([1], 0, 4, "F33")}, bytes(4), None, "holds 'a' as 'F33'"),
     "too few bytes": ({"a": told([2], 0, 4)}, bytes(4), None, "gives 'a' 4 bytes"),
     "an overlap": ({"a": told([2], 0, 8), "b": told([1], 4, 8)}, bytes(8), None, "puts 'b' over 'a'"),
     "a gap": ({"a": told([1], 0, 4), "b": told([1], 8, 12)}, bytes(12), None, "4 bytes before 'b'"),
@@ -93,3 +92,17 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, kept_bytes: int) -> N
 def test_a_missing_file_of_tensors_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.safetensors' cannot be read \(No such file or directory\)"):
         read_header(tmp_path / "absent.safetensors")
+
+
+def test_a_dtype_that_torch_or_this_library_lacks_is_no_damage(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.safetensors", {"a": told([1], 0, 4, "F33")}, bytes(4))
+    with pytest.raises(DataError, match="holds 'a' as 'F33'") as caught:
+        read_header(path)
+    assert str(path) in caught.value.found and "convert" in caught.value.hint
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
+def test_numbers_in_eight_bits_of_other_processors_are_known(tmp_path: Path, dtype: torch.dtype) -> None:
+    kind = f"F8_{str(dtype).split('_')[1].upper()}"
+    path = write(tmp_path / "x.safetensors", {"a": told([4], 0, 4, kind)}, bytes(4))
+    assert read_header(path)["a"].dtype == dtype
