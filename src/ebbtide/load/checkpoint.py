@@ -103,7 +103,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
 
     Raises:
         DataError: There is no checkpoint, a file is missing or damaged, or an index names a missing tensor.
-        ConfigError: A path is empty; a file is pickled, without ``allow_pickle``; several paths are not files of tensors.
+        ConfigError: A path is empty, a file is pickled (without ``allow_pickle``), or several paths are not only files.
     """
     if not paths:
         raise ConfigError("no file was passed", expected="a folder, an index, or files", hint="pass the folder")

@@ -159,8 +159,10 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
     by_base |= {name: [name] for name in computed}
     found |= {name: [source] for name, (_, source) in computed.items()}
     for name in four:
-        if len(sources := found.get(base := base_of.get(name, name), [])) > 1:  # quantized values are not compared
-            plan.doubled.append(_all_keys(name, sources))
+        sources = found.get(base := base_of.get(name, name), [])
+        if len(sources) > 1:  # quantized values are not compared
+            plan.doubled.append(_all_keys(name, found.pop(base)))
+            del by_base[base]
         elif sources and isinstance(source := sources[0], SourceLayout):
             found[base] = [four.oriented(name, source)]
     _assign(plan, wanted | {name: tensor for name, (tensor, _) in computed.items()}, by_base, found)

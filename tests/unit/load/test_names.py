@@ -6,10 +6,12 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -140,3 +142,35 @@ def test_only_a_key_without_a_use_is_proposed_for_a_missing_weight() -> None:
         with pytest.raises(DataError, match=r"1 missing: head_norm\.weight") as caught:
             ebbtide.load_sharded(meta(model), values | spare)
         assert caught.value.hint.startswith(hint) and "model_norm" not in caught.value.hint
+
+
+class Renamed4bit(nn.Module):
+    base_model_prefix, config = "model", None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"linear": pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 64, bias=False)})
+
+
+def test_two_keys_of_a_4_bit_weight_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    values = {"model.linear.weight": torch.ones(64, 64), "linear.weight": torch.zeros(64, 64)}
+    with pytest.raises(DataError, match=r"from model\.linear\.weight and linear\.weight") as caught:
+        ebbtide.load_sharded(meta(Renamed4bit), values)
+    assert caught.value.hint
+    del values["linear.weight"]
+    assert ebbtide.load_sharded(meta(Renamed4bit), values).model.linear.weight.bnb_quantized
+
+
+def test_experts_in_one_tensor_and_one_by_one_must_be_equal(tmp_path: Path) -> None:
+    real = build("qwen3_moe").model
+    real.save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in real.state_dict() if name.endswith("experts.gate_up_proj"))
+    assert name not in values
+    stacked = real.state_dict()[name].clone()
+    loaded = ebbtide.load_sharded(meta(partial(type(real), real.config)), values | {name: stacked})
+    assert torch.equal(loaded.state_dict()[name], stacked)
+    with pytest.raises(DataError, match="differ in the checkpoint") as caught:
+        ebbtide.load_sharded(meta(partial(type(real), real.config)), values | {name: stacked + 1})
+    assert name in caught.value.found
