@@ -174,8 +174,11 @@ class StandIn:
         for name, value in held.items():
             if _is_stand_in(value):
                 del kept[name]
-                if value._own is not None:
-                    kept[name] = value._own
+                own = value._own
+                while _is_stand_in(own):  # one around another
+                    own = own._own
+                if own is not None:
+                    kept[name] = own
         return kept
 
 

@@ -10,6 +10,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -390,6 +391,27 @@ def test_a_model_is_scripted_as_it_is_alone() -> None:
         assert torch.equal(model(x), output)
         assert handle.stats().packs > 0
     assert "__prepare_scriptable__" not in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("own", [False, True])
+def test_copies_of_a_module_with_two_replacements_have_neither(*, own: bool) -> None:
+    model, x, calls = Gelu(), torch.randn(8, 16), []
+    if own:
+        model.forward = MethodType(Gelu.forward, model)  # type: ignore[method-assign]
+
+    def call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls.append(forward)
+        return forward(*args, **kwargs)
+
+    expected = model(x)
+    around = [StandIn(model, call), StandIn(model, call)]
+    replica: Any = model._replicate_for_data_parallel()
+    for copied in (torch.jit.script(model), replica, copy.copy(model), copy.deepcopy(model)):
+        assert torch.equal(copied.forward(x), expected)
+    assert not calls
+    model(x)
+    assert len(calls) == len(around)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
