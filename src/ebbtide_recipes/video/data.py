@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ebbtide.base.errors import DataError
-from ebbtide_recipes.skeleton.rows import split_name
+from ebbtide_recipes.skeleton.rows import reading, split_name
 from ebbtide_recipes.video import clips, listings, shapes
 from ebbtide_recipes.video.clips import Shape
 from ebbtide_recipes.video.listings import BUILTIN, IMAGES, VIDEOS, checked, no_clip
@@ -98,15 +98,15 @@ def _folder(folder: Path) -> list[Clip]:
 
 def _caption_file(path: Path) -> str:
     """Return the contents of a clip's .txt, or of ``caption.txt`` inside a folder of frames."""
-    caption = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
-    places = [caption, path / "caption.txt"] if path.is_dir() else [caption]
-    for place in places:
+    file = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
+    for place in [file, path / "caption.txt"] if path.is_dir() else [file]:
         if place.is_file():
-            caption = place.read_text(encoding="utf-8-sig").strip()
+            with reading(place):
+                caption = place.read_text(encoding="utf-8-sig").strip()
             if caption:
                 return caption
     raise DataError(
         f"{path} has no caption",
-        expected=f"{caption.name} in its folder, or a metadata.jsonl with video and caption in its folder",
+        expected=f"{file.name} in its folder, or a metadata.jsonl with video and caption in its folder",
         hint="one sentence that describes the clip",
     )

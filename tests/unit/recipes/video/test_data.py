@@ -141,6 +141,16 @@ def test_a_clip_without_a_caption_is_refused(folder: Path) -> None:
         loaded(folder)
 
 
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(b"", "a.mp4 has no caption; expected a.txt"), (b" \n", "has no caption"), (b"caf\xe9", "a.txt is not UTF-8")],
+)
+def test_a_file_without_a_caption_in_it_is_refused(folder: Path, content: bytes, found: str) -> None:
+    (folder / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=found.replace(".", r"\.")):
+        loaded(folder)
+
+
 def test_places_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
     for name, found in (
         (str(tmp_path / "nowhere"), "does not exist"),
