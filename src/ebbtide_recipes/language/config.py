@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.adapter_kinds import settings_in, settings_of
@@ -99,6 +99,22 @@ class LanguageConfig(RecipeConfig):
         if self.adapters is not None:
             return settings_in(Path(self.adapters).expanduser())["peft_type"]
         return settings_of(self.adapter_config)["peft_type"] if self.adapter_config is not None else "LORA"
+
+    @property
+    def adapter_settings(self) -> dict[str, Any]:
+        """Settings of the adapters that are trained, as PEFT names them: values of JSON.
+
+        Raises:
+            EbbtideError: A file or folder has a setting that cannot be used.
+        """
+        if self.adapters is None and self.adapter_config is None:
+            return super().adapter_settings
+        if self.adapters is not None:
+            settings = {"target_modules": None, **settings_in(Path(self.adapters).expanduser())}
+        else:
+            settings = {"target_modules": [*self.target_modules], **settings_of(str(self.adapter_config))}
+        names = settings["target_modules"]
+        return {**settings, "target_modules": sorted(names) if isinstance(names, list) else names}
 
     def without_effect(self) -> list[str]:
         """Return the flags that were set but have no effect in this mode."""

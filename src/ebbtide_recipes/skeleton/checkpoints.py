@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.base.checks import FALSE, NOTHING
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, nearest
 from ebbtide.base.files import FULL_ERRNOS
+from ebbtide_recipes.skeleton import adapted
 from ebbtide_recipes.skeleton.diskfailure import disk_failure
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Sealed:
         train_type: The training type.
         adapters: The kind of adapters, as PEFT names it; ``None``: none, or unknown.
         order: What the order of rows depends on, by name; empty: unknown.
+        adapted: What ``adapted.described`` returned; empty: no adapters, or unknown.
     """
 
     folder: Path
@@ -66,6 +68,7 @@ class Sealed:
     train_type: str
     adapters: str | None = None
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    adapted: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def sharding_of(config: RecipeConfig) -> str:
@@ -77,7 +80,7 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int, rows
     """Write the seal of a checkpoint whose files are all written. See [Note: a checkpoint's seal]."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     facts = {"step": step, "world_size": world_size, "sharding": sharding_of(config), "train_type": config.train_type}
-    facts["adapters"] = config.adapter_kind
+    facts |= {"adapters": config.adapter_kind, **adapted.described(config)}
     draft = folder / f"{SEAL}.part"
     order = _order(config, world_size, rows)
     draft.write_text(json.dumps({"schema": 1, **facts, "order": order, "files": files}, indent=1) + "\n")
@@ -133,6 +136,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
                 train_type=str(seal["train_type"]),
                 adapters=seal.get("adapters"),
                 order={"processes": int(seal["world_size"]), **seal.get("order", {})},
+                adapted={name: seal[name] for name in ("model", "settings") if name in seal},
             )
         except FileNotFoundError:
             return None, f"has no {SEAL}, which is written last"
@@ -203,6 +207,7 @@ def find(config: RecipeConfig, *, world_size: int | None = None, rows: int | Non
     _check_kind(sealed, config)
     if world_size is not None:
         _warn_of_order(sealed, _order(config, world_size, rows))
+        adapted.warn(sealed.folder, sealed.adapted, config)
     return sealed.folder
 
 
@@ -346,6 +351,7 @@ def _check_kind(sealed: Sealed, config: RecipeConfig) -> None:
                 expected="a run of the same kind",
                 hint=f"{hint} resumes it",
             )
+    adapted.check(sealed.folder, sealed.adapted, config)
 
 
 def _sharding_hint(sharding: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ebbtide.base.actions import Plan
 from ebbtide.base.checks import check_fields
@@ -228,6 +228,12 @@ class RecipeConfig:
     def adapter_kind(self) -> str | None:
         """PEFT's name for the kind of adapters that are trained; ``None``: none."""
         return "LORA" if self.trains_adapters else None
+
+    @property
+    def adapter_settings(self) -> dict[str, Any]:
+        """Settings of the adapters that are trained, as PEFT names them: values of JSON."""
+        made = {"r": self.lora_rank, "lora_alpha": self.lora_alpha, "lora_dropout": self.lora_dropout}
+        return {**made, "target_modules": sorted(self.target_modules)}
 
     def chosen_policy(self) -> Policy | Plan:
         """Return the policy that the flags name, or the plan of the file.

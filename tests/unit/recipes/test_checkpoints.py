@@ -520,3 +520,81 @@ def test_a_folder_with_checkpoints_is_not_used_unasked(tmp_path: Path, asked: st
 def test_words_of_a_settings_file_resume_or_do_not(tmp_path: Path, word: str, resumed: bool) -> None:
     config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=word)
     assert checkpoints.resumes(config) is resumed and checkpoints.find(config) is None
+
+
+LORA: dict[str, object] = {"train_type": "lora", "lora_rank": 4, "target_modules": ("q_proj", "v_proj")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "hint"),
+    [
+        ({"lora_rank": 8}, "with r 4, and this run has 8", "--lora_rank 4"),
+        ({"target_modules": ("o_proj",)}, "target_modules q_proj v_proj, .* o_proj", "--target_modules q_proj v_proj"),
+        (
+            {"target_modules": ("q_proj",), "lora_alpha": 2},
+            "target_modules q_proj v_proj, .* q_proj",
+            "--target_modules q_proj v_proj",
+        ),
+        ({"model": "org/other"}, "on the model 'org/one', and this run has 'org/other'", "--model org/one"),
+    ],
+)
+def test_one_of_other_adapters_is_refused(changes: dict[str, object], found: str, hint: str, tmp_path: Path) -> None:
+    made = make(tmp_path, 2, model="org/one", **LORA)
+    assert find(tmp_path, model="org/one", **{**LORA, "target_modules": ("v_proj", "q_proj")}) == made
+    with pytest.raises(ConfigError, match=f"{made} was written .*{found}; expected .*\nhint: {hint}"):
+        find(tmp_path, **{"model": "org/one", **LORA, **changes})
+
+
+def test_other_settings_of_adapters_are_compared_as_well(tmp_path: Path) -> None:
+    def config(name: str, **changes: object) -> dict[str, object]:
+        file = tmp_path / name
+        file.write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **changes}))
+        return {"train_type": "adapter", "adapter_config": str(file)}
+
+    made = make(tmp_path, 2, **config("one.json", use_rslora=False))
+    assert find(tmp_path, **config("two.json")) == made
+    with pytest.raises(ConfigError, match="with use_dora None, and this run has True"):
+        find(tmp_path, **config("three.json", use_dora=True))
+
+
+def test_values_that_fit_other_settings_are_resumed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, moved = tmp_path / "base", tmp_path / "moved"
+    base.mkdir()
+    made = make(tmp_path, 2, model=str(base), **LORA)
+    link = tmp_path / "link"
+    link.symlink_to(base)
+
+    def found(**changes: object) -> Path | None:
+        config = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "model": str(base), **LORA}
+        return checkpoints.find(SftConfig(**{**config, **changes}), world_size=2)
+
+    assert found(model=str(link)) == found() == made
+    assert not caplog.messages
+    assert found(lora_alpha=1, lora_dropout=0.5) == made
+    assert f"{made} was written with lora_alpha 32, lora_dropout 0.0" in caplog.text
+    moved.mkdir()
+    with pytest.raises(ConfigError, match=f"and this run has '{moved}'"):
+        found(model=str(moved))
+    base.rmdir()
+    assert found(model=str(moved)) == made
+    assert f"on the model '{base}' and is resumed on '{moved}'" in caplog.text
+
+
+def test_one_is_resumed_with_its_own_adapters_and_old_seals_tell_nothing(tmp_path: Path) -> None:
+    made = make(tmp_path, 2, **LORA)
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": ["model.layers.0.q_proj"]}
+    (made / "adapter_config.json").write_text(json.dumps(settings))
+    (made / "adapter_model.safetensors").write_bytes(b"")
+    assert find(tmp_path, train_type="lora", adapters=str(made)) == made
+    old = json.loads((made / checkpoints.SEAL).read_text())
+    for name in ("settings", "model"):
+        del old[name]
+    (made / checkpoints.SEAL).write_text(json.dumps(old))
+    assert find(tmp_path, train_type="lora", lora_rank=64, model="org/other") == made
+
+
+def test_full_weights_are_resumed_on_any_model_named(tmp_path: Path) -> None:
+    made = make(tmp_path, 2, model="org/one")
+    assert find(tmp_path, model="org/other", lora_rank=2) == made
