@@ -134,7 +134,13 @@ def _call(arguments: list[str]) -> int:
     except SystemExit as end:
         if end.code:
             raise
-        return 0  # --help has been printed
+        if any(argument == "--help" or argument.startswith("-h") for argument in arguments):
+            return 0  # it has been printed
+        raise TrainingError(
+            f"exit({end.code!r}) was called during `ebbtide {arguments[0]}`, which had not finished",
+            expected="code that returns, or raises an error",
+            hint="look for sys.exit() in your own functions and in the packages that they import",
+        ) from end
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

@@ -163,7 +163,7 @@ class Reward:
         """
         try:
             returned = self._call(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             empty = sum(not text_of(completion).strip() for completion in completions)
             also = f" ({empty} of the {len(completions)} completions are empty)" if empty else ""
             chat = "" if isinstance(completions[0], str) else "a completion of a chat is a list of messages; "

@@ -149,6 +149,24 @@ def test_sigterm_is_one_line_and_143(verb: Callable, capsys: pytest.CaptureFixtu
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(("status", "code"), [(None, 1), (0, 1), ("", 1), (3, 3), ("no model", "no model")])
+def test_code_that_ends_the_process_does_not_look_like_success(
+    verb: Callable, capsys: pytest.CaptureFixture[str], status: object, code: object
+) -> None:
+    def leaves(argv: Sequence[str]) -> int:
+        sys.exit(status)  # pyright: ignore[reportArgumentType]
+
+    verb(leaves)
+    if code == 1:
+        assert cli.main(["sft"]) == 1
+        assert f"exit({status!r}) was called during `ebbtide sft`" in capsys.readouterr().err
+    else:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["sft"])
+        assert caught.value.code == code
+    assert cli.main(["report", "--help"]) == cli.main(["report", "-h"]) == 0
+
+
 def test_in_another_thread_signals_are_left_alone(verb: Callable) -> None:
     codes: list[int] = []
     verb(lambda argv: 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,8 @@ def raises(completions: list[str]) -> list[float]:
             raises,
             "'mine' raised IndexError: .* \\(1 of the 2 completions are empty\\); expected ",
         ),
+        (lambda completions: sys.exit(), "'mine' raised SystemExit: .*; expected one number per completion"),
+        (lambda completions: sys.exit(3), "'mine' raised SystemExit: 3"),
         (lambda completions: [1.0], "'mine' returned 1 rewards; expected 2"),
         (lambda completions: None, "'mine' returned None; expected a list of 2 numbers"),
         (lambda completions: 1.0, "'mine' returned 1.0; expected a list of 2 numbers"),
