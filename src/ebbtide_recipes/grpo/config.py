@@ -222,6 +222,8 @@ def _check_numbers(config: GrpoConfig) -> None:
         within(name, getattr(config, name), "(0, 1]", "above 0, at most 1", f"leave {name} out for its default")
     for name in ("beta", "kl_reward_coef"):
         within(name, getattr(config, name), "[0, inf)", "0 or more", "0 leaves the reference out")
+    for weight in config.reward_weights:
+        within("reward_weights", weight, "(-inf, inf)", "finite numbers", "1 for each counts all functions alike")
     least = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     hint = "verl's actor.clip_ratio_c is 3.0 by default; without --delta there is no bound"
     within("delta", config.delta, f"[{least}, inf)", f"1 + epsilon_high, {least:g}, or more", hint)

@@ -9,6 +9,7 @@ the truths in verl's ``reward_model`` become one.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,6 +18,8 @@ from ebbtide.base.errors import DataError, nearest
 from ebbtide_recipes.grpo.rewards import HANDED, truth_in
 from ebbtide_recipes.language.tables import check_kinds
 from ebbtide_recipes.skeleton.rows import Row
+
+LOGGER = logging.getLogger("ebbtide.grpo")
 
 ACCEPTED = "`prompt` (text or messages), `messages`, `question` or `problem`"
 _SOURCES = ("prompt", "messages", "question", "problem")
@@ -83,6 +86,8 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
             )
         made.append(_shaped(row, source, where, chat=chat, system=system))
     check_kinds(made, name, ["prompt"])
+    if system is not None and isinstance(made[0]["prompt"], str):
+        LOGGER.warning("data set %r is plain text: --system has no effect on it", name)
     truths = [truth_in(row.get("reward_model")) for row in rows]
     if "answer" in columns or all(truth is None for truth in truths):
         return made

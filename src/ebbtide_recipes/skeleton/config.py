@@ -264,6 +264,8 @@ class RecipeConfig:
             idle = (*idle, "eval_steps", "per_device_eval_batch_size")
         if self.save_steps is None:
             idle = (*idle, "save_total_limit")
+        if self.fsdp_strategy == "none":
+            idle = (*idle, "fsdp_version")
         if self.lr_scheduler_type == "constant":  # constant_with_warmup has one
             idle = (*idle, "warmup_ratio")
         return [name for name in idle if self.is_set(name)]

@@ -283,6 +283,8 @@ def test_flags_without_effect_are_named() -> None:
     assert kind.without_effect() == ["lora_rank"]
     going_on = SftConfig(train_type="lora", adapters="x", lora_rank=4, target_modules=("q_proj",))
     assert going_on.without_effect() == ["lora_rank", "target_modules"]
+    assert SftConfig(fsdp_version=1).without_effect() == ["fsdp_version"]
+    assert SftConfig(fsdp_version=1, fsdp_strategy="full_shard").without_effect() == []
     both = SftConfig(activation_cpu_offload=True, gradient_checkpointing=True, max_slowdown=0.1)
     assert both.without_effect() == ["max_slowdown"]
 

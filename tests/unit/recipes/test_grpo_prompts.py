@@ -66,6 +66,14 @@ def test_a_system_message_is_put_before_chats_that_have_none() -> None:
     ]
 
 
+def test_a_system_message_for_plain_text_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert shaped({"prompt": "q"}, system="t") == [{"prompt": "q"}]
+    assert caplog.messages == ["data set 'rows' is plain text: --system has no effect on it"]
+    caplog.clear()
+    shaped({"prompt": "q"}), shaped({"prompt": [USER]}, system="t")
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
