@@ -102,19 +102,20 @@ class LanguageConfig(RecipeConfig):
 
     @property
     def adapter_settings(self) -> dict[str, Any]:
-        """Settings of the adapters that are trained, as PEFT names them: values of JSON.
+        """Settings of the adapters that are trained, as PEFT names them, and ``freeze_vit``: values of JSON.
 
         Raises:
             EbbtideError: A file or folder has a setting that cannot be used.
         """
         if self.adapters is None and self.adapter_config is None:
-            return super().adapter_settings
+            return {**super().adapter_settings, "freeze_vit": self.freeze_vit}
         if self.adapters is not None:
             settings = {"target_modules": None, **settings_in(Path(self.adapters).expanduser())}
         else:
             settings = {"target_modules": [*self.target_modules], **settings_of(str(self.adapter_config))}
         names = settings["target_modules"]
-        return {**settings, "target_modules": sorted(names) if isinstance(names, list) else names}
+        made = {**settings, "target_modules": sorted(names) if isinstance(names, list) else names}
+        return {**made, "freeze_vit": self.freeze_vit}
 
     def without_effect(self) -> list[str]:
         """Return the flags that were set but have no effect in this mode."""

@@ -106,7 +106,7 @@ def _differences(folder: Path, theirs: Mapping[str, Any], config: RecipeConfig) 
 
 def _text(value: Any, *, most: int | None = 8) -> str:
     if not isinstance(value, list):
-        return str(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
     names: list[Any] = value[:most]
     more = len(cast("list[Any]", value)) - len(names)
     return " ".join(map(str, names)) + (f" and {more} more" if more else "")

@@ -528,6 +528,7 @@ LORA: dict[str, object] = {"train_type": "lora", "lora_rank": 4, "target_modules
 @pytest.mark.parametrize(
     ("changes", "found", "hint"),
     [
+        ({"freeze_vit": False}, "with freeze_vit true, and this run has false", "--freeze_vit true"),
         ({"lora_rank": 8}, "with r 4, and this run has 8", "--lora_rank 4"),
         ({"target_modules": ("o_proj",)}, "target_modules q_proj v_proj, .* o_proj", "--target_modules q_proj v_proj"),
         (
@@ -553,7 +554,7 @@ def test_other_settings_of_adapters_are_compared_as_well(tmp_path: Path) -> None
 
     made = make(tmp_path, 2, **config("one.json", use_rslora=False))
     assert find(tmp_path, **config("two.json")) == made
-    with pytest.raises(ConfigError, match="with use_dora None, and this run has True"):
+    with pytest.raises(ConfigError, match="with use_dora None, and this run has true"):
         find(tmp_path, **config("three.json", use_dora=True))
 
 
