@@ -143,7 +143,7 @@ def test_it_says_at_once_what_it_will_do(done):
     head = done[1].partition("round 1 of 2")[0]
     assert "3 modes, 2 rounds in turn: 6 runs of 7 steps, each in a fresh process" in head
     assert "checkpointing    the trainer's own activation checkpointing" in head
-    assert "The first 4 steps of every run warm up" in head
+    assert "At least the first 4 steps of every run warm up" in head
     assert "\r" not in done[1] and "1 of 6  round 1, plain  starting" in head
 
 
