@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ebbtide.base.errors import ConfigError, DataError, DiskPathError, TargetError, counted
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
-from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer, put_record_aside, records_aside
-from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
+from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer
+from ebbtide_recipes.skeleton import checkpoints, hubs, launch, outputs, sharding
 from ebbtide_recipes.skeleton.config import OF_OFFLOADING, OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
@@ -125,7 +125,7 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     recipe.check(config)
     if launch.is_main():
         checkpoints.find(config)
-        _check_output(config)
+        outputs.check(config)
     return config
 
 
@@ -166,20 +166,6 @@ def _check_store(config: RecipeConfig) -> None:
             ) from error
 
 
-def _check_output(config: RecipeConfig) -> None:
-    """Reject an output folder with an earlier run, unless this run resumes or replaces it."""
-    folder = Path(config.output_dir).expanduser()
-    resuming = checkpoints.resumes(config)
-    found = [EVENTS_FILE] * (folder / EVENTS_FILE).exists() + [one.folder.name for one in checkpoints.complete(folder)]
-    if found and not config.overwrite_output_dir and not resuming:
-        raise DataError(
-            f"{folder} holds an earlier run ({', '.join(found)})",
-            expected="a folder without one",
-            hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
-            "or pass --overwrite_output_dir true",
-        )
-
-
 def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
     """Create the output folder and its log; rename the record of a resumed run.
 
@@ -193,7 +179,7 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
         if launch.is_main():
             claimed.enter_context(only_writer(folder))
             (folder / LOG_FILE).touch()
-            _put_aside(config, folder)
+            outputs.put_aside(config, folder)
     except OSError as error:
         raise DataError(
             f"output_dir {str(folder)!r} cannot be written: {error.strerror}",
@@ -201,20 +187,6 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
             hint="choose a folder that you may write to",
         ) from error
     return folder
-
-
-def _put_aside(config: RecipeConfig, folder: Path) -> None:
-    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run."""
-    # Otherwise `latest` would find a checkpoint of the overwritten run.
-    events = folder / EVENTS_FILE
-    if checkpoints.resumes(config):
-        if events.exists():
-            put_record_aside(folder)
-    elif config.overwrite_output_dir and (events.exists() or checkpoints.complete(folder)):
-        for path in checkpoints.written(folder):
-            checkpoints.remove(path)
-        for path in records_aside(folder).values():
-            path.unlink()
 
 
 def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer | None:

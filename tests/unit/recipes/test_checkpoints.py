@@ -23,7 +23,7 @@ import transformers
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.skeleton import checkpoints, run
+from ebbtide_recipes.skeleton import checkpoints, outputs, run
 from ebbtide_recipes.skeleton import trainer as trainer_module
 from ebbtide_recipes.skeleton.diskfailure import disk_failure, says_full
 
@@ -398,14 +398,14 @@ def test_overwriting_removes_what_runs_wrote_and_nothing_else(tmp_path: Path) ->
     make(tmp_path, 6).rename(tmp_path / "checkpoint-best")
     for name in ("run.jsonl", "run-2.jsonl", "run-notes.jsonl"):
         (tmp_path / name).write_text("")
-    run._put_aside(SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True), tmp_path)
+    outputs.put_aside(SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-best", "run.jsonl", "run-notes.jsonl"}
 
 
 def test_a_record_is_put_aside_beyond_the_highest_number(tmp_path: Path) -> None:
     for name in ("run.jsonl", "run-2.jsonl"):
         (tmp_path / name).write_text(name)
-    run._put_aside(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"), tmp_path)
+    outputs.put_aside(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"), tmp_path)
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {"run-2.jsonl": "run-2.jsonl", "run-3.jsonl": "run.jsonl"}
 
@@ -512,8 +512,8 @@ def test_a_folder_with_checkpoints_is_not_used_unasked(tmp_path: Path, asked: st
     make(tmp_path, 2)
     config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=asked)
     with pytest.raises(DataError, match=r"holds an earlier run \(checkpoint-2\)"):
-        run._check_output(config)
-    run._check_output(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"))
+        outputs.check(config)
+    outputs.check(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"))
 
 
 @pytest.mark.parametrize(("word", "resumed"), [("no", False), ("Off", False), ("false", False), ("yes", True)])

@@ -1,0 +1,70 @@
+"""What a run may do to the folder that it writes into, and to what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.runs import EVENTS_FILE, put_record_aside, records_aside
+from ebbtide_recipes.skeleton import checkpoints
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.skeleton.config import RecipeConfig
+
+_SOURCES = ("model", "adapters", "teacher", "critic")
+"""Flags that may name a folder of weights to load."""
+
+
+def check(config: RecipeConfig) -> None:
+    """Reject an output folder in which this run would replace or remove what it was not told to.
+
+    Raises:
+        DataError: It holds an earlier run, which this run neither resumes nor replaces, or what this run loads.
+    """
+    folder = Path(config.output_dir).expanduser()
+    _check_sources(config, folder)
+    found = [EVENTS_FILE] * (folder / EVENTS_FILE).exists() + [one.folder.name for one in checkpoints.complete(folder)]
+    if found and not config.overwrite_output_dir and not checkpoints.resumes(config):
+        raise DataError(
+            f"{folder} holds an earlier run ({', '.join(found)})",
+            expected="a folder without one",
+            hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
+            "or pass --overwrite_output_dir true",
+        )
+
+
+def _check_sources(config: RecipeConfig, folder: Path) -> None:
+    """Reject weights to load that lie where this run removes them."""
+    removed = checkpoints.written(folder) if config.overwrite_output_dir and folder.is_dir() else []
+    for name, source in _sources(config):
+        for path in removed:
+            if source.is_relative_to(path.resolve()):
+                raise DataError(
+                    f"--{name} {str(getattr(config, name))!r} is in {path}, which --overwrite_output_dir true removes",
+                    expected="weights outside the run that is replaced",
+                    hint="choose another --output_dir",
+                )
+
+
+def _sources(config: RecipeConfig) -> Iterator[tuple[str, Path]]:
+    """Return the folders that the config names to load weights from, by flag."""
+    for name in _SOURCES:
+        value = getattr(config, name, None)
+        if value is not None and (path := Path(value).expanduser()).exists():
+            yield name, path.resolve()
+
+
+def put_aside(config: RecipeConfig, folder: Path) -> None:
+    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run."""
+    # Otherwise `latest` would find a checkpoint of the overwritten run.
+    events = folder / EVENTS_FILE
+    if checkpoints.resumes(config):
+        if events.exists():
+            put_record_aside(folder)
+    elif config.overwrite_output_dir and (events.exists() or checkpoints.complete(folder)):
+        for path in checkpoints.written(folder):
+            checkpoints.remove(path)
+        for path in records_aside(folder).values():
+            path.unlink()

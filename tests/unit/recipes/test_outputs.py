@@ -1,0 +1,42 @@
+"""What a run may do to its output folder, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import DataError
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton import checkpoints, launch, run
+
+
+def make(output: Path, step: int, *, sealed: bool = True) -> Path:
+    folder = output / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if sealed:
+        checkpoints.seal(folder, SftConfig(), step=step, world_size=1)
+    return folder
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Return a call that checks a run into ``out`` as the command does, without the data and the machine."""
+    from ebbtide_recipes.sft.recipe import RECIPE
+
+    for name in ("check_data", "check"):
+        monkeypatch.setattr(type(RECIPE), name, lambda *_: None)
+    monkeypatch.setattr(launch, "check_device", lambda *_: None)
+    return lambda **changes: run.check(RECIPE, SftConfig(**{"output_dir": str(tmp_path / "out"), **changes}))
+
+
+@pytest.mark.parametrize("flag", ["model", "adapters"])
+def test_overwriting_what_the_run_loads_is_refused(check, tmp_path: Path, flag: str) -> None:
+    made = make(tmp_path / "out", 4)
+    (tmp_path / "out" / "run.jsonl").touch()
+    changes = {flag: str(made), "train_type": "lora", "overwrite_output_dir": True}
+    with pytest.raises(DataError, match=f"--{flag} .* is in .*checkpoint-4, which --overwrite_output_dir true removes"):
+        check(**changes)
+    check(**changes, output_dir=str(tmp_path / "other"))
