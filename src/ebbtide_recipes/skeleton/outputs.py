@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 _SOURCES = ("model", "adapters", "teacher", "critic")
 """Flags that may name a folder of weights to load."""
 
+_MODELS = ("*.safetensors", "*.bin", "transformer/*.safetensors", "transformer/*.bin")
+"""Files of a trained model, at the places where a recipe saves its own."""
+
 
 def check(config: RecipeConfig) -> None:
-    """Reject an output folder in which this run would replace or remove what it was not told to.
+    """Reject an output folder in which this run would replace or remove what must stay.
 
     Raises:
-        DataError: It holds an earlier run, which this run neither resumes nor replaces, or what this run loads.
+        DataError: It holds an earlier run, which this run neither resumes nor replaces, what this run loads, or weights
+            of another program.
     """
     folder = Path(config.output_dir).expanduser()
     _check_sources(config, folder)
@@ -33,6 +37,28 @@ def check(config: RecipeConfig) -> None:
             hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
             "or pass --overwrite_output_dir true",
         )
+    others = _weights(config, folder)
+    if others and not config.overwrite_output_dir and not _is_ours(folder):
+        raise DataError(
+            f"{folder} holds {', '.join(others)}, and no record of a run by ebbtide",
+            expected="a folder without weights of other programs, which this run would replace or remove",
+            hint="choose another --output_dir, or pass --overwrite_output_dir true",
+        )
+
+
+def _weights(config: RecipeConfig, folder: Path) -> list[str]:
+    """Return the names of checkpoints in a folder, and of the weights that this run would replace when it saves."""
+    if not folder.is_dir():
+        return []
+    checkpointed = sorted(path.name for path in checkpoints.written(folder))
+    models = sorted({str(path.relative_to(folder)) for pattern in _MODELS for path in folder.glob(pattern)})
+    return checkpointed + models * config.save
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a run of a recipe wrote into an existing folder before."""
+    sealed = ((path / checkpoints.SEAL).exists() for path in checkpoints.written(folder))
+    return (folder / EVENTS_FILE).exists() or bool(records_aside(folder)) or any(sealed)
 
 
 def _check_sources(config: RecipeConfig, folder: Path) -> None:

@@ -40,3 +40,32 @@ def test_overwriting_what_the_run_loads_is_refused(check, tmp_path: Path, flag: 
     with pytest.raises(DataError, match=f"--{flag} .* is in .*checkpoint-4, which --overwrite_output_dir true removes"):
         check(**changes)
     check(**changes, output_dir=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("resumed", [None, "latest"])
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint-4/pytorch_model.bin", "set-aside-checkpoint-4/x", "model.safetensors", "transformer/a.safetensors"],
+)
+def test_weights_of_another_program_are_not_replaced_unasked(
+    check, tmp_path: Path, name: str, resumed: str | None
+) -> None:
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"of others")
+    with pytest.raises(DataError, match=f"holds {name.removesuffix('/x').split('/py')[0]}, and no record of a run"):
+        check(resume_from_checkpoint=resumed)
+    check(resume_from_checkpoint=resumed, overwrite_output_dir=True)
+
+
+@pytest.mark.parametrize("record", ["run.jsonl", "run-1.jsonl", "checkpoint-2/ebbtide.json"])
+def test_a_first_checkpoint_that_a_killed_run_left_does_not_stop_the_next(check, tmp_path: Path, record: str) -> None:
+    make(tmp_path / "out", 2, sealed=False)
+    (tmp_path / "out" / record).write_text("")
+    check(resume_from_checkpoint="latest")
+
+
+def test_a_model_that_no_save_replaces_may_stay(check, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").touch()
+    check(save=False)
