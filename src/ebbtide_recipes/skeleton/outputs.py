@@ -62,9 +62,16 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _check_sources(config: RecipeConfig, folder: Path) -> None:
-    """Reject weights to load that lie where this run removes them."""
+    """Reject weights to load that lie where this run replaces or removes them."""
     removed = checkpoints.written(folder) if config.overwrite_output_dir and folder.is_dir() else []
+    replaced = {folder.resolve(), (folder / "transformer").resolve()}
     for name, source in _sources(config):
+        if source in replaced:
+            raise DataError(
+                f"--{name} {str(getattr(config, name))!r} is where this run writes what it trained",
+                expected="an output folder other than that of the weights to load",
+                hint="choose another --output_dir",
+            )
         for path in removed:
             if source.is_relative_to(path.resolve()):
                 raise DataError(

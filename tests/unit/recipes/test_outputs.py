@@ -69,3 +69,18 @@ def test_a_model_that_no_save_replaces_may_stay(check, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").touch()
     check(save=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "latest"}])
+@pytest.mark.parametrize(("flag", "part"), [("model", "."), ("model", "transformer"), ("adapters", ".")])
+def test_an_output_folder_that_is_the_one_of_the_weights_is_refused(
+    check, tmp_path: Path, flag: str, part: str, changes: dict
+) -> None:
+    source = tmp_path / "link" / part
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    source.mkdir(exist_ok=True)
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    changes = {flag: str(source), "train_type": "lora", **changes}
+    with pytest.raises(DataError, match=f"--{flag} .* is where this run writes what it trained"):
+        check(**changes)
