@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.runs import EVENTS_FILE, put_record_aside, records_aside
+from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE, put_record_aside, records_aside
 from ebbtide_recipes.skeleton import checkpoints
 
 if TYPE_CHECKING:
@@ -89,14 +89,35 @@ def _sources(config: RecipeConfig) -> Iterator[tuple[str, Path]]:
             yield name, path.resolve()
 
 
-def put_aside(config: RecipeConfig, folder: Path) -> None:
-    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run."""
-    # Otherwise `latest` would find a checkpoint of the overwritten run.
-    events = folder / EVENTS_FILE
-    if checkpoints.resumes(config):
-        if events.exists():
-            put_record_aside(folder)
-    elif config.overwrite_output_dir and (events.exists() or checkpoints.complete(folder)):
+class Earlier:
+    """The record of an earlier run, out of the place of this run's: renamed to ``run-1.jsonl``, ``run-2.jsonl``, ...
+
+    Args:
+        config: The config of a run that resumes or replaces the earlier one; of any other run nothing is renamed.
+        folder: The output folder.
+    """
+
+    def __init__(self, config: RecipeConfig, folder: Path) -> None:
+        self._folder = folder
+        self._record: Path | None = None
+        self._made: dict[str, bytes] = {}
+        if (checkpoints.resumes(config) or config.overwrite_output_dir) and (folder / EVENTS_FILE).exists():
+            paths = [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := folder / name).is_file()]
+            self._made = {path.name: path.read_bytes() for path in paths}
+            self._record = put_record_aside(folder)
+
+    def restore(self) -> None:
+        """Put it back, with what was made from it: the run that should follow never began."""
+        if self._record is not None:
+            self._record.rename(self._folder / EVENTS_FILE)
+            for name, content in self._made.items():
+                (self._folder / name).write_bytes(content)
+
+
+def clear(config: RecipeConfig, folder: Path) -> None:
+    """Delete the checkpoints and records of an overwritten run, of which ``latest`` would find a checkpoint."""
+    replaced = config.overwrite_output_dir and not checkpoints.resumes(config)
+    if replaced and (records_aside(folder) or checkpoints.complete(folder)):
         for path in checkpoints.written(folder):
             checkpoints.remove(path)
         for path in records_aside(folder).values():

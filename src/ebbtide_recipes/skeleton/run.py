@@ -79,6 +79,7 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
         The finished trainer; ``None`` if there was nothing to train.
     """
     recorded = prepared = False
+    earlier = outputs.Earlier(config, folder) if launch.is_main() else None
     try:
         with _record(recipe, config, folder):
             recorded = True
@@ -96,6 +97,8 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
             # A run that never began must not block the next.
             for name in (EVENTS_FILE, SUMMARY_FILE):
                 (folder / name).unlink(missing_ok=True)
+        if earlier is not None and not prepared:
+            earlier.restore()
 
 
 @quiet_bitsandbytes()
@@ -167,7 +170,7 @@ def _check_store(config: RecipeConfig) -> None:
 
 
 def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
-    """Create the output folder and its log; rename the record of a resumed run.
+    """Create the output folder and its log.
 
     Args:
         config: As ``check`` returned it.
@@ -179,7 +182,6 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
         if launch.is_main():
             claimed.enter_context(only_writer(folder))
             (folder / LOG_FILE).touch()
-            outputs.put_aside(config, folder)
     except OSError as error:
         raise DataError(
             f"output_dir {str(folder)!r} cannot be written: {error.strerror}",
@@ -228,9 +230,11 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                     nan_loss=config.nan_loss,
                 )
             )
+            if launch.is_main():  # not earlier: a run that fails while it loads must leave them
+                outputs.clear(config, folder)
             if found is not None:
                 LOGGER.info("resuming from %s", found)
-                if launch.is_main():  # not earlier: a run that fails while it loads must leave them
+                if launch.is_main():
                     checkpoints.set_aside_later(config)
             elif checkpoints.resumes(config):
                 LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,3 +86,24 @@ def test_an_output_folder_that_is_the_one_of_the_weights_is_refused(
     changes = {flag: str(source), "train_type": "lora", **changes}
     with pytest.raises(DataError, match=f"--{flag} .* is where this run writes what it trained"):
         check(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"overwrite_output_dir": True}, {"resume_from_checkpoint": "latest"}])
+@pytest.mark.parametrize("summed_up", [True, False])
+def test_a_run_that_fails_while_it_loads_leaves_the_earlier_one_as_it_was(
+    tmp_path: Path, changes: dict, summed_up: bool
+) -> None:
+    def fails(_config: object) -> None:
+        assert "run_begin" in (tmp_path / "run.jsonl").read_text()
+        raise ValueError("while it loads")
+
+    make(tmp_path, 2)
+    for name in ("run.jsonl", "run-1.jsonl", *("summary.json", "report.html") * summed_up):
+        (tmp_path / name).write_text(f"earlier {name}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    config = SftConfig(output_dir=str(tmp_path), **changes)
+    with contextlib.ExitStack() as claimed, pytest.raises(ValueError, match="while it loads"):
+        run.carry_out(SimpleNamespace(name="sft", prepare=fails), config, run.claim(config, claimed))  # type: ignore[arg-type]
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path: after.get(path) for path in before} == before
+    assert {path.name for path in after.keys() - before.keys()} == {".lock", "training.log"}
