@@ -29,30 +29,53 @@ def check(config: RecipeConfig) -> None:
     """
     folder = Path(config.output_dir).expanduser()
     _check_sources(config, folder)
+    if config.overwrite_output_dir:
+        return
     found = [EVENTS_FILE] * (folder / EVENTS_FILE).exists() + [one.folder.name for one in checkpoints.complete(folder)]
-    if found and not config.overwrite_output_dir and not checkpoints.resumes(config):
+    if found and not _goes_on(config, folder):
         raise DataError(
             f"{folder} holds an earlier run ({', '.join(found)})",
             expected="a folder without one",
             hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
             "or pass --overwrite_output_dir true",
         )
-    others = _weights(config, folder)
-    if others and not config.overwrite_output_dir and not _is_ours(folder):
+    checkpointed, models = _weights(config, folder)
+    others = ", ".join(checkpointed + models)
+    if others and not _is_ours(folder):
         raise DataError(
-            f"{folder} holds {', '.join(others)}, and no record of a run by ebbtide",
+            f"{folder} holds {others}, and no record of a run by ebbtide",
             expected="a folder without weights of other programs, which this run would replace or remove",
             hint="choose another --output_dir, or pass --overwrite_output_dir true",
         )
+    if models and checkpoints.resumes(config) and checkpoints.find(config) is None:
+        raise DataError(
+            f"{folder} holds {', '.join(models)}, and no complete checkpoint to resume from",
+            expected="a complete checkpoint, or a folder without a trained model: the run would train another one",
+            hint="--overwrite_output_dir true replaces the model; --save_steps makes a run resumable",
+        )
 
 
-def _weights(config: RecipeConfig, folder: Path) -> list[str]:
+def _goes_on(config: RecipeConfig, folder: Path) -> bool:
+    """Whether this run resumes the one in its output folder, and not that of another folder."""
+    name = config.resume_from_checkpoint
+    if name is None or not checkpoints.resumes(config):
+        return False
+    begin = Path(name).expanduser()
+    return name.lower() in checkpoints.LATEST or folder.resolve() in (begin.parent.resolve(), begin.resolve().parent)
+
+
+def _replaces(config: RecipeConfig, folder: Path) -> bool:
+    """Whether this run removes the one in its output folder."""
+    return config.overwrite_output_dir and not _goes_on(config, folder)
+
+
+def _weights(config: RecipeConfig, folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of checkpoints in a folder, and of the weights that this run would replace when it saves."""
     if not folder.is_dir():
-        return []
+        return [], []
     checkpointed = sorted(path.name for path in checkpoints.written(folder))
     models = sorted({str(path.relative_to(folder)) for pattern in _MODELS for path in folder.glob(pattern)})
-    return checkpointed + models * config.save
+    return checkpointed, models * config.save
 
 
 def _is_ours(folder: Path) -> bool:
@@ -63,7 +86,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _check_sources(config: RecipeConfig, folder: Path) -> None:
     """Reject weights to load that lie where this run replaces or removes them."""
-    removed = checkpoints.written(folder) if config.overwrite_output_dir and folder.is_dir() else []
+    removed = checkpoints.written(folder) if _replaces(config, folder) and folder.is_dir() else []
     replaced = {folder.resolve(), (folder / "transformer").resolve()}
     for name, source in _sources(config):
         if source in replaced:
@@ -116,8 +139,7 @@ class Earlier:
 
 def clear(config: RecipeConfig, folder: Path) -> None:
     """Delete the checkpoints and records of an overwritten run, of which ``latest`` would find a checkpoint."""
-    replaced = config.overwrite_output_dir and not checkpoints.resumes(config)
-    if replaced and (records_aside(folder) or checkpoints.complete(folder)):
+    if _replaces(config, folder) and (records_aside(folder) or checkpoints.complete(folder)):
         for path in checkpoints.written(folder):
             checkpoints.remove(path)
         for path in records_aside(folder).values():

@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.skeleton import checkpoints, launch, run
+from ebbtide_recipes.skeleton import checkpoints, launch, outputs, run
 
 
 def make(output: Path, step: int, *, sealed: bool = True) -> Path:
@@ -107,3 +107,29 @@ def test_a_run_that_fails_while_it_loads_leaves_the_earlier_one_as_it_was(
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path: after.get(path) for path in before} == before
     assert {path.name for path in after.keys() - before.keys()} == {".lock", "training.log"}
+
+
+def test_a_checkpoint_of_another_folder_is_resumed_only_where_no_run_is(check, tmp_path: Path) -> None:
+    begin, own = make(tmp_path / "elsewhere", 2), make(tmp_path / "out", 1)
+    (tmp_path / "link").symlink_to(own)
+    with pytest.raises(DataError, match=r"holds an earlier run \(checkpoint-1\)"):
+        check(resume_from_checkpoint=str(begin))
+    check(resume_from_checkpoint=str(begin), output_dir=str(tmp_path / "new"))
+    for resumed in (own, tmp_path / "link"):
+        check(resume_from_checkpoint=str(resumed))
+        outputs.clear(check(resume_from_checkpoint=str(resumed), overwrite_output_dir=True), tmp_path / "out")
+    assert own.exists()
+    outputs.clear(check(resume_from_checkpoint=str(begin), overwrite_output_dir=True), tmp_path / "out")
+    assert not own.exists() and begin.exists()
+
+
+def test_latest_does_not_replace_a_trained_model_by_one_from_the_first_step(check, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name in ("run.jsonl", "model.safetensors"):
+        (tmp_path / "out" / name).touch()
+    with pytest.raises(DataError, match=r"holds model.safetensors, and no complete checkpoint to resume from"):
+        check(resume_from_checkpoint="latest")
+    check(resume_from_checkpoint="latest", overwrite_output_dir=True)
+    check(resume_from_checkpoint="latest", save=False)
+    make(tmp_path / "out", 2)
+    check(resume_from_checkpoint="latest")
