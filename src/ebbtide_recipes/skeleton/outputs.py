@@ -20,6 +20,16 @@ _MODELS = ("*.safetensors", "*.bin", "transformer/*.safetensors", "transformer/*
 """Files of a trained model, at the places where a recipe saves its own."""
 
 
+def only_latents(config: RecipeConfig) -> bool:
+    """Whether a run only makes latents, and in a folder of their own: it writes nothing into its output folder."""
+    return getattr(config, "preprocess_only", False) and getattr(config, "latents_dir", None) is not None
+
+
+def place(config: RecipeConfig) -> Path:
+    """Return the folder of a run's log: the output folder, or that of the latents which are all that it makes."""
+    return Path(getattr(config, "latents_dir" if only_latents(config) else "output_dir")).expanduser()
+
+
 def check(config: RecipeConfig) -> None:
     """Reject an output folder in which this run would replace or remove what must stay.
 
@@ -27,6 +37,8 @@ def check(config: RecipeConfig) -> None:
         DataError: It holds an earlier run, which this run neither resumes nor replaces, what this run loads, or weights
             of another program.
     """
+    if only_latents(config):
+        return
     folder = Path(config.output_dir).expanduser()
     _check_sources(config, folder)
     if config.overwrite_output_dir:

@@ -52,7 +52,8 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     rank = int(os.environ["RANK"]) if launch.is_rank() else 0
     with ExitStack() as claimed:
         folder = claim(config, claimed)
-        claimed.enter_context(logging_to(folder, config.log_level, append=checkpoints.resumes(config), rank=rank))
+        append = checkpoints.resumes(config) or outputs.only_latents(config)
+        claimed.enter_context(logging_to(folder, config.log_level, append=append, rank=rank))
         claimed.enter_context(quiet_hosts())
         for name in config.without_effect():
             if name in OF_OFFLOADING and config.mode != "ebbtide":
@@ -79,10 +80,11 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
         The finished trainer; ``None`` if there was nothing to train.
     """
     recorded = prepared = False
-    earlier = outputs.Earlier(config, folder) if launch.is_main() else None
+    records = launch.is_main() and not outputs.only_latents(config)
+    earlier = outputs.Earlier(config, folder) if records else None
     try:
-        with _record(recipe, config, folder):
-            recorded = True
+        with _record(recipe, config, folder) if records else nullcontext():
+            recorded = records
             trainer = _prepared(recipe, config)
             if trainer is not None:
                 prepared = True
@@ -93,7 +95,7 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
             LOGGER.info("%s is complete: --resume_from_checkpoint latest continues from it", complete[-1].folder)
         raise
     finally:
-        if recorded and not prepared and launch.is_main():
+        if recorded and not prepared:
             # A run that never began must not block the next.
             for name in (EVENTS_FILE, SUMMARY_FILE):
                 (folder / name).unlink(missing_ok=True)
@@ -176,15 +178,16 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
         config: As ``check`` returned it.
         claimed: Holds, while it is open, the lock on the folder.
     """
-    folder = Path(config.output_dir).expanduser()
+    folder = outputs.place(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if launch.is_main():
             claimed.enter_context(only_writer(folder))
             (folder / LOG_FILE).touch()
     except OSError as error:
+        flag = "latents_dir" if outputs.only_latents(config) else "output_dir"
         raise DataError(
-            f"output_dir {str(folder)!r} cannot be written: {error.strerror}",
+            f"{flag} {str(folder)!r} cannot be written: {error.strerror}",
             expected="a folder for the run's files",
             hint="choose a folder that you may write to",
         ) from error
@@ -258,12 +261,10 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
 
 
 def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractContextManager[object]:
-    """Return a context that writes the run file; nothing on ranks above 0."""
+    """Return a context that writes the run file."""
     from ebbtide.track.runfile import RunFile
     from ebbtide_recipes.skeleton.precision import dtype_name
 
-    if not launch.is_main():
-        return nullcontext()
     dtype = dtype_name(config)
     fields = {"model": config.model, "mode": config.mode, "recipe": recipe.name, "dtype": dtype}
     return RunFile(folder, overwrite=config.overwrite_output_dir, config=dataclasses.asdict(config), **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import pytest
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, launch, outputs, run
+
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 
 def make(output: Path, step: int, *, sealed: bool = True) -> Path:
@@ -133,3 +136,24 @@ def test_latest_does_not_replace_a_trained_model_by_one_from_the_first_step(chec
     check(resume_from_checkpoint="latest", save=False)
     make(tmp_path / "out", 2)
     check(resume_from_checkpoint="latest")
+
+
+def test_making_latents_elsewhere_leaves_the_output_folder_alone(tmp_path: Path) -> None:
+    from ebbtide_recipes.video.config import VideoConfig
+
+    def prepares(_config: object) -> None:
+        LOGGER.warning("latents are made")
+
+    for folder in ("out", "latents"):  # in that of the latents there may be a run, too
+        make(tmp_path / folder, 2)
+        for name in ("run.jsonl", "summary.json", "training.log"):
+            (tmp_path / folder / name).write_text(f"earlier {name}\n")
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    names = {"output_dir": str(tmp_path / "out"), "latents_dir": str(tmp_path / "latents")}
+    config = VideoConfig(**names, preprocess_only=True)  # type: ignore[arg-type]
+    recipe = SimpleNamespace(name="video", packages=(), check_data=id, check=id, prepare=prepares)
+    run.main(recipe, config)  # type: ignore[arg-type]
+    log = tmp_path / "latents" / "training.log"
+    after = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after.pop(log).startswith(before.pop(log)) and "latents are made" in log.read_text()
+    assert after == before and not (tmp_path / "out" / ".lock").exists()
