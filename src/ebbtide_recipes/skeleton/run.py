@@ -60,8 +60,8 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
                 LOGGER.warning("--%s has no effect here; hint: add --activation_cpu_offload true", name)
                 continue
             LOGGER.warning(
-                "--%s has no effect here: the mode is %s, train_type %s, lr_scheduler_type %s",
-                *(name, config.mode, config.train_type, config.lr_scheduler_type),
+                "--%s has no effect here: the mode is %s, train_type %s, lr_scheduler_type %s, fsdp_strategy %s",
+                *(name, config.mode, config.train_type, config.lr_scheduler_type, config.fsdp_strategy),
             )
         if config.deepspeed is not None and config.fsdp_strategy != "none":
             LOGGER.warning("--deepspeed %s has no effect here: FSDP shards", config.deepspeed)
