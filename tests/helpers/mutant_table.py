@@ -891,8 +891,8 @@ MUTANTS = (
     Mutant(
         "blocks: what one calls without the model begins a pass",
         "ebbtide/wrap/attach.py",
-        "self._depth > 0 or any(scope.open for scope in self._scopes)",
-        "self._depth > 0",
+        "if not self._depth and not self._in_block():",
+        "if not self._depth:",
         SECOND_RUN,
     ),
     Mutant(

@@ -127,16 +127,13 @@ class Attachment:
         """Return lines on the blocks' share of the bytes that autograd saves."""
         return [] if self._watch is None else self._watch.explain()
 
-    @property
-    def _is_inside(self) -> bool:
-        """Whether the model's forward runs, or a block that was called without it: what that calls is of its pass."""
-        return self._depth > 0 or any(scope.open for scope in self._scopes)
-
     # Replaced forwards
 
     @serially
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or self._is_inside or in_backward() or self._transformed():
+        if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
+            return forward(*args, **kwargs)
+        if self._in_block():
             return forward(*args, **kwargs)
         self._agreement.reach(self._blocks)
         if self._rest.prepare(self._scopes, self._put_on, self._trains(), args, kwargs):
@@ -188,6 +185,10 @@ class Attachment:
         self.engine.begin_pass(lasting, self._tree.weights())
         self.engine.bus.emit("pass_begin")
 
+    def _in_block(self) -> bool:
+        """Whether a block runs that was called without the model's forward: what it calls is of the same pass."""
+        return True in [scope.open for scope in self._scopes]  # a generator would be a call for each
+
     @serially
     def _block_call(
         self, scope: Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -201,7 +202,7 @@ class Attachment:
         block, pack = scope.block, innermost_hooks()
         if runs_again(pack):  # called by a checkpointed block, which saves nothing inside it
             return forward(*args, **kwargs)
-        if not self._is_inside:
+        if not self._depth and not self._in_block():
             # Blocks called without the model's forward: a repeat begins a new pass.
             if not self._ran or block.name in self._ran:
                 self._agreement.reach(self._blocks)

@@ -91,7 +91,7 @@ class Run:
     def __init__(self, pass_: Any, name: str) -> None:
         self.pass_, self.where = pass_, CPU
         self.checkpointed = False
-        self.checkpointable, self.tally, self.pack_seconds = False, SimpleNamespace(input_bytes=0), 0.0
+        self.checkpointable, self.tally, self.pack_seconds = False, SimpleNamespace(checkpoint_bytes=0), 0.0
         self.block = SimpleNamespace(name=name, kind="Layer")
 
 
