@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 _OURS = "ebbtide"
@@ -17,12 +17,12 @@ class Messages(logging.Handler):
     A logger without handlers prints its warnings; one with this handler alone still does.
 
     Args:
-        write: Writes an event, of a type and with fields.
+        hear: Receives an event, of a type and with fields.
     """
 
-    def __init__(self, write: Callable[[str, Mapping[str, Any]], None]) -> None:
+    def __init__(self, hear: Callable[[str, dict[str, Any]], None]) -> None:
         super().__init__(logging.WARNING)
-        self._write_event = write
+        self._hear = hear
 
     def attach(self) -> Callable[[], None]:
         """Begin; returns a function that ends it."""
@@ -34,7 +34,7 @@ class Messages(logging.Handler):
         """Write a log record."""
         if not record.name.startswith(_TRACK):
             fields = {"level": record.levelname.lower(), "code": record.name, "text": record.getMessage()}
-            self._write_event("message", fields)
+            self._hear("message", fields)
         handlers = [*logging.getLogger(_OURS).handlers, *logging.getLogger().handlers]
         if handlers[0] is self and all(isinstance(one, Messages) for one in handlers) and logging.lastResort:
             logging.lastResort.handle(record)

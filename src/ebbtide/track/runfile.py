@@ -101,7 +101,7 @@ class RunFile:
         if lockstep is not None:  # no time of a step: a plan that is being measured leaves it out
             self._removers.append(self._bus.provide("paused", lambda: {"seconds": lockstep.waited_seconds}))
         self._removers.append(self._bus.subscribe(self._hear))
-        self._removers.append(Messages(self._write).attach())
+        self._removers.append(Messages(self._hear).attach())
         for plan in self._bus.ask("plan"):  # of models that were enabled earlier
             self._write("plan", plan)
         return self

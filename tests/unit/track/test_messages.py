@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,31 @@ def test_a_record_that_cannot_be_written_is_no_endless_warning(tmp_path: Path, m
         monkeypatch.setattr("os.write", full)
         LOG.warning("once")
         monkeypatch.undo()
+
+
+def test_warnings_of_a_forked_child_are_not_its_parents(tmp_path: Path) -> None:
+    """Another thread may have held the record's lock at the fork: a child that took it would wait for ever."""
+    with RunFile(tmp_path / "run", bus=Bus()) as run:
+        taken, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with run._lock:
+                taken.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends a child that waits
+            LOG.warning("of a worker")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        over.set()
+        thread.join()
+    assert messages(load_run(tmp_path / "run")) == []
 
 
 @pytest.mark.parametrize("runs", [1, 2])
