@@ -6,10 +6,10 @@
 many small tensors may spend more on them than on its forward. *Checkpointing* repeats the forward of the block.
 *Offloading* all that a block saves costs no compute but copies, and its speed depends on the store. A *mix* is a plan
 of the planner for single tensors: the one that is predicted to be fastest within the memory of checkpointing. They are
-compared in the model's own steps (``ebbtide.profiling.trials``). The first of each warms up. From then on a kind is
-checkpointed, unless another method was certainly faster: its median lower by more than both uncertainties, and by
-``FASTER`` if it ran in other steps. Among those the lowest median wins. Steps of other sizes are compared by their time
-per byte, if they differ by ``GROWTH`` at most.
+compared in the model's own steps (``ebbtide.profiling.trials``). The first of each warms up. From then on a kind has
+the method with the lowest median. One that ran in other steps than checkpointing must certainly be faster than the
+methods that did not: by more than both uncertainties, and by ``FASTER``. Steps of other sizes are compared by their
+time per byte, if they differ by ``GROWTH`` at most.
 
 Without an accelerator steps alternate: in one every other block of a kind is checkpointed and the rest use recipes; in
 the next all blocks are offloaded, because copies of a few would have the store to themselves. Recipes and checkpointing

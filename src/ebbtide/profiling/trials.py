@@ -25,12 +25,16 @@ NOTCH = 1.57
 
 
 class Method(enum.Enum):
-    """How the saved tensors of a block are restored; the first method is chosen where no other is certainly faster."""
+    """How the saved tensors of a block are restored."""
 
     CHECKPOINT = "checkpointed"
     RECIPES = "recomputed by recipes"
     OFFLOAD = "offloaded"
     MIXED = "kept, offloaded or recomputed tensor by tensor"
+
+
+SHARED = (Method.CHECKPOINT, Method.RECIPES)
+"""Methods that are tried in the same steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +67,12 @@ class Range:
 
 
 def fastest(took: Mapping[Method, Range]) -> Method:
-    """Return the method that is certainly the fastest; if none is, the first one.
+    """Return the fastest method: of those that share their steps the lower median, another one only if it is certain.
 
-    Those that are tried in other steps than the first must be so by ``FASTER``: what they cost outside of blocks is not
-    in these times. Recipes and second forwards share their steps.
+    It must be faster by ``FASTER``, too, because what a method costs outside of blocks is not in these times.
     """
-    first = min(took, key=[*Method].index)
-    share = {method: 0.0 if method is Method.RECIPES else FASTER for method in took}
-    certain = [method for method, one in took.items() if one.high < took[first].low * (1 - share[method])]
+    first = min((method for method in SHARED if method in took), key=lambda method: took[method].middle)
+    certain = [m for m, one in took.items() if m not in SHARED and one.high < took[first].low * (1 - FASTER)]
     return min(certain, key=lambda method: took[method].middle, default=first)
 
 
