@@ -12,7 +12,7 @@ from ebbtide.base.errors import DataError, counted
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
-from ebbtide.report import Run, html, load_run, splits_of, verdicts
+from ebbtide.report import Run, html, load_run, splits_of, verdicts, warnings
 from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.report.verdict import LEAST_TIMED
 from ebbtide.track import write_summary
@@ -91,7 +91,7 @@ class Board:
             self.print_table(modes)
             self._console.print("")
             words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits_of(shown))
-            for line in [*_counted(shown), *late, *equal, *words]:
+            for line in [*_counted(shown), *late, *equal, *words, *warnings(shown)]:
                 self._console.print(line)
             self._console.print(f"\n{self._out / REPORT_FILE}")
         return modes
@@ -200,5 +200,6 @@ def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:
     except DataError as error:
         return (f"exit code {ended.code}" if ended.code else str(error)), None
     if ended.code or summary["status"] != "ok":
-        return f"exit code {ended.code}, {run.error or summary['status']}", None
+        after = "after its last step" if summary["status"] == "ok" else summary["status"]
+        return f"exit code {ended.code}, {run.error or after}", None
     return "", run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ebbtide.base.runs import samples
@@ -136,6 +137,15 @@ def loading(run: Run) -> str | None:
     if not any(event.get("edge") == "end" for event in loads):
         sentence += ", not finished"
     return "; ".join([sentence, *found]) + "."
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """Return each warning of some runs once, with the names of the runs that logged it."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for text in dict.fromkeys(messages(run)):
+            names.setdefault(text, []).append(run.name)
+    return [f"warning ({', '.join(logged)}): {text}" for text, logged in names.items()]
 
 
 def messages(run: Run) -> list[str]:

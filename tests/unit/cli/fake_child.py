@@ -1,8 +1,8 @@
 """Stand-in for a recipe: writes a run folder by mode, with memory that really rises and falls; no model, no torch.
 
-The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails; --wait
-makes it wait to be interrupted. The first four steps are slow and hold nothing; with ebbtide a plan is made after
-three, or after --plan_after steps.
+The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails, --late
+one that does so after its last step; --wait makes it wait to be interrupted. The first four steps are slow and hold
+nothing; with ebbtide a plan is made after three, or after --plan_after steps.
 """
 
 import json
@@ -71,6 +71,8 @@ def train(name):
             emit("parts", step=1, weights={"model": 8 * MIB}, gradient_bytes=8 * MIB, optimizer_bytes=16 * MIB)
         if step == planned and name.startswith("ebbtide"):
             emit("plan", name="auto", text="the plan")
+    if name != "plain":
+        emit("message", level="warning", text="the cache is on")
 
 
 def main():
@@ -88,6 +90,8 @@ def main():
         emit("run_end", status="interrupted", error=None)
         raise
     emit("run_end", status="ok", error=None)
+    if flag("--late") == name:
+        raise SystemExit(3)
 
 
 if __name__ == "__main__":

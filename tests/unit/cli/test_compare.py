@@ -25,6 +25,7 @@ from ebbtide.cli.progress import plain_console
 from ebbtide.cli.rounds import DEFAULT_MODES, MORE_FOR_MINIMAL, Rounds, announce, check_folder, run_rounds
 from ebbtide.profiling.measured import MEASURED_STEPS
 from ebbtide.profiling.minimal import ROUNDS
+from ebbtide.report import comparison_text, load_run
 
 FAKE = Path(__file__).with_name("fake_child.py")
 CHILD = [sys.executable, str(FAKE)]
@@ -206,6 +207,20 @@ def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
     assert result.modes[2]["step_ratio"]["median"] == pytest.approx(1.5)
     assert "the fake child was told to fail" in screen.file.getvalue()
     assert "checkpointing: round 1: exit code 1" in (out / "report.html").read_text()
+
+
+def test_a_child_that_fails_after_its_last_step_is_not_called_ok(tmp_path):
+    result = compare_children(["--late", "checkpointing"], out=tmp_path / "out")
+    assert result.modes[1]["failures"] == ["round 1: exit code 3, after its last step"]
+
+
+def test_warnings_are_shown_once_with_the_modes_that_logged_them(done, tmp_path):
+    result, shown = done
+    warning = "warning (checkpointing, ebbtide): the cache is on"
+    assert shown.count(warning) == 1
+    assert shown.count("the cache is on") == 1
+    runs = [load_run(result.out / "round-1" / mode) for mode in DEFAULT_MODES]
+    assert comparison_text(result.modes, DEFAULT_MODES, runs).count("the cache is on") == 1
 
 
 def test_a_run_that_is_refused_after_another_was_accepted_is_one_that_failed(tmp_path):
