@@ -383,7 +383,8 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
         "slices": absent if rank == last else folder,
     }
     try:
-        source = "slices" if fault == "slices" else "auto"
+        sources = {"slices": "slices", "sources": ("auto", "broadcast")[rank == last]}
+        source = sources.get(fault, "auto")
         ebbtide.load_sharded(meta, weights.get(fault, folder), shard=shard, source=source)
     except ebbtide.EbbtideError as error:
         return str(error), all(p.is_meta for p in meta.parameters())
@@ -442,6 +443,37 @@ def save_after_evaluation(wrapper: str, out: str) -> None:
     with torch.no_grad():
         model(torch.ones(2, 6))
     ebbtide.save_sharded(model, out + "/after")
+
+
+def load_uneven() -> list[int]:
+    """Load shards that FSDP2 pads on the last rank; return how many first copies are left after each is padded."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 5, bias=False) for _ in range(4)))
+    values = {name: torch.full(p.shape, float(i)) for i, (name, p) in enumerate(model.named_parameters())}
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    first: list[StorageWeakRef] = []
+    left: list[int] = []
+    reset = FSDPParam.reset_sharded_param
+
+    def counted(self: Any) -> None:
+        local = getattr(self._module_info.module, self._module_info.param_name)._local_tensor
+        loaded = not local.is_meta
+        first.extend([StorageWeakRef(local.untyped_storage())] if loaded else [])
+        del local
+        reset(self)
+        left.extend([sum(not one.expired() for one in first[:-1])] if loaded else [])
+
+    FSDPParam.reset_sharded_param = counted  # type: ignore[method-assign]
+    try:
+        ebbtide.load_sharded(model, values, shard=lambda m: fully_shard(m, mesh=mesh))
+    finally:
+        FSDPParam.reset_sharded_param = reset  # type: ignore[method-assign]
+    held: Any = list(model.parameters())
+    good = all((p.full_tensor() == i).all() for i, p in enumerate(held))
+    return left if good and len(left) == len(held) else [-1]
 
 
 class _Unreadable(dict[str, Tensor]):

@@ -16,6 +16,7 @@ from tests.dist.loading import (
     fail_receiving,
     first_values,
     interrupt,
+    load_uneven,
     save,
     save_after_evaluation,
     source_of,
@@ -33,6 +34,7 @@ FAULTS = {
     "values": "ranks see 2 different checkpoints",
     "nobody": "no rank sees a checkpoint in '",
     "dtype": "bfloat16 on rank 0 and ",
+    "sources": "source differs: rank 0: 'auto'; rank 1: 'broadcast'",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
 SAVED = {
@@ -87,6 +89,12 @@ def test_an_interrupt_of_one_rank_hangs_nobody(rank: int) -> None:
     raised = run_cases({"interrupt": (interrupt, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
     assert raised[rank].startswith("KeyboardInterrupt")
     assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
+
+
+@pytest.mark.timeout(300)
+def test_of_padded_shards_one_at_a_time_is_in_memory_twice() -> None:
+    found = run_cases({"uneven": (load_uneven, ())}, 2, timeout_seconds=60.0)["uneven"]
+    assert found[1] == [0, 0, 0, 0] and -1 not in found[0]
 
 
 @pytest.mark.timeout(300)

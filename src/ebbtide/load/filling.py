@@ -15,6 +15,9 @@ from ebbtide.load.layout import Box, Conversion, Piece, SourceLayout
 from ebbtide.load.names import NameMap
 from ebbtide.load.targets import Target
 
+_COMPARED = 8 * 1024**2
+"""Most elements in memory while a weight is compared with another tensor of the checkpoint that it is, too."""
+
 
 class SliceSource(Protocol):
     """A source of pieces: files, memory, or another rank."""
@@ -100,9 +103,10 @@ class Filling:
         """
         source.read(self._pieces(), done)
         for first, twin, target in self._twins:
-            for box, view in target.boxes:
+            views = ((part, part.of(v, origin=box.start)) for box, v in target.boxes for part in box.parts(_COMPARED))
+            for part, view in views:
                 other = torch.empty(view.shape, dtype=view.dtype, device=view.device)
-                source.read(twin.pieces(box, other), done)
+                source.read(twin.pieces(part, other), done)
                 if not torch.allclose(other, view, rtol=0, atol=0, equal_nan=True):
                     raise _two_values(first.keys, twin.keys, tied=target.name in self._tied)
         for layout, target in self._quantised:

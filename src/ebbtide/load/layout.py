@@ -46,6 +46,16 @@ class Box:
         size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
         return Box(start=start, size=size) if all(n > 0 for n in size) else None
 
+    def parts(self, most: int) -> Iterator[Box]:
+        """Yield boxes of whole rows that together are this one, each of at most ``most`` elements, or one row."""
+        if not self.size:
+            yield self
+            return
+        rows = max(most // max(math.prod(self.size[1:]), 1), 1)
+        for begin in range(0, self.size[0], rows):
+            size = (min(rows, self.size[0] - begin), *self.size[1:])
+            yield Box(start=(self.start[0] + begin, *self.start[1:]), size=size)
+
     def of(self, tensor: torch.Tensor, *, origin: Sequence[int] | None = None) -> torch.Tensor:
         """Return the view of a tensor that this box is; ``origin`` is where the tensor itself begins."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):

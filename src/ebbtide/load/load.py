@@ -179,11 +179,15 @@ class Loading:
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
         host, seed = os.uname().nodename, torch.initial_seed()
-        return {"sees": sees, "given": weights is not None, "name": name, "host": host, "seed": seed}
+        wanted = {"given": weights is not None, "source": self.options.source}
+        return wanted | {"sees": sees, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
         """Choose the source from what the ranks see; all choose the same."""
         sees, source = [s["sees"] for s in sights], self.options.source
+        if any(s["source"] != source for s in sights):
+            sources = by_rank({rank: repr(sight["source"]) for rank, sight in enumerate(sights)})
+            raise ConfigError(f"source differs: {sources}", expected="one source", hint="pass the same on all ranks")
         blind, kinds = [r for r, s in enumerate(sees) if not s], {s for s in sees if s}
         if len(kinds) > 1:
             seen = by_rank({rank: sight[:8] or "nothing" for rank, sight in enumerate(sees)})

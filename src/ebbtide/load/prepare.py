@@ -40,21 +40,21 @@ def empty(model: nn.Module) -> Callable[[], None]:
         module._parameters[attribute] = emptied[id(tensor)]
     rename(model, emptied)
 
-    def put_back() -> None:
+    def restore() -> None:
         if all(module._parameters.get(name) is emptied[id(tensor)] for (module, name, _), tensor in before.values()):
             for (module, attribute, _), tensor in before.values():
                 module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
             rename(model, {id(emptied[id(tensor)]): tensor for _, tensor in before.values()})
 
-    return put_back
+    return restore
 
 
 def check_model(model: object, *, loaded: bool = False) -> None:
     """Refuse what cannot be loaded into; ``loaded``: the model's own values are the weights.
 
     Raises:
-        ConfigError: It is no module, its parameters have values already, or are quantised, or it has trained
-            prompts or replicated layers.
+        ConfigError: It is no module, its parameters have values already, or are quantised, or have hooks, or it has
+            trained prompts or replicated layers.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -69,6 +69,12 @@ def check_model(model: object, *, loaded: bool = False) -> None:
                 f"{name!r} is quantised ({kind})",
                 expected="parameters in their own dtype, or in 4 bits",
                 hint="quantise the base to 4 bits, or load it with its own library, then shard it",
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"{name!r} has a hook for its gradient",
+                expected="parameters without hooks, because loading replaces parameters",
+                hint="register the hook on the model that load_sharded returns",
             )
     if parameters and not loaded and not any(parameter.is_meta for _, parameter in parameters):
         raise ConfigError(
@@ -164,12 +170,12 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], None]
             before.append((tensor, tensor.data))
             tensor.data = tensor.data.to(wanted)
 
-    def put_back() -> None:
+    def restore() -> None:
         for tensor, data in reversed(before):
             if tensor.is_meta:
                 tensor.data = data
 
-    return put_back
+    return restore
 
 
 def _kept(model: Any, dtype: torch.dtype | None) -> list[tuple[re.Pattern[str], torch.dtype]]:

@@ -323,6 +323,7 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], nn.Module]
 def attach(model: nn.Module, targets: Sequence[Target]) -> None:
     """Put loaded memory into the model."""
     attached: dict[int, torch.Tensor] = {}
+    target_of: dict[int, Target] = {}
     for target in targets:
         if target.old is None:
             continue  # a flat parameter's memory was written in place
@@ -335,11 +336,13 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
             value.__dict__.update(target.old.__dict__)
         for module, name, is_buffer in target.owners:
             (module._buffers if is_buffer else module._parameters)[name] = value
-        attached[id(target.old)] = value
+        attached[id(target.old)], target_of[id(value)] = value, target
     rename(model, attached)
     with torch.no_grad():
         for param in fsdp2_params(model):
-            param.reset_sharded_param()
+            param.reset_sharded_param()  # it may pad or pin a copy: only one shard at a time is there twice
+            if (target := target_of.get(id(param.sharded_param))) is not None:
+                target.local, target.boxes = param.sharded_param._local_tensor, []
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

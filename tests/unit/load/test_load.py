@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
-from ebbtide.load import Saving
+from ebbtide.load import Saving, filling
 from ebbtide.load import load as load_module
 from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
@@ -83,13 +83,19 @@ def test_tied_weights_stay_one_and_may_have_either_name(path: Path, values: dict
         assert torch.equal(model.head.weight, values[key])
 
 
-def test_tied_weights_that_differ_in_the_checkpoint_are_refused(values: dict[str, torch.Tensor]) -> None:
+def test_tied_weights_that_differ_in_the_checkpoint_are_refused(
+    values: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     values["embed.weight"][3] = torch.nan
     same = values | {"head.weight": values["embed.weight"].clone()}
     loaded = ebbtide.load_sharded(meta(tied=True), same).head.weight
     assert torch.equal(loaded.isnan(), values["embed.weight"].isnan())
     with pytest.raises(DataError, match=r"embed\.weight and head\.weight differ.*one tied weight"):
         ebbtide.load_sharded(meta(tied=True), values)
+    same["head.weight"][-1, -1] += 1  # in the last of several parts that are compared
+    monkeypatch.setattr(filling, "_COMPARED", 3 * values["embed.weight"].shape[1] + 1)
+    with pytest.raises(DataError, match=r"embed\.weight and head\.weight differ.*one tied weight"):
+        ebbtide.load_sharded(meta(tied=True), same)
 
 
 def test_initialising_takes_no_values_wherever_they_are(path: Path, values: dict[str, torch.Tensor]) -> None:
@@ -340,6 +346,15 @@ def test_models_that_weights_cannot_be_loaded_into_are_refused(path: Path) -> No
     quantised.head.weight = type("Int8Params", (nn.Parameter,), {})(quantised.head.weight)
     with pytest.raises(ConfigError, match=r"'head.weight' is quantised \(Int8Params\)"):
         ebbtide.load_sharded(quantised, path)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("build", [meta, Model], ids=["on meta", "loaded"])
+def test_hooks_for_gradients_are_not_lost_silently(build: Callable[[], Model], register: str) -> None:
+    model = build()
+    getattr(model.norm.weight, register)(lambda _: None)
+    with pytest.raises(ConfigError, match="'norm.weight' has a hook for its gradient.*\n?.*\nhint: register"):
+        ebbtide.load_sharded(model)
 
 
 def test_a_function_that_wraps_may_fail(path: Path) -> None:
