@@ -228,7 +228,7 @@ class _Cluster:
 
 
 @dataclass(eq=False, slots=True)
-class _Parked:
+class _Offloaded:
     """An offloaded unit: its copies, once they are queued."""
 
     nbytes: int
@@ -249,20 +249,20 @@ class _Leaving:
     def __init__(self, copy: Callable[[float], _Copy], window: Window, expected_bytes: int) -> None:
         self._copy, self._window, self._late_bytes = copy, window, expected_bytes - window.held_bytes
         self._offered_bytes = 0
-        self._flying: deque[list[_Parked]] = deque()
-        self._gathered: list[_Parked] = []
-        self._held: deque[_Parked] = deque()
+        self._flying: deque[list[_Offloaded]] = deque()
+        self._gathered: list[_Offloaded] = []
+        self._held: deque[_Offloaded] = deque()
 
-    def add(self, parked: _Parked) -> Generator[_Wait, None, None]:
+    def add(self, offloaded: _Offloaded) -> Generator[_Wait, None, None]:
         """Begin a copy, or hold it back."""
         late, begun = self._offered_bytes >= self._late_bytes, True
-        self._offered_bytes += parked.nbytes
+        self._offered_bytes += offloaded.nbytes
         if late:
-            self._held.append(parked)
+            self._held.append(offloaded)
             while _bytes_of(self._held) > self._window.held_bytes:
                 self._gather(self._held.popleft())
         else:
-            begun = self._gather(parked)
+            begun = self._gather(offloaded)
         if begun or self._held or self._excess:
             yield from self.retire()
 
@@ -271,8 +271,8 @@ class _Leaving:
         flying = sum(map(_bytes_of, self._flying))
         return flying + _bytes_of(self._gathered) + _bytes_of(self._held) > self._window.out_bytes
 
-    def _gather(self, parked: _Parked) -> bool:
-        self._gathered.append(parked)
+    def _gather(self, offloaded: _Offloaded) -> bool:
+        self._gathered.append(offloaded)
         full = _bytes_of(self._gathered) >= self._window.gathered_bytes
         if full:
             self.begin()
@@ -310,7 +310,7 @@ class _Coming:
         upcoming: What backward reads, in order.
     """
 
-    def __init__(self, copy: Callable[[float], _Copy], window: Window, upcoming: Iterable[_Parked]) -> None:
+    def __init__(self, copy: Callable[[float], _Copy], window: Window, upcoming: Iterable[_Offloaded]) -> None:
         self._copy, self._window, self._upcoming = copy, window, deque(upcoming)
         self._taken_bytes = 0
 
@@ -322,14 +322,14 @@ class _Coming:
         while group := self._next_group(group_bytes):
             self.begin(group)
 
-    def begin(self, group: Sequence[_Parked]) -> None:
+    def begin(self, group: Sequence[_Offloaded]) -> None:
         """Begin the copies of a group, whose readers wait for all of it."""
         copies = [self._copy(each.nbytes) for each in group]
         for each in group:
             each.back = copies[-1]
 
-    def _next_group(self, group_bytes: int) -> list[_Parked]:
-        group: list[_Parked] = []
+    def _next_group(self, group_bytes: int) -> list[_Offloaded]:
+        group: list[_Offloaded] = []
         while self._upcoming and (not group or _bytes_of(group) < group_bytes):
             each = self._upcoming[0]
             if self._taken_bytes and self._taken_bytes + each.nbytes > self._window.in_bytes:
@@ -340,18 +340,18 @@ class _Coming:
                 group.append(each)
         return group
 
-    def has_read(self, parked: _Parked) -> None:
+    def has_read(self, offloaded: _Offloaded) -> None:
         """A unit was read: its bytes are no longer ahead."""
-        if self._upcoming and self._upcoming[0] is parked:
+        if self._upcoming and self._upcoming[0] is offloaded:
             self._upcoming.popleft()  # it was read before it fitted into the window
         else:
-            self._taken_bytes -= parked.nbytes
+            self._taken_bytes -= offloaded.nbytes
         if self._window.in_bytes - self._taken_bytes >= self._window.gathered_bytes or not self._taken_bytes:
             self.advance()
 
 
-def _bytes_of(parked: Iterable[_Parked]) -> int:
-    return sum(each.nbytes for each in parked)
+def _bytes_of(offloaded: Iterable[_Offloaded]) -> int:
+    return sum(each.nbytes for each in offloaded)
 
 
 def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[_Wait, None, None]:
@@ -363,7 +363,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
     ]
     window = Window(profile.window_bytes)
     window.saw_block(max(moved), alone=len(moved) == 1)
-    parked: dict[tuple[int, int], _Parked] = {}
+    offloaded: dict[tuple[int, int], _Offloaded] = {}
     leaving = _Leaving(partial(cluster.copy, rank, out=True), window, sum(moved) if moved[-1] else sys.maxsize)
     yield "compute", profile.lead_seconds
     for place, (block, actions) in enumerate(blocks):
@@ -371,13 +371,13 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             yield "compute", block.forward_seconds / len(block.units)
             if action is Action.OFFLOAD:
-                made = parked[place, number] = _Parked(unit.moved_bytes)
+                made = offloaded[place, number] = _Offloaded(unit.moved_bytes)
                 yield from leaving.add(made)
         leaving.begin()
         yield from leaving.retire()
     yield "compute", profile.head_seconds
     cluster.cancel(rank)
-    coming = _Coming(partial(cluster.copy, rank, out=False), window, reversed(parked.values()))
+    coming = _Coming(partial(cluster.copy, rank, out=False), window, reversed(offloaded.values()))
     for place in reversed(range(len(blocks))):
         block, actions = blocks[place]
         yield "block", 2 * len(blocks) - 1 - place
@@ -385,7 +385,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
         for number in reversed(range(len(block.units))):
             if actions[number] is Action.RECOMPUTE:
                 yield "compute", block.units[number].recompute_seconds or 0.0
-            if (each := parked.get((place, number))) is not None:
+            if (each := offloaded.get((place, number))) is not None:
                 if not each.resident:
                     if each.back is None:
                         coming.begin([each])

@@ -141,9 +141,9 @@ def tier_rates(tier: DiskTier, sources: list[torch.Tensor]) -> tuple[float, floa
     """Return bytes per second of copying all sources out, and back in, in reverse order."""
     total = sum(x.numel() for x in sources)
     started = time.perf_counter()
-    slots = [tier.park(x) for x in sources]
+    slots = [tier.copy_out(x) for x in sources]
     for slot in slots:
-        slot.wait_parked()
+        slot.wait_copied_out()
     out = total / (time.perf_counter() - started)
     slots.reverse()
     started = time.perf_counter()

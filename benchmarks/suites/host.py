@@ -62,9 +62,9 @@ def tier_rates(tier: HostTier, sources: list[torch.Tensor]) -> tuple[float, floa
 
     def out() -> None:
         for source in sources:
-            slots.extend(tier.park_all([source]))
+            slots.extend(tier.copy_out_all([source]))
         for slot in slots:
-            tier.wait_parked([slot])
+            tier.wait_copied_out([slot])
 
     def into() -> None:
         for slot in slots:
@@ -101,8 +101,8 @@ def count_waste(total_bytes: int) -> dict[str, float]:
     try:
         while asked < total_bytes:
             size = UNEVEN[len(slots) % len(UNEVEN)]
-            slots += tier.park_all([torch.empty(size, dtype=torch.uint8, device=where)])
-            tier.wait_parked([slots[-1]])
+            slots += tier.copy_out_all([torch.empty(size, dtype=torch.uint8, device=where)])
+            tier.wait_copied_out([slots[-1]])
             asked, rounded = asked + size, rounded + (1 << (size - 1).bit_length())
         state = tier.arena
         torch.accelerator.synchronize()
@@ -132,7 +132,7 @@ def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float
             lines.append(f"| {size} | {direction} | {cells[0]} | {cells[1]} | {share} |")
     lines += [
         "",
-        f"Bytes held ÷ bytes parked, tensors of uneven sizes: **{waste['tier']:.4f}** in {waste['chunks']:.0f} chunks "
+        f"Bytes held ÷ offloaded, tensors of uneven sizes: **{waste['tier']:.4f}** in {waste['chunks']:.0f} chunks "
         f"(goal ≤ 1.03); rounded up to powers of two they would take {waste['powers_of_two']:.2f}.",
     ]
     return "\n".join(lines) + "\n"
@@ -168,7 +168,7 @@ def main() -> None:
         "total_mib": options.total_mib,
         "pairs": options.pairs,
         "summary": sizes,
-        "held_per_parked": waste,
+        "held_per_offloaded": waste,
         "runs_bytes_per_second": runs,
     }
     text = report(result, sizes, waste)

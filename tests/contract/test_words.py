@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {}
 
 NAMES = ("told", "tell", "said", "say", "given", "whole", "asked", "beside", "anyway", "stubborn", "rerun", "living")
 NAMES += ("moment", "bury", "bring", "withdraw", "withdraws", "remake", "remade", "turn", "serve", "there", "gone")
+NAMES += ("park", "parked", "parking")
 """Words that no identifier of src has as a part, beyond the rooms of ``ROOMS``."""
 
 ROOMS: dict[str, set[str]] = {

@@ -43,7 +43,7 @@ class Count:
         inputs: Those of them that came into their block from outside.
         widened: Those that are float32 made of a narrower input: they are stored in the narrow type.
         alive: Those that are still alive.
-        parked: Bytes that entered the store.
+        offloaded: Bytes that entered the store.
         weights: Those of them in a weight's memory.
         stored: Bytes that the store reports.
         stats: The handle's figures by name; empty in the plain run.
@@ -53,7 +53,7 @@ class Count:
     inputs: int
     widened: int
     alive: int
-    parked: int
+    offloaded: int
     weights: int
     stored: int
     stats: dict[str, int]
@@ -145,7 +145,7 @@ def measure(setup: Setup, policy: str | None) -> Count:
     with contextlib.ExitStack() as stack:
         tier = HostTier(FakeDevice(1e12, 1e12))
         stack.callback(tier.close)
-        parked: list[tuple[int, bool]] = []
+        offloaded: list[tuple[int, bool]] = []
         handles: list[ebbtide.Handle] = []
 
         def enable(model: nn.Module, **options: Any) -> None:
@@ -158,8 +158,10 @@ def measure(setup: Setup, policy: str | None) -> Count:
         if policy is None:
             _note_blocks(job.model, census)
 
-        def park_all(sources: list[Tensor], original: Callable[..., Any] = tier.park_all, **options: Any) -> Any:
-            parked.extend((source.untyped_storage().nbytes(), census.is_weight(source)) for source in sources)
+        def copy_out_all(
+            sources: list[Tensor], original: Callable[..., Any] = tier.copy_out_all, **options: Any
+        ) -> Any:
+            offloaded.extend((source.untyped_storage().nbytes(), census.is_weight(source)) for source in sources)
             return original(sources, **options)
 
         def hooks(pack: Any, unpack: Any) -> saved_tensors_hooks:
@@ -173,20 +175,20 @@ def measure(setup: Setup, policy: str | None) -> Count:
                     inputs=census.inputs(),
                     widened=census.widened(),
                     alive=census.alive(),
-                    parked=sum(size for size, _ in parked),
-                    weights=sum(size for size, weight in parked if weight),
+                    offloaded=sum(size for size, _ in offloaded),
+                    weights=sum(size for size, weight in offloaded if weight),
                     stored=tier.used_bytes,
                     stats={k.removesuffix("_bytes"): v for k, v in stats.items() if isinstance(v, int)},
                 )
             )
 
-        stack.enter_context(mock.patch.object(tier, "park_all", park_all))
+        stack.enter_context(mock.patch.object(tier, "copy_out_all", copy_out_all))
         stack.enter_context(mock.patch("ebbtide.wrap.hooks.saved_tensors_hooks", hooks))
         _when_backward_begins(job.model, count)
         record: Record = {}
         for step in range(STEPS):
             census.clear()
-            parked.clear()
+            offloaded.clear()
             job.step(step, record)
             job.model.zero_grad()
     return counts[-1]

@@ -29,7 +29,7 @@ def test_checkpoints_stay_and_what_they_keep_is_offloaded(results: dict[str, Cas
     check(values, blocks=3)
     for by_policy in values:
         # Two steps of three blocks: hidden states, and the tensors that blocks share; never those inside a block.
-        assert all(found.parked <= 2 * (3 + 3) for found in by_policy.values()) or _keeps_more(SETUPS[name])
+        assert all(found.offloaded <= 2 * (3 + 3) for found in by_policy.values()) or _keeps_more(SETUPS[name])
 
 
 def _keeps_more(setup: Setup) -> bool:

@@ -48,7 +48,7 @@ def _check_both_counts(policy: str, count: Count, plain: Count) -> None:
     said = count.stats
     assert said["unique"] == plain.saved, policy
     assert said["kept"] == count.alive, policy
-    assert said["offloaded"] == said["store"] == count.parked == count.stored, policy
+    assert said["offloaded"] == said["store"] == count.offloaded == count.stored, policy
     assert said["kept"] + said["offloaded"] + said["recomputed"] == plain.saved, policy
     assert count.weights == 0, policy
 
@@ -56,15 +56,15 @@ def _check_both_counts(policy: str, count: Count, plain: Count) -> None:
 def _check_formula(policy: str, count: Count, plain: Count, *, narrowed: bool) -> None:
     match policy:
         case "keep":
-            assert (count.alive, count.parked) == (plain.saved, 0)
+            assert (count.alive, count.offloaded) == (plain.saved, 0)
         case "inputs":
             assert count.alive == plain.saved - plain.inputs - plain.widened
-            assert count.parked == plain.inputs + plain.widened // 2
+            assert count.offloaded == plain.inputs + plain.widened // 2
             assert narrowed or not plain.widened
         case "offload":
             assert count.alive == 0
             # A tensor that was cast up is stored in its narrow type: fewer bytes, and recomputed from them.
-            assert count.parked == plain.saved - count.stats["recomputed"]
+            assert count.offloaded == plain.saved - count.stats["recomputed"]
             assert narrowed or count.stats["recomputed"] == 0
         case _:
-            assert count.alive == 0 and 0 < count.parked < plain.saved
+            assert count.alive == 0 and 0 < count.offloaded < plain.saved

@@ -59,17 +59,17 @@ class Findings:
     Attributes:
         differences: Names of values that are not bitwise equal.
         noted: Number of compared values.
-        weights_parked: Weights whose bytes entered the store.
-        parked: Copies that entered it, of ``parked_bytes``, none larger than ``largest_bytes``.
+        weights_offloaded: Weights whose bytes entered the store.
+        offloaded: Copies that entered it, of ``offloaded_bytes``, none larger than ``largest_bytes``.
         said: Answers that a step recorded under names that end in "said": all must be true.
         units: FSDP units.
     """
 
     differences: list[str] = field(default_factory=list)
     noted: int = 0
-    weights_parked: list[str] = field(default_factory=list)
-    parked: int = 0
-    parked_bytes: int = 0
+    weights_offloaded: list[str] = field(default_factory=list)
+    offloaded: int = 0
+    offloaded_bytes: int = 0
     largest_bytes: int = 0
     said: list[bool] = field(default_factory=list)
     recomputes: int = 0
@@ -111,11 +111,11 @@ def check(
         for policy, found in by_policy.items():
             where = f"rank {rank}, {policy}"
             assert found.differences == [], (where, found.differences)
-            assert [w for w in found.weights_parked if not unknowable(w)] == [], (where, found.weights_parked)
+            assert [w for w in found.weights_offloaded if not unknowable(w)] == [], (where, found.weights_offloaded)
             assert (found.live_tickets, found.store_bytes, found.demoted) == (0, 0, ()), where
             # Loss, gradient and weight of two steps, where all weights are one.
             assert len(found.block_names) == blocks and found.noted >= 6, where
-            assert (found.parked > 0) == (policy != "keep"), where
+            assert (found.offloaded > 0) == (policy != "keep"), where
 
 
 def note_step(record: Record, name: str, model: nn.Module, loss: Tensor | None = None) -> None:
@@ -151,13 +151,13 @@ def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings
         optimizer = torch.optim.SGD([p for p in job.model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
         for step in range(steps):
             job.step(step, record)
-            for _, parked in watched:
-                findings.weights_parked += _weights_among(parked, job.whole, job.model)
-                findings.parked += len(parked)
-                sizes = [p.untyped_storage().nbytes() for p in parked]
-                findings.parked_bytes += sum(sizes)
+            for _, offloaded in watched:
+                findings.weights_offloaded += _weights_among(offloaded, job.whole, job.model)
+                findings.offloaded += len(offloaded)
+                sizes = [p.untyped_storage().nbytes() for p in offloaded]
+                findings.offloaded_bytes += sum(sizes)
                 findings.largest_bytes = max(findings.largest_bytes, *sizes, 0)
-                parked.clear()
+                offloaded.clear()
             optimizer.step()
             optimizer.zero_grad()
             record |= {f"{step} weight {k}": _local(p).detach().clone() for k, p in job.model.named_parameters()}
@@ -218,24 +218,24 @@ class _Recompute:
 
 def _watch(handle: ebbtide.Handle) -> list[Tensor]:
     """Let the store remember every offloaded byte."""
-    tier, parked = handle._engine.tier, []
-    park_all = tier.park_all
+    tier, offloaded = handle._engine.tier, []
+    copy_out_all = tier.copy_out_all
 
     def watched(sources: Sequence[Tensor], **options: Any) -> Any:
-        parked.extend(source.clone() for source in sources)
-        return park_all(sources, **options)
+        offloaded.extend(source.clone() for source in sources)
+        return copy_out_all(sources, **options)
 
-    tier.park_all = watched  # type: ignore[method-assign]
-    return parked
+    tier.copy_out_all = watched  # type: ignore[method-assign]
+    return offloaded
 
 
-def _weights_among(parked: list[Tensor], whole: dict[str, Tensor], model: nn.Module) -> list[str]:
+def _weights_among(offloaded: list[Tensor], whole: dict[str, Tensor], model: nn.Module) -> list[str]:
     """Name the weights whose values in this step's forward occur among the offloaded bytes."""
     now = dict(whole)
     for k, p in model.named_parameters():
         now[k] = p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
         now[k + " (local)"] = _local(p).detach()
-    blobs = [b.numpy().tobytes() for b in parked]
+    blobs = [b.numpy().tobytes() for b in offloaded]
     found: list[str] = []
     for k, w in now.items():
         for dtype in {w.dtype, torch.bfloat16} if w.is_floating_point() else {w.dtype}:

@@ -26,7 +26,7 @@ from ebbtide.store.spill import SpillSlot
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import delay, memory_limited_to, needs_limit, needs_sleep
 from tests.helpers.handles import enable_over
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +66,8 @@ def step(tier: Any, sizes: list[int], *, late: bool) -> None:
         expected.append(source.clone())
         if late:
             delay()
-        slots.append(park(tier, source.add_(1)))  # written by a kernel that waits behind the delay
-        tier.wait_parked([slots[-1]])
+        slots.append(copy_out(tier, source.add_(1)))  # written by a kernel that waits behind the delay
+        tier.wait_copied_out([slots[-1]])
         del source
         torch.full((8 * MIB,), 255, dtype=torch.uint8, device=expected[-1].device)
     for slot in reversed(slots):
@@ -92,7 +92,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> No
     address = source.data_ptr()
     with out:
         delay()
-    slot = park(tier, source)
+    slot = copy_out(tier, source)
     del source
     slot.free()
     del slot
@@ -109,12 +109,12 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> No
 @needs_sleep
 def test_an_unread_prefetch_is_dropped_and_repeated(tier: HostTier) -> None:
     source = noise(4 * MIB)
-    slot = park(tier, source)
+    slot = copy_out(tier, source)
     before = torch.accelerator.memory_allocated()
     for _ in range(3):
         tier.prefetch([slot])
         delay()
-        slot.put_back()
+        slot.discard()
         torch.full((4 * MIB,), 255, dtype=torch.uint8, device=source.device)
     assert torch.accelerator.memory_allocated() == before
     assert torch.equal(slot.take(), source)
@@ -252,7 +252,7 @@ def test_from_disk_to_the_device(tmp_path: Path) -> None:
         pytest.skip("the temporary directory lies in RAM")
     place = open_tier("host", host_budget_bytes=32 * MIB, disk_path=tmp_path)
     sources = [noise(2 * MIB + 5) for _ in range(40)]
-    slots = [park(place, source) for source in sources]
+    slots = [copy_out(place, source) for source in sources]
     assert sum(isinstance(slot, SpillSlot) and slot.stage is None for slot in slots) > 10
     for slot, source in zip(reversed(slots), reversed(sources), strict=True):
         assert torch.equal(slot.take(), source)

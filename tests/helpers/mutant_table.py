@@ -947,7 +947,7 @@ MUTANTS = (
     Mutant(
         "second run: what modules held is not restored",
         "ebbtide/wrap/checkpointed.py",
-        "                self._state.put_back(instead, tensors=not self._moved)\n",
+        "                self._state.restore(instead, tensors=not self._moved)\n",
         "                pass\n",
         SECOND_RUN,
     ),
@@ -961,7 +961,7 @@ MUTANTS = (
     Mutant(
         "second run: what modules hold now is not restored after it",
         "ebbtide/wrap/checkpointed.py",
-        "            now.put_back(tensors=not self._moved)\n",
+        "            now.restore(tensors=not self._moved)\n",
         "",
         SECOND_RUN,
     ),

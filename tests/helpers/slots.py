@@ -9,9 +9,9 @@ import torch
 from ebbtide.base.errors import CapError
 
 
-def park(tier: Any, source: torch.Tensor) -> Any:
+def copy_out(tier: Any, source: torch.Tensor) -> Any:
     """Begin to copy out one source and return its slot; raise the error if a cap refuses it."""
-    (slot,) = tier.park_all([source])
+    (slot,) = tier.copy_out_all([source])
     if isinstance(slot, CapError):
         raise slot
     return slot

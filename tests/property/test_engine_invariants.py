@@ -143,33 +143,33 @@ def _sources(watched: Watched) -> tuple[int, int]:
 @settings(max_examples=60)
 @given(graphs(), st.integers(0, 99), st.sampled_from([1, 400, 1 << 20]))
 def test_a_storage_crosses_the_link_at_most_once_each_way(graph: Graph, seed: int, window_bytes: int) -> None:
-    parked: Counter[int] = Counter()
+    offloaded: Counter[int] = Counter()
     alive: list[torch.UntypedStorage] = []
     with warnings.catch_warnings(), open_engine(plan_of(seed), rate=1e12, window_bytes=window_bytes) as engine:
         warnings.simplefilter("ignore")
-        tier, park_all, take = engine.tier, engine.tier.park_all, engine.tier.take
+        tier, copy_out_all, take = engine.tier, engine.tier.copy_out_all, engine.tier.take
         taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         counts = list[int]()
         weights: set[int] = set()
 
-        def watched_park(sources: list[torch.Tensor], **given: Any) -> Any:
+        def watched_copy_out(sources: list[torch.Tensor], **given: Any) -> Any:
             for source in sources:
                 storage = source.untyped_storage()
                 alive.append(storage)  # so that no address stands for two
-                parked[storage._cdata] += source.numel()
+                offloaded[storage._cdata] += source.numel()
                 assert storage._cdata not in weights
-            return park_all(sources, **given)
+            return copy_out_all(sources, **given)
 
         def counted_take(slot: Any) -> Any:
             taken[slot] = taken.get(slot, 0) + 1
             counts.append(taken[slot])
             return take(slot)
 
-        tier.park_all, tier.take = watched_park, counted_take  # type: ignore[method-assign]
+        tier.copy_out_all, tier.take = watched_copy_out, counted_take  # type: ignore[method-assign]
         watched = Watched(engine, graph)
         weights |= {v.untyped_storage()._cdata for v in watched.leaves.values() if isinstance(v, torch.nn.Parameter)}
         for storage in alive:
-            assert parked[storage._cdata] <= 1.5 * storage.nbytes(), "parts and then the whole"
+            assert offloaded[storage._cdata] <= 1.5 * storage.nbytes(), "parts and then the whole"
             assert storage._cdata not in weights
         watched.backward()
         assert all(count == 1 for count in counts)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, block, open_engine
 from tests.helpers.fakedevice import FakeDevice
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 
 WORD = 4  # bytes of a float32
 
@@ -262,11 +262,11 @@ def test_no_more_is_pinned_than_is_offloaded(sizes: list[int]) -> None:
     memory = torch.zeros(max(sizes), dtype=torch.uint8)
     calls: list[int] = []
     for step in range(4):
-        slots = [park(tier, memory[:size]) for size in sizes]
+        slots = [copy_out(tier, memory[:size]) for size in sizes]
         state = tier.arena
         assert state.held_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
         for slot in slots if step % 2 else reversed(slots):
-            tier.wait_parked([slot])
+            tier.wait_copied_out([slot])
             slot.free()
         del slots, slot
         tier.trim()

@@ -20,11 +20,11 @@ from ebbtide.store.location import filesystem_of
 from ebbtide.store.protocol import Slot, Tier
 from ebbtide.store.spill import SpillTier
 from tests.helpers.fakedevice import FakeDevice
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["park", "wait", "drop", "prefetch", "take", "free", "cancel", "trim"]), st.integers(0, 99)
+        st.sampled_from(["copy_out", "wait", "drop", "prefetch", "take", "free", "cancel", "trim"]), st.integers(0, 99)
     ),
     max_size=60,
 )
@@ -40,9 +40,9 @@ class Lives:
         self.sources: dict[Slot, torch.Tensor] = {}
 
     def step(self, action: str, number: int) -> None:
-        if action == "park":
+        if action == "copy_out":
             source = self.produce(self.sizes[number % len(self.sizes)])
-            slot = park(self.tier, source)
+            slot = copy_out(self.tier, source)
             self.slots.append((slot, source.clone()))
             self.sources[slot] = source
             return
@@ -53,10 +53,10 @@ class Lives:
             return
         slot, expected = self.slots[number % len(self.slots)]
         if action == "wait":
-            self.tier.wait_parked([slot])
-            assert self.tier.have_parked([slot])
+            self.tier.wait_copied_out([slot])
+            assert self.tier.are_copied_out([slot])
             self.sources.pop(slot, None)
-        elif action == "drop" and self.tier.have_parked([slot]):
+        elif action == "drop" and self.tier.are_copied_out([slot]):
             self.sources.pop(slot, None)
         elif action == "prefetch":
             self.tier.prefetch([slot])
@@ -143,10 +143,10 @@ def test_disk(disk_tier: DiskTier, steps: list[tuple[str, int]], offset: int) ->
         lives.step(action, number)
     lives.end()
     assert disk_tier.used_bytes == 0
-    work, last = disk_tier._work, disk_tier.park(produce(70_001))
+    work, last = disk_tier._work, disk_tier.copy_out(produce(70_001))
     with work._lock:
-        work._wait_until(lambda: last.parked)  # in order: the writer has finished everything before
+        work._wait_until(lambda: last.copied_out)  # in order: the writer has finished everything before
     last.free()
     gauges = disk_tier.gauges()
-    assert gauges["disk_parked_bytes"] == work._out_bytes == work._ahead_bytes == 0
+    assert gauges["disk_used_bytes"] == work._out_bytes == work._ahead_bytes == 0
     assert not work._writes and not work._reads

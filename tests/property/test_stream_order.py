@@ -21,7 +21,7 @@ from ebbtide.store.hostcopies import HostCopies
 from tests.helpers.checked import CheckedDevice, Computing, quiet_checker, without_waits
 from tests.helpers.engines import assert_nothing_left, block, compare, leaf, observe, open_engine
 from tests.helpers.graphs import Graph, Schedule, graphs, leaves, schedules
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 
 LEAVES = leaves()
 RATES = st.sampled_from([1.0, 50.0, 1e3, 1e9])
@@ -99,19 +99,19 @@ def move(device: CheckedDevice) -> None:
         return source
 
     first, second, large = produce(), produce(), torch.zeros(4 << 20, dtype=torch.uint8)
-    slot = park(tier, first)
+    slot = copy_out(tier, first)
     tier.prefetch([slot])
     place, slot.place = slot.place, None
     assert place is not None
     tier._arena.give(place)
-    again = park(tier, second)
+    again = copy_out(tier, second)
     assert again.place is not None and again.place.region.spans == place.region.spans
     for each in (slot, again):
         device.launch("compute", device.names_of(each.take()), (), "read")
-    unread = park(tier, produce())
+    unread = copy_out(tier, produce())
     tier.prefetch([unread])
     unread.free()  # while its copy-in runs
-    park(tier, large).free()
+    copy_out(tier, large).free()
     for _ in range(40):
         tier.trim()
     tier.close()
@@ -242,7 +242,7 @@ def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatc
 def test_a_place_freed_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CheckedDevice(1e9, 1e9)
     tier = HostTier(device)
-    slot = park(tier, torch.zeros(1000, dtype=torch.uint8))
+    slot = copy_out(tier, torch.zeros(1000, dtype=torch.uint8))
     place = slot.place
     assert place is not None
     record = tier._arena._records[place.region.spans[0][0]]

@@ -12,7 +12,7 @@ from ebbtide.base.errors import CapError
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 from tests.simdev.device import configured, held, violations
 from tests.simdev.test_ordering import DELAYS, DEVICE, MIB, SIZES, Trial, is_pattern, pattern
 
@@ -22,16 +22,16 @@ ROUNDS = 8
 class GroupTrial(Trial):
     """Copies out tensors that another stream has just made, several at a time, and copies several in at a time."""
 
-    def park(self) -> None:
+    def copy_out(self) -> None:
         made_on = self.random.choice(self.streams)
         with made_on:
             numbers = range(self.count + 1, self.count + 1 + self.random.randint(1, 5))
             sources = [pattern(self.random.choice(SIZES), number) for number in numbers]
         self.count = numbers[-1]
-        for slot, number in zip(self.tier.park_all(sources, compute=made_on), numbers, strict=True):
+        for slot, number in zip(self.tier.copy_out_all(sources, compute=made_on), numbers, strict=True):
             if isinstance(slot, HostSlot):
                 if self.random.random() < 0.5:
-                    self.tier.wait_parked([slot])
+                    self.tier.wait_copied_out([slot])
                 self.slots.append((slot, number))
             else:
                 assert isinstance(slot, CapError)
@@ -58,12 +58,12 @@ def test_any_sequence_of_groups_gives_the_bytes_that_went_in(number: int, stream
 
 def test_a_device_with_room_for_some_brings_in_the_first() -> None:
     tier = HostTier(AcceleratorDevice())
-    slots = tier.park_all([pattern(MIB, number) for number in range(6)])
+    slots = tier.copy_out_all([pattern(MIB, number) for number in range(6)])
     assert all(isinstance(slot, HostSlot) for slot in slots)
     torch.accelerator.synchronize()
     found = [slot for slot in slots if isinstance(slot, HostSlot)]
     for slot in found:
-        tier.wait_parked([slot])
+        tier.wait_copied_out([slot])
     torch.accelerator.empty_cache()
     with configured(capacity=torch.accelerator.memory_reserved() + 3 * MIB):
         refused = tier.prefetch(found)
@@ -77,7 +77,7 @@ def test_a_device_with_room_for_some_brings_in_the_first() -> None:
 
 def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
     tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
-    park(tier, pattern(2 * MIB, 1)).free()  # makes streams and host memory
+    copy_out(tier, pattern(2 * MIB, 1)).free()  # makes streams and host memory
     torch.accelerator.synchronize()
     filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
     source = pattern(2 * MIB, 3)
@@ -89,7 +89,7 @@ def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
         assert ahead is not None
         filled.ahead = None  # or its compute stream would wait, and the next copy-out after it
         filled.free()
-        slot = park(tier, source)
+        slot = copy_out(tier, source)
         time.sleep(0.05)  # a copy-out that does not wait would be done
     torch.accelerator.synchronize()
     assert is_pattern(ahead.target, 9)

@@ -19,7 +19,7 @@ from ebbtide.base.errors import CapError
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 from tests.simdev.device import configured, counters, held, violations
 
 DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
@@ -63,26 +63,26 @@ class Trial:
         self.checks: list[Tensor] = []
         self.count = 0
 
-    def park(self) -> None:
+    def copy_out(self) -> None:
         self.count += 1
         source = pattern(self.random.choice(SIZES), self.count)
         try:
-            slot = park(self.tier, source)
+            slot = copy_out(self.tier, source)
         except CapError:
             return
         del source
         if self.random.random() < 0.6:
-            self.tier.wait_parked([slot])
+            self.tier.wait_copied_out([slot])
         self.slots.append((slot, self.count))
 
     def prefetch(self) -> None:
         self.tier.prefetch([self.random.choice(self.slots)[0]])
 
-    def put_back(self) -> None:
-        self.random.choice(self.slots)[0].put_back()
+    def discard(self) -> None:
+        self.random.choice(self.slots)[0].discard()
 
     def ask(self) -> None:
-        assert self.tier.have_parked([self.random.choice(self.slots)[0]]) in (True, False)
+        assert self.tier.are_copied_out([self.random.choice(self.slots)[0]]) in (True, False)
 
     def take(self) -> None:
         slot, value = self.random.choice(self.slots)
@@ -103,8 +103,8 @@ class Trial:
         for step in range(steps):
             self.tier.stalls.timed = bool(step % 2)
             with self.random.choice(self.streams):  # no order between them except the tier's
-                others = [self.prefetch, self.put_back, self.ask, self.take, self.free, self.trim] + [self.use_up] * 3
-                self.random.choice([self.park] * 5 + (others if self.slots else []))()
+                others = [self.prefetch, self.discard, self.ask, self.take, self.free, self.trim] + [self.use_up] * 3
+                self.random.choice([self.copy_out] * 5 + (others if self.slots else []))()
                 if self.random.random() < 0.3:
                     pattern(self.random.choice(SIZES), 255)  # reuses freed memory
         for slot, _ in self.slots:
@@ -128,28 +128,30 @@ def test_any_sequence_gives_the_bytes_that_went_in(number: int, streams: int, se
 
 
 def test_a_copy_out_runs_on_its_own_stream_during_compute(tier: HostTier) -> None:
-    park(tier, pattern(MIB, 1)).free()  # makes streams and host memory
+    copy_out(tier, pattern(MIB, 1)).free()  # makes streams and host memory
     out, _ = tier.copies._side_streams(DEVICE)
     source, before = pattern(MIB, 7), counters()["copies_async"]
     with held(out):
-        slot = park(tier, source)
+        slot = copy_out(tier, source)
         torch.accelerator.current_stream().synchronize()  # compute is not delayed
-        assert not tier.have_parked([slot]) and not bool((slot.content() == 7).all())
+        assert not tier.are_copied_out([slot]) and not bool((slot.content() == 7).all())
     with configured(copy_delay_us=50_000):
-        slot = park(tier, source)
+        slot = copy_out(tier, source)
         tier.wait_copied(slot)
-    assert tier.have_parked([slot]) and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
+    assert (
+        tier.are_copied_out([slot]) and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
+    )
 
 
 def test_a_source_is_dropped_once_it_is_copied_out_or_compute_waits(tier: HostTier) -> None:
     with held(tier.copies._side_streams(DEVICE)[0]):
-        slots = [park(tier, pattern(MIB, i)) for i in range(2)]
-        parked, held_before = tier.have_parked([slots[0]]), slots[0].source is not None
-        tier.wait_parked([slots[0]])
+        slots = [copy_out(tier, pattern(MIB, i)) for i in range(2)]
+        copied_out, held_before = tier.are_copied_out([slots[0]]), slots[0].source is not None
+        tier.wait_copied_out([slots[0]])
         held_after = slots[0].source is not None
     torch.accelerator.synchronize()  # before any assertion: its message would wait for the held stream
-    assert (parked, held_before, held_after) == (False, True, False)
-    done, held_after = tier.have_parked([slots[1]]), slots[1].source is not None
+    assert (copied_out, held_before, held_after) == (False, True, False)
+    done, held_after = tier.are_copied_out([slots[1]]), slots[1].source is not None
     assert (done, held_after) == (True, False)
 
 
@@ -167,7 +169,7 @@ def test_memory_stays_pinned_until_its_copies_are_done() -> None:
 def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> None:
     tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
     with configured(copy_delay_us=50_000):
-        slot = park(tier, pattern(2 * MIB, 1))
+        slot = copy_out(tier, pattern(2 * MIB, 1))
         slot.free()
         del slot
         filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
@@ -179,9 +181,9 @@ def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> 
 
 def test_released_host_memory_waits_for_its_copies(tier: HostTier) -> None:
     """Chunks are released only when no copy uses them: the arena waits for copies when it is closed."""
-    park(tier, pattern(MIB, 1)).free()
+    copy_out(tier, pattern(MIB, 1)).free()
     with held(tier.copies._side_streams(DEVICE)[0]):
-        slot: Any = park(tier, pattern(64 * MIB, 2))
+        slot: Any = copy_out(tier, pattern(64 * MIB, 2))
         kept = [chunk.memory for chunk in tier._arena._chunks]  # unpinning would wait for the held stream
         slot.free()
         del slot
@@ -197,7 +199,7 @@ def test_released_host_memory_waits_for_its_copies(tier: HostTier) -> None:
 
 def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = tier.device
-    slot, copy = park(tier, pattern(MIB, 3)), device.copy_all
+    slot, copy = copy_out(tier, pattern(MIB, 3)), device.copy_all
 
     def interrupted(*given: Any) -> None:
         copy(*given)

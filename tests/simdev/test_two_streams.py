@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 from tests.simdev.device import configured, violations
 
 DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
@@ -114,8 +114,8 @@ def test_gradients_are_those_of_plain_training(block: type[TwoStreams], given: d
 def test_a_prefetch_for_one_stream_serves_another() -> None:
     tier, side = HostTier(AcceleratorDevice()), torch.Stream(device=DEVICE)
     source = torch.arange(1 << 20, device=DEVICE).to(torch.uint8)
-    expected, slot = source.clone(), park(tier, source)
-    tier.wait_parked([slot])
+    expected, slot = source.clone(), copy_out(tier, source)
+    tier.wait_copied_out([slot])
     del source
     with configured(copy_delay_us=2000):
         tier.prefetch([slot])
@@ -137,13 +137,13 @@ def test_memory_waits_for_the_stream_that_saved_it() -> None:
     values = torch.arange(2, dtype=torch.uint8, device=DEVICE)
     for _ in range(2):  # the first call of a shape waits
         source = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[1])
-        park(tier, source).free()
+        copy_out(tier, source).free()
         side.wait_stream(torch.accelerator.current_stream())
         with side:
-            slot = park(tier, source)
+            slot = copy_out(tier, source)
             late = source + source
         tier.wait_copied(slot)
-        assert tier.have_parked([slot])
+        assert tier.are_copied_out([slot])
         del source
         torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[0])
         torch.accelerator.synchronize()
@@ -160,8 +160,8 @@ def test_memory_waits_for_a_side_stream_that_saves_first() -> None:
     side.wait_stream(torch.accelerator.current_stream())
     with configured(copy_delay_us=2000):
         with side:
-            slot = park(tier, source)
-            tier.wait_parked([slot])
+            slot = copy_out(tier, source)
+            tier.wait_copied_out([slot])
         del source
         torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[0])
         torch.accelerator.synchronize()

@@ -230,7 +230,7 @@ class Admission(RunRecord):
             if narrow is not None and self._offload_narrowed(entry, base, narrow):
                 return
             entry.action = OFFLOAD
-            engine.park(self, entry, tensor)
+            engine.offload(self, entry, tensor)
             return
         entry.action, entry.checksum = KEEP, None
         engine.keep(entry, tensor.untyped_storage())
@@ -241,7 +241,7 @@ class Admission(RunRecord):
         self.pass_.add_site(entry.site, -entry.nbytes, RECOMPUTE, -1)
         if self.engine.may_move(tensor):
             entry.action = OFFLOAD
-            self.engine.park(self, entry, tensor)
+            self.engine.offload(self, entry, tensor)
         else:
             entry.action = KEEP
             self.engine.keep(entry, tensor.untyped_storage())
@@ -268,7 +268,7 @@ class Admission(RunRecord):
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
         inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
         inner.action = OFFLOAD
-        engine.park(self, inner, small, written=True)
+        engine.offload(self, inner, small, written=True)
         ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
         if self.builder is not None:  # no operand: it has neither the layout nor the version of what was cast up
             self.builder.hold(narrow.node)

@@ -209,7 +209,7 @@ class Engine:
             found = self._empties[kind] = tensor.new_empty(0, dtype=torch.float32)
         return found
 
-    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor, *, written: bool = False) -> None:
+    def offload(self, run: RunRecord, entry: Entry, tensor: torch.Tensor, *, written: bool = False) -> None:
         """Begin to offload the bytes of an entry of a block; they stay, with a warning, if the store cannot take them.
 
         An operator may save a tensor and write it afterwards without a new version, as ``rrelu`` does with its noise.

@@ -43,7 +43,7 @@ class SlotMover:
         if not sources:
             return outcomes
         try:
-            work = functools.partial(self._tier.park_all, [*sources.values()], compute=stream)
+            work = functools.partial(self._tier.copy_out_all, [*sources.values()], compute=stream)
             slots = marked("copy_out", work)
         except BaseException as error:
             note_place(error, f"while copying out {_named(group[next(iter(sources))])}")
@@ -73,8 +73,8 @@ class SlotMover:
                 slots.append(entry.slot)
         try:
             if wait:
-                self._tier.wait_parked(slots)
-            elif not self._tier.have_parked(slots):
+                self._tier.wait_copied_out(slots)
+            elif not self._tier.are_copied_out(slots):
                 return False
         except BaseException as error:
             note_place(error, f"while copying out {_named(copied[0])}")
@@ -115,7 +115,7 @@ class SlotMover:
     def discard(self, saved: Entry) -> None:
         """Discard the prefetch of an entry."""
         if saved.slot is not None:
-            saved.slot.put_back()
+            saved.slot.discard()
 
 
 def _named(entry: Entry) -> str:

@@ -80,7 +80,7 @@ class Replay(Admission):
             entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
             if recipe is None and engine.tensor_filter is None and not cast:  # what was cast up is stored as it was
                 entry.action = OFFLOAD
-                engine.park(self, entry, tensor)
+                engine.offload(self, entry, tensor)
             else:
                 self._carry_out(action, entry, tensor, base, recipe)
             engine.index.remember(storage, entry)

@@ -239,8 +239,8 @@ class Stats:
         live_tickets: Tickets alive now.
         store_bytes: Bytes of store that live tickets hold now; 0 as soon as the last graph is dead.
         store: What the store holds, by name. Host memory: ``host_held_bytes``, ``host_pinned_bytes``,
-            ``host_parked_bytes``, ``host_most_parked_bytes``, ``host_chunks``. Disk: ``disk_file_bytes``,
-            ``disk_parked_bytes``, ``disk_draining_bytes`` (of dead tickets, while a copy that had begun ends; used
+            ``host_used_bytes``, ``host_most_used_bytes``, ``host_chunks``. Disk: ``disk_file_bytes``,
+            ``disk_used_bytes``, ``disk_draining_bytes`` (of dead tickets, while a copy that had begun ends; used
             again only after that), ``disk_written_bytes``, ``disk_read_bytes``.
         total_refused_bytes: Bytes that stayed on the device because the store could not take them, since then.
     """
@@ -303,7 +303,7 @@ class Stats:
         if self.store.get("host_held_bytes"):
             lines.append(
                 f"store: {size['host_held_bytes']} of host memory, {size['host_pinned_bytes']} of it pinned, in "
-                f"{self.store['host_chunks']} chunks; {size['host_most_parked_bytes']} in use at most"
+                f"{self.store['host_chunks']} chunks; {size['host_most_used_bytes']} in use at most"
             )
         if self.store.get("disk_file_bytes"):
             moved = f"{size['disk_written_bytes']} written, {size['disk_read_bytes']} read"

@@ -196,7 +196,7 @@ class _FakeTensorSlot:
         self._real = None if isinstance(source, FakeTensor) else source.clone()
         self._kind = source.new_empty(0)
 
-    def wait_parked(self) -> None:
+    def wait_copied_out(self) -> None:
         pass
 
     def cancel(self) -> bool:
@@ -205,7 +205,7 @@ class _FakeTensorSlot:
     def prefetch(self) -> None:
         pass
 
-    def put_back(self) -> None:
+    def discard(self) -> None:
         pass
 
     def take(self) -> torch.Tensor:
@@ -229,13 +229,13 @@ class FakeTensorTier(Streamless):
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
-    def park_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Slot]:
+    def copy_out_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[Slot]:
         return [_FakeTensorSlot(source) for source in sources]
 
-    def have_parked(self, slots: Sequence[Slot]) -> bool:
+    def are_copied_out(self, slots: Sequence[Slot]) -> bool:
         return True
 
-    def wait_parked(self, slots: Sequence[Slot]) -> None:
+    def wait_copied_out(self, slots: Sequence[Slot]) -> None:
         pass
 
     def prefetch(self, slots: Sequence[Slot]) -> int:

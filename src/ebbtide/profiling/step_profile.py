@@ -12,7 +12,7 @@ from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.store.meter import home_of
-from ebbtide.store.protocol import Tier, park_one
+from ebbtide.store.protocol import Tier, copy_out_one
 
 PROBE_BYTES = 16 * 1024**2
 """Copied out and in to measure the rates if the measured steps copied nothing."""
@@ -96,7 +96,7 @@ def _probe(tier: Tier) -> None:
     before = tier.counters.stalls.total_seconds
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=home_of(tier) or "cpu")
     try:
-        (slot := park_one(tier, source)).take()
+        (slot := copy_out_one(tier, source)).take()
     except (CapError, DiskFullError):
         return  # what it cannot take stays, at whatever rate
     slot.free()

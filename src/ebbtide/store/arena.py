@@ -5,7 +5,7 @@ Pinning costs milliseconds per call, and torch's allocator of pinned memory roun
 So the arena allocates few, large chunks and packs places into them without gaps, as the disk tier does in its file: the
 chunks are consecutive ranges of one offset space. A place may span several chunks and is then copied in pieces; so
 every free byte is usable, and only alignment is lost. A chunk is as large as the missing bytes, or a fortieth of the
-arena: the arena never exceeds the most bytes parked at once by more than 3 %, and a step like the previous one
+arena: the arena never exceeds the most bytes offloaded at once by more than 3 %, and a step like the previous one
 allocates nothing. With a forecast, the next chunk covers all of it: after the first block, the bytes of the others are
 known.
 
@@ -87,8 +87,8 @@ class ArenaState:
     Attributes:
         held_bytes: Its host memory.
         pageable_bytes: The part that is not pinned, although the device could use pinned memory.
-        used_bytes: Bytes parked now.
-        peak_used_bytes: Most bytes ever parked at once.
+        used_bytes: Bytes offloaded now.
+        peak_used_bytes: Most bytes ever offloaded at once.
         chunks: Number of chunks ever allocated; each costs milliseconds.
     """
 

@@ -25,7 +25,7 @@ _DEFAULT_IN_FLIGHT_BYTES = 512 << 20
 
 
 class DiskSlot:
-    """One storage on disk. See [Note: a slot's life]; made by ``DiskTier.park_all`` only.
+    """One storage on disk. See [Note: a slot's life]; made by ``DiskTier.copy_out_all`` only.
 
     It keeps its tier alive: a tier that is never closed ends with its last slot.
     """
@@ -34,25 +34,25 @@ class DiskSlot:
 
     def __init__(self, tier: DiskTier, work: DiskWork, parcel: Parcel) -> None:
         self._tier, self._work, self._parcel = tier, work, parcel
-        work.claims.add(self, parcel)  # also of one dropped by an interrupt in ``park``
+        work.claims.add(self, parcel)  # also of one dropped by an interrupt in ``copy_out``
 
     @property
-    def parked(self) -> bool:
+    def copied_out(self) -> bool:
         """Whether the copy-out is done.
 
         Raises:
             DiskError: It failed, or the tier cannot be used.
         """
-        return self._tier.have_parked([self])
+        return self._tier.are_copied_out([self])
 
-    def wait_parked(self) -> None:
+    def wait_copied_out(self) -> None:
         """Wait for the copy-out.
 
         Raises:
             DiskError: It failed, the slot was freed, or the tier cannot be used.
         """
         self._work.check_usable()
-        self._work.wait_parked(self._parcel)
+        self._work.wait_copied_out(self._parcel)
         self._work.check(self._parcel)
 
     def cancel(self) -> bool:
@@ -72,14 +72,14 @@ class DiskSlot:
         """
         self._work.prefetch([self._parcel])
 
-    def put_back(self) -> None:
+    def discard(self) -> None:
         """Discard an unused read, or cancel it.
 
         Raises:
             DiskError: The tier cannot be used.
         """
         self._work.check_usable()
-        self._work.put_back(self._parcel)
+        self._work.discard(self._parcel)
 
     def take(self) -> torch.Tensor:
         """Return the bytes in new memory.
@@ -105,7 +105,7 @@ class DiskTier(Streamless):
         path: Directory on a disk; ``None``: the first usable of the temporary directory, ``/var/tmp`` and
             ``~/.cache/ebbtide``.
         budget_bytes: Most bytes the file may take; ``None``: as many as the disk gives.
-        in_flight_bytes: Window: ``park`` waits when more than this is queued for writing, and ``prefetch`` reads at
+        in_flight_bytes: Window: ``copy_out`` waits when more than this is queued for writing, and ``prefetch`` reads at
             most this far ahead.
 
     Raises:
@@ -147,10 +147,10 @@ class DiskTier(Streamless):
 
     def gauges(self) -> dict[str, int]:
         """Return the bytes on disk and moved, by name."""
-        parked, draining, _ = self._work.measure() if self._work.usable else (0, 0, 0)
+        used, draining, _ = self._work.measure() if self._work.usable else (0, 0, 0)
         return {
             "disk_file_bytes": self._room.size_bytes,
-            "disk_parked_bytes": parked,
+            "disk_used_bytes": used,
             "disk_draining_bytes": draining,
             "disk_written_bytes": self.counters.out_bytes,
             "disk_read_bytes": self.counters.in_bytes,
@@ -163,7 +163,7 @@ class DiskTier(Streamless):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be parked: free or draining places, and the growth that disk and budget allow.
+        """Bytes that could still be offloaded: free or draining places, and the growth that disk and budget allow.
 
         Raises:
             DiskError: The tier cannot be used.
@@ -171,7 +171,7 @@ class DiskTier(Streamless):
         self._work.check_usable()
         return self._work.measure()[2]
 
-    def park(self, source: torch.Tensor) -> DiskSlot:
+    def copy_out(self, source: torch.Tensor) -> DiskSlot:
         """Begin to write ``source`` out.
 
         Args:
@@ -182,11 +182,11 @@ class DiskTier(Streamless):
             DiskFullError: Budget or disk cannot hold it.
             DiskError: The tier cannot be used: closed, forked, or a thread has died.
         """
-        (slot,) = self.park_all([source])
+        (slot,) = self.copy_out_all([source])
         return slot
 
-    def park_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[DiskSlot]:
-        """Begin to write several sources out together; raises as ``park`` does. See ``Tier.park_all``."""
+    def copy_out_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[DiskSlot]:
+        """Begin to write several sources out together; raises as ``copy_out`` does. See ``Tier.copy_out_all``."""
         self._work.check_usable()
         for source in sources:
             fits = source.dtype is torch.uint8 and source.dim() == 1 and source.is_contiguous() and self.owns(source)
@@ -198,24 +198,24 @@ class DiskTier(Streamless):
                 )
         parcels = [Parcel(source, self._align_bytes) for source in sources]
         slots = [DiskSlot(self, self._work, parcel) for parcel in parcels]
-        self._work.park([parcel for parcel in parcels if parcel.state is ParcelState.QUEUED])
+        self._work.copy_out([parcel for parcel in parcels if parcel.state is ParcelState.QUEUED])
         return slots
 
-    def have_parked(self, slots: Sequence[DiskSlot]) -> bool:
+    def are_copied_out(self, slots: Sequence[DiskSlot]) -> bool:
         """Whether the copies-out of several slots are done."""
         self._work.check_usable()
         for slot in slots:
             parcel = slot._parcel
             if parcel.fault is not None:
                 raise parcel.fault.error()
-            if parcel.state is not ParcelState.PARKED:
+            if parcel.state is not ParcelState.WRITTEN:
                 return False
         return True
 
-    def wait_parked(self, slots: Sequence[DiskSlot]) -> None:
+    def wait_copied_out(self, slots: Sequence[DiskSlot]) -> None:
         """Wait for the copies-out of several slots."""
         for slot in slots:
-            slot.wait_parked()
+            slot.wait_copied_out()
 
     def prefetch(self, slots: Sequence[DiskSlot]) -> int:
         """Request the bytes of several slots. Returns 0: each read begins when the window has room for it."""

@@ -29,7 +29,7 @@ from ebbtide.store.buffers import BufferPool
 from ebbtide.store.claims import Claims
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
-from ebbtide.store.room import Parcel, ParcelState, Read, Room, discard, next_read
+from ebbtide.store.room import Parcel, ParcelState, Read, Room, next_read, remove_if_there
 from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0
@@ -42,7 +42,7 @@ class DiskWork:
     Args:
         file: The backing file; closed by the last thread that ends.
         room: The places in it.
-        window_bytes: Most bytes queued to be written before ``park`` waits, and most bytes read ahead.
+        window_bytes: Most bytes queued to be written before ``copy_out`` waits, and most bytes read ahead.
         counters: Receives the counts.
     """
 
@@ -95,14 +95,14 @@ class DiskWork:
             raise freed_error(DiskError)
 
     def measure(self) -> tuple[int, int, int]:
-        """Return the bytes of live slots' places, of draining places, and those that could still be parked."""
+        """Return the bytes of live slots' places, of draining places, and those that could still be offloaded."""
         with self._lock:
             draining = self._audit()
             found = self._room.used_bytes - draining, draining, self._room.free_bytes + draining
         self._trash.clear()
         return found
 
-    def park(self, parcels: Sequence[Parcel]) -> None:
+    def copy_out(self, parcels: Sequence[Parcel]) -> None:
         """Queue writes; waits while the window is full, or the disk is full and a place is draining.
 
         Args:
@@ -131,7 +131,7 @@ class DiskWork:
                 self._out_bytes += need  # last: too low a count widens the window, too high would wait forever
         self._trash.clear()
 
-    def wait_parked(self, parcel: Parcel) -> None:
+    def wait_copied_out(self, parcel: Parcel) -> None:
         """Wait for the end of the write."""
         with self._lock:
             self._settle()
@@ -161,7 +161,7 @@ class DiskWork:
             self._to_read.notify()
         self._trash.clear()
 
-    def put_back(self, parcel: Parcel) -> None:
+    def discard(self, parcel: Parcel) -> None:
         """Discard an unused read."""
         with self._lock:
             self._settle()
@@ -259,7 +259,7 @@ class DiskWork:
         """Forget a parcel; may be repeated, as after an interrupt."""
         self._trash.append(parcel)
         if parcel.state is ParcelState.QUEUED:
-            discard(self._writes, parcel)
+            remove_if_there(self._writes, parcel)
             self._written(parcel)
         parcel.state = ParcelState.DEAD
         self._drop_read(parcel)
@@ -272,7 +272,7 @@ class DiskWork:
         if read is not None:
             self._trash.append(read)
             if not read.begun:
-                discard(self._reads, read)
+                remove_if_there(self._reads, read)
                 read.begun = read.done = True
             self._claim(read)
             parcel.read = None
@@ -331,15 +331,15 @@ class DiskWork:
             written = self._file.write(start, need, parcel.place, lambda: parcel.state is ParcelState.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
-        parcel.source = None  # before it is marked as parked: waiters must find the memory free
+        parcel.source = None  # before it is marked as written: waiters must find the memory free
         with self._lock:
             moved = parcel.nbytes if written == need and not fault else written
             self._counters.out_bytes += moved
             self._counters.copied_out(moved, time.perf_counter() - started)
             parcel.fault = fault
-            self._written(parcel)  # first: if this fails, the parcel is never marked as parked
+            self._written(parcel)  # first: if this fails, the parcel is never marked as written
             if parcel.state is ParcelState.WRITING:
-                parcel.state = ParcelState.FAILED if fault else ParcelState.PARKED
+                parcel.state = ParcelState.FAILED if fault else ParcelState.WRITTEN
             self._writing = None
             self._release_if_unused(parcel)
             if self._reads:

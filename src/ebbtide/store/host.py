@@ -71,8 +71,8 @@ class HostTier:
         return {
             "host_held_bytes": state.held_bytes,
             "host_pinned_bytes": state.held_bytes - state.pageable_bytes if self.device.capabilities.pinned_host else 0,
-            "host_parked_bytes": state.used_bytes,
-            "host_most_parked_bytes": state.peak_used_bytes,
+            "host_used_bytes": state.used_bytes,
+            "host_most_used_bytes": state.peak_used_bytes,
             "host_chunks": state.chunks,
         }
 
@@ -103,14 +103,14 @@ class HostTier:
         self.device.wait(now, self.device.record(stream))
         self.device.record_use(tensor, now)
 
-    def park_all(
+    def copy_out_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None, spare_bytes: int = 0
     ) -> list[HostSlot | CapError]:
         """Begin to copy out several sources; those of one device with one wait for compute and one event for all.
 
         Args:
             sources: One-dimensional contiguous ``uint8`` views on the device, not empty; their memory must stay until
-                they are parked.
+                they are offloaded.
             compute: The stream on which they were made; None: the caller's.
             spare_bytes: Bytes of the budget that must remain free.
 
@@ -144,7 +144,7 @@ class HostTier:
         return [found[i] for i in range(len(sources))]
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
-        """Return a slot with bytes from pageable memory, as if they had been parked from ``where``.
+        """Return a slot with bytes from pageable memory, as if they had been offloaded from ``where``.
 
         The host copies them at once, after waiting for copies that still use the target memory.
 
@@ -167,7 +167,7 @@ class HostTier:
         with self._lock:
             self._arena.expect(nbytes)
 
-    def have_parked(self, slots: Sequence[HostSlot]) -> bool:
+    def are_copied_out(self, slots: Sequence[HostSlot]) -> bool:
         """Whether the copies-out of several slots are done."""
         latest = None  # those of a group share it
         for slot in slots:
@@ -177,7 +177,7 @@ class HostTier:
             slot.source = None
         return True
 
-    def wait_parked(self, slots: Sequence[HostSlot]) -> None:
+    def wait_copied_out(self, slots: Sequence[HostSlot]) -> None:
         """Make compute wait for the copies-out of several slots: once for those that were queued together."""
         for slot in {id(slot.done): slot for slot in slots}.values():
             if slot.done is not None:
@@ -212,7 +212,7 @@ class HostTier:
                 break
         return len(fresh) - begun
 
-    def put_back(self, slot: HostSlot) -> None:
+    def discard(self, slot: HostSlot) -> None:
         """Discard an unused copy-in of ``slot``."""
         self._check(slot)
         self.copies.drop(slot)

@@ -194,7 +194,7 @@ class HostCopies:
             return self._sides[where]
 
     def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
-        """Whether sources were parked on another compute stream than the default one. See [Note: ordering]."""
+        """Whether sources were copied out on another compute stream than the default one. See [Note: ordering]."""
         if where not in self._computes:
             default = self.device.default_stream(where)
             self._computes[where] = [compute if default is None else default]

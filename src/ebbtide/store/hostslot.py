@@ -35,7 +35,7 @@ class HostCopyIn:
 class _Tier(Protocol):
     """The part of ``HostTier`` that a slot uses; a protocol, because that module imports this one."""
 
-    def put_back(self, slot: HostSlot) -> None: ...
+    def discard(self, slot: HostSlot) -> None: ...
 
     def take(self, slot: HostSlot) -> torch.Tensor: ...
 
@@ -43,7 +43,7 @@ class _Tier(Protocol):
 
 
 class HostSlot:
-    """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park_all``, who owns its fields."""
+    """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.copy_out_all``, who owns its fields."""
 
     __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
 
@@ -58,7 +58,7 @@ class HostSlot:
         self.freed = False
 
     def content(self) -> torch.Tensor:
-        """Return the bytes in host memory once they are parked: the memory itself, or a copy if that is in pieces.
+        """Return the bytes in host memory once they are copied out: the memory itself, or a copy if that is in pieces.
 
         Raises:
             TargetError: The slot was freed.
@@ -80,7 +80,7 @@ class HostSlot:
         """Return False: a copy queued on a stream cannot be cancelled."""
         return False
 
-    def put_back(self) -> None:
+    def discard(self) -> None:
         """Discard an unused copy-in.
 
         Raises:
@@ -88,7 +88,7 @@ class HostSlot:
         """
         if self._tier is None:
             raise freed_error()
-        self._tier.put_back(self)
+        self._tier.discard(self)
 
     def take(self) -> torch.Tensor:
         """Return the bytes on the device they came from.

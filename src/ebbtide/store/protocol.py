@@ -1,10 +1,10 @@
 """The protocol between the engine and a tier.
 
 [Note: a slot's life]
-``Tier.park_all(sources)`` begins copy-outs and returns a ``Slot`` for each. The bytes of a source must not change until
-``Tier.have_parked`` is true, or until ``Tier.wait_parked`` has made the compute stream wait for it; until then the
-slot, even a freed one, keeps their memory alive. ``slot.take()`` copies the bytes in, each time it is called;
-``Tier.prefetch`` begins that early, ``slot.put_back()`` discards a prefetch. ``slot.free()`` frees the place, at any
+``Tier.copy_out_all(sources)`` begins copy-outs and returns a ``Slot`` for each. The bytes of a source must not change
+until ``Tier.are_copied_out`` is true, or until ``Tier.wait_copied_out`` has made the compute stream wait for it; until
+then the slot, even a freed one, keeps their memory alive. ``slot.take()`` copies the bytes in, each time it is called;
+``Tier.prefetch`` begins that early, ``slot.discard()`` discards a prefetch. ``slot.free()`` frees the place, at any
 time: a running copy is waited for, cancelled, or finished before the place is reused.
 
 The disk tier (threads in place of streams) and the host tier over a ``Device`` (streams and events) implement this
@@ -30,7 +30,7 @@ class Slot(Protocol):
         """Cancel a copy-out that has not begun. True: it was cancelled and the slot is dead."""
         ...
 
-    def put_back(self) -> None:
+    def discard(self) -> None:
         """Discard or cancel an unused copy-in, if there is one."""
 
     def take(self) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Tier(Protocol):
     def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Order the caller, which reads ``tensor``, after another stream, on which it was made."""
 
-    def park_all(
+    def copy_out_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
     ) -> Sequence[Slot | CapError]:
         """Begin to copy out several sources together; with streams, at the host cost of one.
@@ -114,11 +114,11 @@ class Tier(Protocol):
         """
         ...
 
-    def have_parked(self, slots: Sequence[Any]) -> bool:
+    def are_copied_out(self, slots: Sequence[Any]) -> bool:
         """Whether the copies-out of several slots of this tier are done. Raises the error of a failed copy."""
         ...
 
-    def wait_parked(self, slots: Sequence[Any]) -> None:
+    def wait_copied_out(self, slots: Sequence[Any]) -> None:
         """Make compute wait for the copies-out of several slots of this tier. Raises the error of a failed copy."""
 
     def prefetch(self, slots: Sequence[Any]) -> int:
@@ -142,7 +142,7 @@ class Tier(Protocol):
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that could still be parked; ``None``: not known."""
+        """Bytes that could still be offloaded; ``None``: not known."""
         ...
 
     def trim(self) -> None:
@@ -152,15 +152,15 @@ class Tier(Protocol):
         """Stop threads and free everything. May be called repeatedly."""
 
 
-def park_one(tier: Tier, source: torch.Tensor) -> Slot:
+def copy_out_one(tier: Tier, source: torch.Tensor) -> Slot:
     """Copy out one source, and make compute wait for that.
 
     Raises:
         DiskFullError: The disk cannot hold it.
         CapError: The user's cap is reached.
     """
-    (slot,) = tier.park_all([source])
+    (slot,) = tier.copy_out_all([source])
     if isinstance(slot, CapError):
         raise slot
-    tier.wait_parked([slot])
+    tier.wait_copied_out([slot])
     return slot

@@ -27,7 +27,7 @@ class ParcelState(Enum):
 
     QUEUED = "waits to be written"
     WRITING = "is being written"
-    PARKED = "is on disk"
+    WRITTEN = "is on disk"
     FAILED = "could not be written"
     DEAD = "was freed or cancelled"
 
@@ -52,7 +52,7 @@ class Parcel:
         self.tail = ctypes.string_at(self.address + self.nbytes - tail_bytes, tail_bytes)
         on_disk = self.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
-        self.state = ParcelState.QUEUED if on_disk else ParcelState.PARKED
+        self.state = ParcelState.QUEUED if on_disk else ParcelState.WRITTEN
         self.fault: Fault | None = None
         self.read: Read | None = None
         self.place = -1
@@ -102,7 +102,7 @@ def next_read(reads: Iterable[Read], room_bytes: int | None) -> Read | None:
     return chosen
 
 
-def discard(queue: deque[Any], item: object) -> None:
+def remove_if_there(queue: deque[Any], item: object) -> None:
     """Remove an item that an interrupted removal may have removed."""
     with contextlib.suppress(ValueError):
         queue.remove(item)

@@ -17,7 +17,7 @@ import torch
 
 from ebbtide.base.errors import CapError, DiskFullError
 from ebbtide.store.meter import keeps_time
-from ebbtide.store.protocol import Slot, Tier, park_one
+from ebbtide.store.protocol import Slot, Tier, copy_out_one
 
 PIECES = 8
 _SECONDS = 1.6
@@ -91,9 +91,9 @@ class _Trial:
         return max(_LEAST_BYTES, 1 << int(wanted).bit_length() - 1) if wanted >= 1 else _LEAST_BYTES
 
     def _out(self, slots: list[Slot]) -> float:
-        """Park one piece; the slot may be dropped."""
+        """Copy out one piece; the slot may be dropped."""
         before = self._read()
-        slot = park_one(self._tier, self._source)
+        slot = copy_out_one(self._tier, self._source)
         self._settle()
         slots.append(slot)
         return self._rate(before, self._read(), 0)

@@ -47,9 +47,9 @@ class SpillSlot:
         """Return False: a copy queued on a stream cannot be cancelled."""
         return False
 
-    def put_back(self) -> None:
+    def discard(self) -> None:
         """Discard an unused copy-in or read."""
-        self._tier.put_back(self)
+        self._tier.discard(self)
 
     def take(self) -> torch.Tensor:
         """Return the bytes on the device they came from.
@@ -117,21 +117,21 @@ class SpillTier:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that could still be parked; ``None``, unknown, before anything was spilled."""
+        """Bytes that could still be offloaded; ``None``, unknown, before anything was spilled."""
         host = self.host.free_bytes
         return None if self._disk is None or host is None else host + self._disk.free_bytes
 
-    def park_all(
+    def copy_out_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
     ) -> list[HostSlot | SpillSlot | CapError]:
-        """Begin to copy out several sources, see ``Tier.park_all``: to host memory, and the rest to disk."""
+        """Begin to copy out several sources, see ``Tier.copy_out_all``: to host memory, and the rest to disk."""
         if self._disk is not None:
             with self._lock:
                 self._pass_on(self._disk)
-        parked = self.host.park_all(sources, compute=compute, spare_bytes=self._stage_bytes)
+        staged = self.host.copy_out_all(sources, compute=compute, spare_bytes=self._stage_bytes)
         return [
             self._spill(source, slot, compute) if isinstance(slot, CapError) else slot
-            for source, slot in zip(sources, parked, strict=True)
+            for source, slot in zip(sources, staged, strict=True)
         ]
 
     def _spill(self, source: torch.Tensor, full: CapError, compute: StreamHandle | None) -> SpillSlot | CapError:
@@ -144,13 +144,13 @@ class SpillTier:
             return error.with_traceback(None)
         return slot
 
-    def have_parked(self, slots: Sequence[Any]) -> bool:
+    def are_copied_out(self, slots: Sequence[Any]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
-        return self.host.have_parked(slots if self._disk is None else _stages(slots))
+        return self.host.are_copied_out(slots if self._disk is None else _stages(slots))
 
-    def wait_parked(self, slots: Sequence[Any]) -> None:
+    def wait_copied_out(self, slots: Sequence[Any]) -> None:
         """Make compute wait for the copies-out of several slots to host memory."""
-        self.host.wait_parked(slots if self._disk is None else _stages(slots))
+        self.host.wait_copied_out(slots if self._disk is None else _stages(slots))
 
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
@@ -179,15 +179,15 @@ class SpillTier:
         if stage is None and slot.on_disk is not None:
             slot.on_disk.prefetch()
 
-    def put_back(self, slot: SpillSlot) -> None:
+    def discard(self, slot: SpillSlot) -> None:
         """Discard an unused copy-in or read of ``slot``."""
         self._check(slot)
         slot.wanted = False
         with self._lock:
             if slot.stage is not None:
-                slot.stage.put_back()
+                slot.stage.discard()
         if slot.on_disk is not None:
-            slot.on_disk.put_back()
+            slot.on_disk.discard()
 
     def take(self, slot: SpillSlot) -> torch.Tensor:
         """Return the bytes of ``slot``."""
@@ -250,9 +250,9 @@ class SpillTier:
             return self._disk
 
     def _stage(self, source: torch.Tensor, disk: DiskTier, compute: StreamHandle | None) -> HostSlot:
-        """Park ``source`` in the stage, waiting for room there if need be."""
+        """Copy ``source`` out to the stage, waiting for room there if need be."""
         while True:
-            (slot,) = self.host.park_all([source], compute=compute)
+            (slot,) = self.host.copy_out_all([source], compute=compute)
             if isinstance(slot, HostSlot):
                 return slot
             begun = time.perf_counter()
@@ -274,12 +274,12 @@ class SpillTier:
                 freed = True
             else:
                 slot, stage = found
-                if not self.host.have_parked([stage]):
+                if not self.host.are_copied_out([stage]):
                     if not wait or self._written or freed:
                         break
                     self.host.wait_copied(stage)
                 try:
-                    slot.on_disk = disk.park(stage.content())
+                    slot.on_disk = disk.copy_out(stage.content())
                     self._written.append(self._staged[0])
                 except TargetError as error:
                     freed = self._fail(slot, error) or freed
@@ -291,10 +291,10 @@ class SpillTier:
             elif (slot := found[0]).on_disk is not None:
                 stage = found[1]
                 try:
-                    if not slot.on_disk.parked:
+                    if not slot.on_disk.copied_out:
                         if not wait or freed:
                             break
-                        slot.on_disk.wait_parked()
+                        slot.on_disk.wait_copied_out()
                     if slot.wanted and not wait:  # looked at again when it is no longer
                         self._written.rotate(-1)
                         continue

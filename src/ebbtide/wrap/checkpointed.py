@@ -87,7 +87,7 @@ class ForwardContext:
         randoms, kernels, numerics = states(self._generators), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
-                self._state.put_back(instead, tensors=not self._moved)
+                self._state.restore(instead, tensors=not self._moved)
             self._set_flags(self._flags, flags)
             restore(self._generators, self._random, randoms)
             _set_attention_kernels(self._kernels, kernels)
@@ -104,7 +104,7 @@ class ForwardContext:
                 forward()
         finally:
             torch.set_autocast_cache_enabled(caches)
-            now.put_back(tensors=not self._moved)
+            now.restore(tensors=not self._moved)
             self._set_flags(flags, list(map(_REQUIRES_GRAD, self._leaves)))
             restore(self._generators, randoms, states(self._generators))
             _set_attention_kernels(kernels, _attention_kernels())

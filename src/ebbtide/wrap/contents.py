@@ -79,7 +79,7 @@ class Slots:
                 held[slot] = slot.__get__(self._value)
         return held
 
-    def put_back(self, then: Mapping[MemberDescriptorType, Any], tensors: bool) -> None:
+    def restore(self, then: Mapping[MemberDescriptorType, Any], tensors: bool) -> None:
         for slot, now in self.copy().items():
             if slot not in then:
                 slot.__delete__(self._value)

@@ -178,7 +178,7 @@ class State:
         state._held, state.complete = [(container, _copied(container)) for container, _ in self._held], self.complete
         return state
 
-    def put_back(self, instead: Mapping[int, Any] = MappingProxyType({}), *, tensors: bool = True) -> None:
+    def restore(self, instead: Mapping[int, Any] = MappingProxyType({}), *, tensors: bool = True) -> None:
         """Restore the contents of the containers.
 
         Args:
@@ -191,7 +191,7 @@ class State:
             if isinstance(container, HeldArray):
                 container.restore(then)
             elif isinstance(container, Slots):
-                container.put_back(_exchanged(then, instead), tensors)
+                container.restore(_exchanged(then, instead), tensors)
             elif not then and not len(container):
                 continue  # most are: each module has a dozen dictionaries of hooks
             elif isinstance(container, dict):

@@ -162,15 +162,15 @@ def test_an_entry_that_is_dying_is_found_by_nobody() -> None:
     """Another thread that found it would read a free slot, or resurrect the entry."""
     x = leaf(6, 8)
     with open_engine("offload", rate=1e12, window_bytes=1) as engine:
-        park_all, reachable, runs = engine.tier.park_all, [], []
+        copy_out_all, reachable, runs = engine.tier.copy_out_all, [], []
 
         def look(slot: Any) -> None:
             reachable.extend(e.site for run in runs for r in run.entries if (e := r()) is not None and e.slot is slot)
 
         def watched(sources: Any, **given: Any) -> Any:
-            return [_Watched(slot, look) for slot in park_all(sources, **given)]
+            return [_Watched(slot, look) for slot in copy_out_all(sources, **given)]
 
-        engine.tier.park_all = watched  # type: ignore[method-assign]
+        engine.tier.copy_out_all = watched  # type: ignore[method-assign]
         with forward_pass(engine, x) as run:
             y = x.cumsum(0).sin()
         runs.append(run)

@@ -28,7 +28,7 @@ from tests.helpers.engines import (
     open_engine,
 )
 from tests.helpers.oracle import same_bits
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 
 ERRORS = [RuntimeError, KeyboardInterrupt, SystemExit, MemoryError]
 
@@ -196,20 +196,20 @@ def test_an_exception_in_the_middle_of_a_hook(
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("call", ["park_all", "take", "prefetch", "wait_parked"])
+@pytest.mark.parametrize("call", ["copy_out_all", "take", "prefetch", "wait_copied_out"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DiskFullError])
 def test_an_exception_of_the_store(
     call: str, when: int, error: type[BaseException], tier: str, data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
     x, w, expected = data
     with open_engine("offload", tier, rate=100.0, window_bytes=200) as engine:
-        slot = type(park(engine.tier, torch.zeros(64, dtype=torch.uint8)))
+        slot = type(copy_out(engine.tier, torch.zeros(64, dtype=torch.uint8)))
         bomb = Bomb(error, when)
         with monkeypatch.context() as patch:
             owner: Any = slot if call == "take" else type(engine.tier)
             patch.setattr(owner, call, around(bomb, getattr(owner, call)))
-            if call == "wait_parked":  # else only a slow disk is waited for
-                patch.setattr(owner, "have_parked", lambda *_: False)
+            if call == "wait_copied_out":  # else only a slow disk is waited for
+                patch.setattr(owner, "are_copied_out", lambda *_: False)
             try:
                 got = step(engine, x, w)
             except error:
@@ -262,7 +262,7 @@ def test_a_model_that_fails_in_a_submodule_forgets_where_it_was() -> None:
 def test_verify_sees_one_wrong_byte(policy: str, tier: str, monkeypatch: Any) -> None:
     x, w = leaf(6, 8), leaf(8, 8, parameter=True)
     with open_engine(policy, tier, rate=1e12, window_bytes=1, verify=True) as engine:
-        slot = type(park(engine.tier, torch.zeros(64, dtype=torch.uint8)))
+        slot = type(copy_out(engine.tier, torch.zeros(64, dtype=torch.uint8)))
         step(engine, x, w)
         intact = slot.take
 
@@ -281,7 +281,9 @@ def test_verify_sees_one_wrong_byte(policy: str, tier: str, monkeypatch: Any) ->
 def test_a_note_tells_where_a_tensor_was_saved(data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any) -> None:
     x, w, _ = data
     with open_engine("offload", window_bytes=1) as engine:  # each copy begins at once
-        monkeypatch.setattr(type(engine.tier), "park_all", around(Bomb(RuntimeError), type(engine.tier).park_all))
+        monkeypatch.setattr(
+            type(engine.tier), "copy_out_all", around(Bomb(RuntimeError), type(engine.tier).copy_out_all)
+        )
         with pytest.raises(RuntimeError, match="planted") as raised:
             step(engine, x, w)
         assert "while saving a [6, 8] tensor in (block) of block 'b'" in "".join(raised.value.__notes__)

@@ -73,7 +73,7 @@ def test_where_bytes_are(fields: dict[str, Any], unchanged: Residence, changed: 
 
 def test_what_somebody_else_keeps_is_not_prefetched() -> None:
 
-    wanted, lives = entry(slot=Slot(parked=True)), entry(slot=Slot(parked=True), **LIVES)
+    wanted, lives = entry(slot=Slot(copied_out=True)), entry(slot=Slot(copied_out=True), **LIVES)
     CopyIn(Run([wanted, lives]).upcoming(), Window(100), SlotMover(Tier())).advance()  # type: ignore[arg-type]
     assert wanted.slot is not None and lives.slot is not None
     assert (wanted.slot.asked, lives.slot.asked) == (["prefetch"], [])  # type: ignore[attr-defined]

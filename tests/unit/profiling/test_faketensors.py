@@ -130,10 +130,10 @@ def test_large_values_are_fake_tensors_even_so(machine: FakeMachine) -> None:
 def test_real_bytes_come_back_from_the_tier_as_they_were(machine: FakeMachine) -> None:
     tier = FakeTensorTier()
     real = torch.arange(10).view(torch.uint8)
-    (slot,) = tier.park_all([real])
-    assert tier.have_parked([slot]) and not slot.cancel()
+    (slot,) = tier.copy_out_all([real])
+    assert tier.are_copied_out([slot]) and not slot.cancel()
     back = slot.take()
     assert back.untyped_storage() is not real.untyped_storage() and back.tolist() == real.tolist()
     slot.free()
-    (paper_slot,) = tier.park_all([fake(10, dtype=torch.uint8)])
+    (paper_slot,) = tier.copy_out_all([fake(10, dtype=torch.uint8)])
     assert paper_slot.take().shape == (10,)

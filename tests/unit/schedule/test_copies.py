@@ -24,13 +24,13 @@ from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 class Slot:
     """A slot that records its calls."""
 
-    def __init__(self, *, parked: bool = False, begun: bool = True, room: bool = True) -> None:
-        self.parked, self.begun, self.room = parked, begun, room
+    def __init__(self, *, copied_out: bool = False, begun: bool = True, room: bool = True) -> None:
+        self.copied_out, self.begun, self.room = copied_out, begun, room
         self.asked: list[str] = []
 
-    def wait_parked(self) -> None:
+    def wait_copied_out(self) -> None:
         self.asked.append("wait")
-        self.parked = True
+        self.copied_out = True
 
     def cancel(self) -> bool:
         self.asked.append("cancel")
@@ -41,7 +41,7 @@ class Slot:
             raise torch.OutOfMemoryError("planted")
         self.asked.append("prefetch")
 
-    def put_back(self) -> None:
+    def discard(self) -> None:
         self.asked.append("put back")
 
     def free(self) -> None:
@@ -75,7 +75,7 @@ class Tier:
     def __init__(self, *, can_cancel: bool = False, error: Exception | None = None) -> None:
         self.can_cancel, self.error = can_cancel, error
         self.slots: list[Slot] = []
-        self.parked: list[bool] = []
+        self.copied_out: list[bool] = []
         self.groups: list[int] = []
         self.brought: list[int] = []
 
@@ -91,28 +91,30 @@ class Tier:
     def follow(self, tensor: Tensor, stream: None) -> None:
         pass
 
-    def park(self, source: Tensor) -> Slot:
+    def copy_out(self, source: Tensor) -> Slot:
         if self.error is not None:
             raise self.error
-        self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.can_cancel))
+        self.slots.append(
+            Slot(copied_out=self.copied_out.pop(0) if self.copied_out else False, begun=not self.can_cancel)
+        )
         return self.slots[-1]
 
-    def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
+    def copy_out_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
         self.groups.append(len(sources))
         found: list[Any] = []
         for source in sources:
             try:
-                found.append(self.park(source))
+                found.append(self.copy_out(source))
             except CapError as error:
                 found.append(error)
         return found
 
-    def have_parked(self, slots: list[Slot]) -> bool:
-        return all(slot.parked for slot in slots)
+    def are_copied_out(self, slots: list[Slot]) -> bool:
+        return all(slot.copied_out for slot in slots)
 
-    def wait_parked(self, slots: list[Slot]) -> None:
+    def wait_copied_out(self, slots: list[Slot]) -> None:
         for slot in slots:
-            slot.wait_parked()
+            slot.wait_copied_out()
 
     def prefetch(self, slots: list[Slot]) -> int:
         self.brought.append(len(slots))
@@ -157,7 +159,7 @@ def begun(entries: list[Any]) -> list[bool]:
 
 def test_a_source_is_dropped_when_its_copy_is_done() -> None:
     tier = Tier()
-    tier.parked = [True, False]
+    tier.copied_out = [True, False]
     done, flying = Entry(), Entry()
     out = copy_out(100, tier)
     offer_apart(out, done, flying)
@@ -167,12 +169,12 @@ def test_a_source_is_dropped_when_its_copy_is_done() -> None:
 
 def test_what_was_copied_together_is_done_together() -> None:
     tier = Tier()
-    tier.parked = [True, False]
+    tier.copied_out = [True, False]
     entries = [Entry() for _ in range(2)]
     out = copy_out(100, tier)
     offer(out, *entries)
     assert out.in_flight_bytes == 20 and all(entry.source is not None for entry in entries)
-    tier.slots[1].parked = True
+    tier.slots[1].copied_out = True
     out.retire()
     assert out.in_flight_bytes == 0 and all(entry.source is None for entry in entries)
 
@@ -199,7 +201,7 @@ def test_a_source_that_was_changed_is_marked() -> None:
     out = copy_out(100)
     offer(out, entry)
     entry.change()
-    entry.slot.parked = True
+    entry.slot.copied_out = True
     out.retire()
     assert entry.source is None and entry.tainted
 
@@ -231,7 +233,7 @@ def one_pass(out: Any, count: int) -> list[Any]:
     found = begun(entries)
     for entry in entries:
         if entry.slot is not None:
-            entry.slot.parked = True
+            entry.slot.copied_out = True
     out.cancel(pass_)
     assert out.held_bytes == 0
     out.retire()
@@ -373,9 +375,9 @@ class Streams(Tier):
         super().__init__()
         self.asked: list[tuple[int, object]] = []
 
-    def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
+    def copy_out_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
         self.asked.append((len(sources), compute))
-        return super().park_all(sources)
+        return super().copy_out_all(sources)
 
 
 def test_copies_of_several_streams_begin_apart_each_after_its_own() -> None:
@@ -525,7 +527,7 @@ class Run:
 
 
 def away(nbytes: int = 10) -> Entry:
-    return Entry(Slot(parked=True), nbytes, source=False)
+    return Entry(Slot(copied_out=True), nbytes, source=False)
 
 
 def test_copy_in_runs_ahead_as_far_as_the_window_and_into_the_block_before() -> None:

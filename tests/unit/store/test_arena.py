@@ -15,7 +15,7 @@ from ebbtide.store.arena import Arena
 from ebbtide.store.guards import Cooling, Guard
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice, FakeEvent
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 from tests.unit.store.test_host import produce
 
 MIB = 1 << 20
@@ -29,12 +29,12 @@ class PowersOfTwo(FakeDevice):
         return super().allocate_host(1 << (nbytes.bit_length() - 1), pinned=pinned)
 
 
-def park_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
+def copy_out_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
     """Run one step: copy everything out, take it in reverse order, and compare."""
-    parked = [(park(tier, source := produce(device, n, 0.001)), source) for n in sizes]
-    for slot, _ in parked:
-        tier.wait_parked([slot])
-    for slot, source in reversed(parked):
+    offloaded = [(copy_out(tier, source := produce(device, n, 0.001)), source) for n in sizes]
+    for slot, _ in offloaded:
+        tier.wait_copied_out([slot])
+    for slot, source in reversed(offloaded):
         assert torch.equal(slot.take(), source)
         slot.free()
     tier.trim()
@@ -45,10 +45,10 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
     device = kind(1e9, 1e9)
     tier = HostTier(device)
     sizes = TRACE * 8
-    park_all(device, tier, sizes)
+    copy_out_all(device, tier, sizes)
     after_first = tier.arena
     for _ in range(5):
-        park_all(device, tier, sizes)
+        copy_out_all(device, tier, sizes)
     assert tier.arena == after_first and device.host_calls == after_first.chunks
     assert after_first.peak_used_bytes == sum(sizes)
     assert after_first.peak_used_bytes <= after_first.held_bytes <= 1.03 * after_first.peak_used_bytes
@@ -58,16 +58,16 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
 def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
     device = FakeDevice(1e9, 1e9)
     tier = HostTier(device, budget_bytes=1024)
-    slots = [(park(tier, source := produce(device, 128)), source) for _ in range(8)]
+    slots = [(copy_out(tier, source := produce(device, 128)), source) for _ in range(8)]
     for slot, _ in slots[::2]:
         slot.free()
     large = produce(device, 400)
-    slot = park(tier, large)
+    slot = copy_out(tier, large)
     assert slot.place is not None and len(slot.place.parts) == 4
     assert [part.numel() for part in slot.place.parts] == [128, 128, 128, 16]
-    for parked, source in [*slots[1::2], (slot, large)]:
-        tier.wait_parked([parked])
-        assert torch.equal(parked.take(), source)
+    for offloaded, source in [*slots[1::2], (slot, large)]:
+        tier.wait_copied_out([offloaded])
+        assert torch.equal(offloaded.take(), source)
     assert torch.equal(slot.content(), large)
     assert device.violations == [] and device.host_bytes == 1024
 
@@ -75,14 +75,14 @@ def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
 def test_what_the_last_backwards_did_not_need_goes_back() -> None:
     device = FakeDevice(1e9, 1e9)
     tier = HostTier(device)
-    park_all(device, tier, [4 * MIB, 40 * MIB])
+    copy_out_all(device, tier, [4 * MIB, 40 * MIB])
     most = device.host_bytes
     for _ in range(32):
         assert device.host_bytes == most
-        park_all(device, tier, [4 * MIB])
+        copy_out_all(device, tier, [4 * MIB])
     assert 4 * MIB <= device.host_bytes < most and device.violations == []
     calls = device.host_calls
-    park_all(device, tier, [4 * MIB])
+    copy_out_all(device, tier, [4 * MIB])
     assert device.host_calls == calls
 
 
@@ -91,13 +91,13 @@ def test_what_is_needed_again_and_again_is_pinned_once_more_and_stays() -> None:
     device, calls = FakeDevice(1e9, 1e9), list[int]()
     tier = HostTier(device)
     for _ in range(3):
-        park_all(device, tier, [1024, 8 * MIB])
+        copy_out_all(device, tier, [1024, 8 * MIB])
         for _ in range(40):
-            park_all(device, tier, [1024])
+            copy_out_all(device, tier, [1024])
         calls.append(device.host_calls)
     assert calls[0] < calls[1] == calls[2], calls
     for _ in range(24):
-        park_all(device, tier, [1024])
+        copy_out_all(device, tier, [1024])
     assert device.host_bytes < 8 * MIB and device.violations == []  # not for ever
 
 
@@ -105,7 +105,7 @@ def test_memory_that_a_copy_uses_stays_until_it_is_done() -> None:
     device = FakeDevice(1e3, 1e3)
     tier = HostTier(device)
     source = produce(device, 4000)
-    park(tier, source).free()
+    copy_out(tier, source).free()
     for _ in range(40):
         tier.trim()
     assert device.host_bytes > 0  # it is not needed, but the copy-out still runs
@@ -118,7 +118,7 @@ def test_closing_waits_for_copies() -> None:
     device = FakeDevice(1e3, 1e3)
     tier = HostTier(device)
     source = produce(device, 4000)
-    park(tier, source).free()
+    copy_out(tier, source).free()
     tier.close()
     assert device.host_bytes == 0 and device.violations == [] and source.numel() == 4000
 
@@ -128,7 +128,7 @@ def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.
     tier = HostTier(device)
     with caplog.at_level(logging.WARNING, "ebbtide.store"):
         for _ in range(2):
-            park_all(device, tier, [MIB] * 30)
+            copy_out_all(device, tier, [MIB] * 30)
     assert [record.message for record in caplog.records] == [
         "cannot pin host memory (fake host: no more can be pinned): using pageable memory, whose copies stall compute"
     ]
@@ -140,11 +140,11 @@ def test_less_is_asked_for_where_more_is_refused() -> None:
     device = FakeDevice(1e9, 1e9, host_limit_bytes=8192)
     tier = HostTier(device)
     source = produce(device, 8000)
-    slot = park(tier, source)
-    tier.wait_parked([slot])
+    slot = copy_out(tier, source)
+    tier.wait_copied_out([slot])
     assert torch.equal(slot.take(), source) and device.host_bytes == 8192
     with pytest.raises(CapError, match="cannot allocate another 201 B .*7.8 KiB in use.*out of memory"):
-        park(tier, produce(device, 201))
+        copy_out(tier, produce(device, 201))
 
 
 @pytest.mark.parametrize("budget", [64, 1000, 4096, MIB + 1])
@@ -227,14 +227,14 @@ def test_the_end_of_a_backward_asks_as_much_after_many_tensors_as_after_few(tens
     device = Counting(1e9, 1e9)
     tier = HostTier(device)
     tier.stalls.timed = False
-    other = park(tier, produce(device, 64, 0.001))  # of a live graph: its record is not read
+    other = copy_out(tier, produce(device, 64, 0.001))  # of a live graph: its record is not read
     record = next(iter(tier._arena._records.values()))
     looked = list[int]()
     tier._arena._records = Watched(tier._arena._records, looked)
     for _ in range(3):
-        slots = [park(tier, produce(device, 256, 0.001)) for _ in range(tensors)]
+        slots = [copy_out(tier, produce(device, 256, 0.001)) for _ in range(tensors)]
         for slot in slots:
-            tier.wait_parked([slot])
+            tier.wait_copied_out([slot])
             slot.free()
         assert tier.used_bytes == 64
         looked.clear()

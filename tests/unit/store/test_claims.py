@@ -54,9 +54,9 @@ def test_an_interrupted_release_is_repeated() -> None:
 def test_nothing_in_python_runs_when_a_saved_tensor_dies(disk: Path, kind: str) -> None:
     """An interrupt noticed there would be lost. See [Note: death and interrupts]."""
     tier, pool, ran = DiskTier(disk), BufferPool(), list[str]()
-    held: list[Any] = [tier.park(noise(1 << 20)) if kind == "slot on disk" else Buffer(5000, 64, pool).tensor()]
+    held: list[Any] = [tier.copy_out(noise(1 << 20)) if kind == "slot on disk" else Buffer(5000, 64, pool).tensor()]
     if kind == "slot on disk":
-        held[0].wait_parked()
+        held[0].wait_copied_out()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":

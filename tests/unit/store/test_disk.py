@@ -40,9 +40,9 @@ def owns_its_storage(tensor: torch.Tensor, nbytes: int) -> bool:
 @pytest.mark.parametrize("offset", [0, 1, 448, 4095])
 def test_bytes_come_back(tier: DiskTier, nbytes: int, offset: int) -> None:
     source = noise(nbytes, offset)
-    expected, slot = source.clone(), tier.park(source)
-    slot.wait_parked()
-    assert slot.parked
+    expected, slot = source.clone(), tier.copy_out(source)
+    slot.wait_copied_out()
+    assert slot.copied_out
     source.zero_()
     first = slot.take()
     second = slot.take()
@@ -54,7 +54,7 @@ def test_bytes_come_back(tier: DiskTier, nbytes: int, offset: int) -> None:
 
 def test_takes_before_the_write_is_done_wait_for_it(tier: DiskTier, write_gate: Gate) -> None:
     expected = noise(MIB)
-    slots = [tier.park(expected.clone()) for _ in range(3)]
+    slots = [tier.copy_out(expected.clone()) for _ in range(3)]
     slots[2].prefetch()
     write_gate.open()
     tier.stalls.reader = "who waited"
@@ -66,16 +66,16 @@ def test_takes_before_the_write_is_done_wait_for_it(tier: DiskTier, write_gate: 
 def test_source_is_held_until_written_and_then_dropped(tier: DiskTier, write_gate: Gate) -> None:
     source = noise(MIB)
     storage = weakref.ref(source.untyped_storage())
-    slot = tier.park(source)
+    slot = tier.copy_out(source)
     del source
-    assert storage() is not None and not slot.parked
+    assert storage() is not None and not slot.copied_out
     write_gate.open()
-    slot.wait_parked()
+    slot.wait_copied_out()
     assert storage() is None
 
 
 def test_cancel_stops_only_copies_that_have_not_begun(tier: DiskTier, write_gate: Gate) -> None:
-    begun, waiting = tier.park(noise(MIB)), tier.park(noise(MIB))
+    begun, waiting = tier.copy_out(noise(MIB)), tier.copy_out(noise(MIB))
     assert write_gate.came.wait(60)
     assert not begun.cancel()
     waiting.prefetch()
@@ -84,20 +84,20 @@ def test_cancel_stops_only_copies_that_have_not_begun(tier: DiskTier, write_gate
     with pytest.raises(DiskError, match="freed or cancelled"):
         waiting.take()
     write_gate.open()
-    begun.wait_parked()
+    begun.wait_copied_out()
     assert not begun.cancel()
     assert tier.used_bytes <= MIB
     assert tier.counters.out_bytes == MIB
 
 
 def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskTier, write_gate: Gate) -> None:
-    slot = tier.park(noise(MIB))
+    slot = tier.copy_out(noise(MIB))
     assert write_gate.came.wait(60)
     slot.free()
     slot.free()
     assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]  # it has no owner, and the write still uses it
     write_gate.open()
-    tier.park(noise(MIB)).wait_parked()  # one writer: the first write has ended
+    tier.copy_out(noise(MIB)).wait_copied_out()  # one writer: the first write has ended
     gc.collect()
     assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
     with pytest.raises(DiskError, match="freed"):
@@ -105,17 +105,17 @@ def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskT
 
 
 def test_a_write_that_was_stopped_counts_what_was_written(tier: DiskTier, write_gate: Gate) -> None:
-    slot = tier.park(noise(64 * MIB))
+    slot = tier.copy_out(noise(64 * MIB))
     assert write_gate.came.wait(60)
     slot.free()
     assert tier.used_bytes == 0
     write_gate.open()
-    tier.park(noise(MIB)).wait_parked()
+    tier.copy_out(noise(MIB)).wait_copied_out()
     assert tier.counters.out_bytes == (8 + 1) * MIB, "a chunk, and the second source"
 
 
 def test_freed_while_it_is_read_the_place_returns_after_the_read(tier: DiskTier, read_gate: Gate) -> None:
-    slot, other = tier.park(noise(MIB)), tier.park(noise(MIB))
+    slot, other = tier.copy_out(noise(MIB)), tier.copy_out(noise(MIB))
     slot.prefetch()
     assert read_gate.came.wait(60)
     slot.free()
@@ -131,7 +131,7 @@ def test_freed_while_it_is_read_the_place_returns_after_the_read(tier: DiskTier,
 def test_a_slot_that_is_freed_before_its_awaited_read_begins_names_the_read(
     tier: DiskTier, read_gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot, other = tier.park(noise(MIB)), tier.park(noise(MIB))
+    slot, other = tier.copy_out(noise(MIB)), tier.copy_out(noise(MIB))
     other.prefetch()
     assert read_gate.came.wait(60)
     wait = tier._work._wait_until
@@ -147,16 +147,16 @@ def test_a_slot_that_is_freed_before_its_awaited_read_begins_names_the_read(
 
 
 def test_a_dropped_slot_gives_its_place_back(tier: DiskTier) -> None:
-    slot = tier.park(noise(MIB))
-    slot.wait_parked()
+    slot = tier.copy_out(noise(MIB))
+    slot.wait_copied_out()
     del slot
     assert tier.used_bytes == 0
 
 
 def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
     # For example if the garbage collector frees a ticket in a thread that is inside the tier.
-    slot = tier.park(noise(MIB))
-    slot.wait_parked()
+    slot = tier.copy_out(noise(MIB))
+    slot.wait_copied_out()
     freeing = threading.Thread(target=slot.free)
     with tier._work._lock:
         freeing.start()
@@ -168,7 +168,7 @@ def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
 def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
     source = noise(300_000)
     for _ in range(1000):
-        slot = tier.park(source)
+        slot = tier.copy_out(source)
         taken = slot.take()
         slot.free()
     assert torch.equal(taken, source)
@@ -185,14 +185,14 @@ def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
 
 def test_memory_of_reads_goes_at_once_where_freed_memory_is_returned(tier: DiskTier) -> None:
     for _ in range(500):
-        slot = tier.park(noise(300_000))
+        slot = tier.copy_out(noise(300_000))
         slot.take()
         slot.free()
     tier.trim()
     assert tier._work.pool.size_bytes == 16 * MIB
     tier.return_freed_memory()
     for _ in range(500):
-        slot = tier.park(noise(300_000))
+        slot = tier.copy_out(noise(300_000))
         slot.take()
         slot.free()
     tier.trim()
@@ -208,9 +208,9 @@ def test_threads_at_rest_serve_several_slots_at_once(disk: Path, monkeypatch: py
     sources, found = [noise(MIB + 4096 * i) for i in range(6)], list[torch.Tensor]()
 
     def move() -> None:
-        slots = tier.park_all([source.clone() for source in sources])
-        tier.wait_parked(slots)
-        assert tier.have_parked(slots)
+        slots = tier.copy_out_all([source.clone() for source in sources])
+        tier.wait_copied_out(slots)
+        assert tier.are_copied_out(slots)
         assert tier.prefetch(slots) == 0
         while not (slots[0]._parcel.read and slots[0]._parcel.read.done):
             time.sleep(0.001)
@@ -226,19 +226,19 @@ def test_threads_at_rest_serve_several_slots_at_once(disk: Path, monkeypatch: py
 def test_of_several_of_which_one_does_not_fit_none_keeps_a_place(disk: Path) -> None:
     tier = DiskTier(disk, budget_bytes=4 * MIB)
     with pytest.raises(DiskFullError, match=r"8\.0 MiB needed, 2\.0 MiB free"):
-        tier.park_all([noise(MIB), noise(MIB), noise(8 * MIB + 4096), noise(MIB)])
+        tier.copy_out_all([noise(MIB), noise(MIB), noise(8 * MIB + 4096), noise(MIB)])
     assert tier.used_bytes == 0
     assert tier._work._out_bytes == 0
-    tier.wait_parked(tier.park_all([noise(2 * MIB), noise(2 * MIB)]))
+    tier.wait_copied_out(tier.copy_out_all([noise(2 * MIB), noise(2 * MIB)]))
     tier.close()
 
 
 def test_a_failed_write_of_one_is_an_error_for_all(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = tier.park_all([noise(MIB), noise(MIB)])
-    tier.wait_parked(slots)
+    slots = tier.copy_out_all([noise(MIB), noise(MIB)])
+    tier.wait_copied_out(slots)
     monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
-    slots += tier.park_all([noise(MIB)])
-    for question in (tier.have_parked, tier.wait_parked, tier.prefetch):
+    slots += tier.copy_out_all([noise(MIB)])
+    for question in (tier.are_copied_out, tier.wait_copied_out, tier.prefetch):
         with pytest.raises(DiskError, match="writing 1.0 MiB"):
             while question(slots) is False:
                 time.sleep(0.001)
@@ -246,9 +246,9 @@ def test_a_failed_write_of_one_is_an_error_for_all(tier: DiskTier, monkeypatch: 
 
 def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(disk, in_flight_bytes=2 * MIB)
-    slots = [tier.park(noise(MIB)) for _ in range(6)]
+    slots = [tier.copy_out(noise(MIB)) for _ in range(6)]
     assert tier._work._out_bytes <= 2 * MIB
-    slots[-1].wait_parked()
+    slots[-1].wait_copied_out()
     for slot in slots:
         slot.prefetch()
     assert torch.equal(slots[5].take(), slots[5].take())  # one that waits for room is served when it is taken
@@ -261,14 +261,14 @@ def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeyp
 
 def test_budget_says_what_is_needed_and_free(disk: Path) -> None:
     tier = DiskTier(disk, budget_bytes=4 * MIB)
-    slots = [tier.park(noise(MIB)) for _ in range(3)]
+    slots = [tier.copy_out(noise(MIB)) for _ in range(3)]
     with pytest.raises(DiskFullError, match=r"2\.0 MiB needed, 1\.0 MiB free in .*budget 4\.0 MiB") as caught:
-        tier.park(noise(2 * MIB + 4096))
+        tier.copy_out(noise(2 * MIB + 4096))
     assert "hint: " in str(caught.value)
     assert tier.free_bytes == 4 * MIB - tier.used_bytes
     slots[0].free()
     slots[1].free()
-    tier.park(noise(2 * MIB)).wait_parked()
+    tier.copy_out(noise(2 * MIB)).wait_copied_out()
     tier.close()
 
 
@@ -279,10 +279,10 @@ def test_a_full_disk_is_raised_from_the_copy_out(tier: DiskTier, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(DiskFullError, match="needed") as caught:
-            tier.park(noise(MIB))
+            tier.copy_out(noise(MIB))
         assert isinstance(caught.value.__cause__, OSError)
     assert tier.used_bytes == 0
-    tier.park(noise(MIB)).wait_parked()
+    tier.copy_out(noise(MIB)).wait_copied_out()
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, DiskError)])
@@ -294,15 +294,15 @@ def test_a_failed_write_is_raised_at_every_use(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fail)
-        slot = tier.park(noise(MIB))
+        slot = tier.copy_out(noise(MIB))
         slot.prefetch()
-        for ask in (slot.wait_parked, slot.take, slot.take, slot.prefetch, lambda: slot.parked):
+        for ask in (slot.wait_copied_out, slot.take, slot.take, slot.prefetch, lambda: slot.copied_out):
             with pytest.raises(kind, match="writing 1.0 MiB") as caught:
                 ask()
             assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number
     slot.free()
     assert tier.used_bytes == 0
-    good = tier.park(noise(MIB))
+    good = tier.copy_out(noise(MIB))
     good.take()
 
 
@@ -321,20 +321,20 @@ def test_short_writes_and_reads_are_continued(tier: DiskTier, monkeypatch: pytes
     monkeypatch.setattr(os, "pwritev", short_write)
     monkeypatch.setattr(os, "preadv", short_read)
     source = noise(300_001)
-    assert torch.equal(tier.park(source).take(), source)
+    assert torch.equal(tier.copy_out(source).take(), source)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_an_end_of_bytes_is_an_error(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(os, call, lambda *args: 0)
-    slot = tier.park(noise(MIB))
+    slot = tier.copy_out(noise(MIB))
     with pytest.raises(DiskError, match="short"):
         slot.take()
 
 
 def test_failed_read_is_raised_and_a_later_take_tries_again(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     source = noise(MIB)
-    slot = tier.park(source)
+    slot = tier.copy_out(source)
 
     def fail(*args: object) -> int:
         raise OSError(errno.EIO, "broken")
@@ -360,9 +360,9 @@ def test_a_thread_that_dies_hangs_nobody(
         raise error("no more")
 
     monkeypatch.setattr(tier._work, place, die)
-    slot = tier.park(noise(MIB))
+    slot = tier.copy_out(noise(MIB))
     text = rf"^the {thread} thread of the disk tier failed: {error.__name__}\('no more'\)\nhint: close this handle"
-    for ask in (slot.take, slot.take, slot.wait_parked, lambda: slot.parked, lambda: tier.park(noise(MIB))):
+    for ask in (slot.take, slot.take, slot.wait_copied_out, lambda: slot.copied_out, lambda: tier.copy_out(noise(MIB))):
         with pytest.raises(DiskError, match=text) as caught:
             ask()
         assert isinstance(caught.value.__cause__, error)
@@ -377,7 +377,7 @@ def test_a_thread_that_vanished_hangs_nobody(
     tier: DiskTier, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, thread: int
 ) -> None:
     monkeypatch.setattr(diskwork, "_WAKE_SECONDS", 0.01)
-    slot = tier.park(noise(MIB))
+    slot = tier.copy_out(noise(MIB))
     monkeypatch.setattr(tier._work._threads[thread], "is_alive", lambda: False)
     with pytest.raises(DiskError, match=r"a thread of the disk tier has died; expected .*\nhint: close this handle"):
         slot.take()
@@ -385,7 +385,7 @@ def test_a_thread_that_vanished_hangs_nobody(
 
 def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, write_gate: Gate) -> None:
     source = noise(MIB)
-    slot = tier.park(source)
+    slot = tier.copy_out(source)
 
     def interrupt() -> None:
         while slot._parcel.read is not None or not tier._work._reads:  # until take() has begun to wait
@@ -406,21 +406,21 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
 
 def test_after_close(disk: Path) -> None:
     tier = DiskTier(disk)
-    slot = tier.park(noise(MIB))
-    slot.wait_parked()
+    slot = tier.copy_out(noise(MIB))
+    slot.wait_copied_out()
     tier.close()
     tier.close()
     slot.free()
     tier.trim()
     assert tier.used_bytes == 0
-    for ask in (lambda: tier.park(noise(9)), slot.take, slot.wait_parked, slot.prefetch, slot.cancel):
+    for ask in (lambda: tier.copy_out(noise(9)), slot.take, slot.wait_copied_out, slot.prefetch, slot.cancel):
         with pytest.raises(DiskError, match="closed"):
             ask()
     assert not [x for x in threading.enumerate() if x in tier._work._threads]
 
 
 def test_close_drops_what_waits(tier: DiskTier, write_gate: Gate) -> None:
-    slots = [tier.park(noise(MIB)) for _ in range(3)]
+    slots = [tier.copy_out(noise(MIB)) for _ in range(3)]
     storages = [weakref.ref(s._parcel.source.untyped_storage()) for s in slots if s._parcel.source is not None]
     closing = threading.Thread(target=tier.close)
     closing.start()
@@ -432,7 +432,7 @@ def test_close_drops_what_waits(tier: DiskTier, write_gate: Gate) -> None:
 
 def test_a_tier_that_is_dropped_lets_its_threads_go(disk: Path) -> None:
     tier = DiskTier(disk)
-    tier.park(noise(MIB)).wait_parked()
+    tier.copy_out(noise(MIB)).wait_copied_out()
     threads, fd = tier._work._threads, tier._work._file.fd
     del tier
     gc.collect()
@@ -445,7 +445,7 @@ def test_a_tier_that_is_dropped_lets_its_threads_go(disk: Path) -> None:
 
 def test_memory_outlives_the_tier(disk: Path) -> None:
     tier, source = DiskTier(disk), noise(MIB)
-    taken = tier.park(source).take()
+    taken = tier.copy_out(source).take()
     tier.close()
     del tier
     gc.collect()
@@ -454,15 +454,15 @@ def test_memory_outlives_the_tier(disk: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_child_is_refused(tier: DiskTier) -> None:
-    slot = tier.park(noise(MIB))
-    slot.wait_parked()
+    slot = tier.copy_out(noise(MIB))
+    slot.wait_copied_out()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             slot.free()
             tier.trim()
-            tier.park(noise(10))
+            tier.copy_out(noise(10))
         except DiskError as error:
             code = 0 if "forked child" in str(error) else 2
         finally:
@@ -473,7 +473,7 @@ def test_a_forked_child_is_refused(tier: DiskTier) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_closing_frees_the_disk_though_a_forked_child_lives(tier: DiskTier) -> None:
-    tier.park(noise(MIB)).wait_parked()
+    tier.copy_out(noise(MIB)).wait_copied_out()
     file = tier._work._file.fd
     release, held = os.pipe()
     child = os.fork()
@@ -493,7 +493,7 @@ def test_closing_frees_the_disk_though_a_forked_child_lives(tier: DiskTier) -> N
 
 
 def test_blocks_of_a_growth_that_failed_are_returned(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier.park(noise(MIB)).wait_parked()
+    tier.copy_out(noise(MIB)).wait_copied_out()
     file, allocate = tier._work._file, os.posix_fallocate
     before = os.fstat(file.fd)
 
@@ -515,8 +515,8 @@ def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(os, "O_TMPFILE", 0)
     tier = DiskTier(disk)
     source = noise(MIB)
-    slot = tier.park(source)
-    slot.wait_parked()
+    slot = tier.copy_out(source)
+    slot.wait_copied_out()
     assert list(disk.iterdir()) == []
     assert torch.equal(slot.take(), source)
     tier.close()
@@ -526,13 +526,13 @@ def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tm
 def test_kill_leaves_nothing(disk: Path) -> None:
     script = (
         "import sys, torch; from ebbtide.store.disk import DiskTier; t = DiskTier(sys.argv[1]); "
-        "s = t.park(torch.ones(1 << 24, dtype=torch.uint8)); s.wait_parked(); print('parked', flush=True); "
+        "s = t.copy_out(torch.ones(1 << 24, dtype=torch.uint8)); s.wait_copied_out(); print('offloaded', flush=True); "
         "sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(disk)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "parked\n"
+        assert process.stdout is not None and process.stdout.readline() == "offloaded\n"
         process.kill()
         process.wait(60)
     assert list(disk.iterdir()) == []
@@ -553,12 +553,12 @@ def test_refused_direct_io_is_logged_once_and_replaced_by_buffered_io(
     with caplog.at_level(logging.WARNING, "ebbtide.store"):
         tier = DiskTier(disk)
         source = noise(MIB + 3)
-        assert torch.equal(tier.park(source).take(), source)
+        assert torch.equal(tier.copy_out(source).take(), source)
         assert not tier.direct
         monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, hidden by the page cache until then
-        slot = tier.park(source)
+        slot = tier.copy_out(source)
         with pytest.raises(DiskError, match="Input/output error"):
-            slot.wait_parked()
+            slot.wait_copied_out()
         tier.close()
     assert [r.message.split(":")[0] for r in caplog.records] == [f"direct I/O is refused in {disk}"]
 
@@ -569,7 +569,7 @@ def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch:
 
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     source = noise(MIB)
-    assert torch.equal(tier.park(source).take(), source)
+    assert torch.equal(tier.copy_out(source).take(), source)
 
 
 @pytest.mark.parametrize(
@@ -583,11 +583,11 @@ def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch:
 )
 def test_only_plain_bytes_are_copied_out(tier: DiskTier, source: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="expected a contiguous"):
-        tier.park(source)
+        tier.copy_out(source)
 
 
 def test_counters_count(tier: DiskTier) -> None:
-    slot = tier.park(noise(MIB))
+    slot = tier.copy_out(noise(MIB))
     slot.take()
     slot.take()
     assert tier.counters.out_bytes == MIB and tier.counters.in_bytes == 2 * MIB
@@ -603,7 +603,7 @@ def test_many_threads_take_and_free(tier: DiskTier) -> None:
         try:
             for i in range(30):
                 source = sources[(seed + i) % len(sources)]
-                slot = tier.park(source)
+                slot = tier.copy_out(source)
                 if i % 3:
                     slot.prefetch()
                 if i % 5 == 4:

@@ -38,31 +38,31 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a loaded machine a write still runs when the backward that used its source is over."""
     with training("offload", "disk", window=None) as trainee:
-        gate, park_all = Gate(os.pwritev), DiskTier.park_all
+        gate, copy_out_all = Gate(os.pwritev), DiskTier.copy_out_all
 
-        def park_and_begin(tier: DiskTier, sources: Sequence[torch.Tensor], **options: Any) -> list[Any]:
-            slots = park_all(tier, sources, **options)
+        def copy_out_and_begin(tier: DiskTier, sources: Sequence[torch.Tensor], **options: Any) -> list[Any]:
+            slots = copy_out_all(tier, sources, **options)
             assert gate.came.wait(60)  # a write that has not begun would be cancelled
             return slots
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", gate)
-            patch.setattr(DiskTier, "park_all", park_and_begin)
+            patch.setattr(DiskTier, "copy_out_all", copy_out_and_begin)
             trainee.step()
             stats = trainee.handle.stats()
             gate.open()
-        assert stats.live_tickets == stats.store_bytes == stats.store["disk_parked_bytes"] == 0
+        assert stats.live_tickets == stats.store_bytes == stats.store["disk_used_bytes"] == 0
         assert stats.store["disk_draining_bytes"] > 0  # the gate has held the write of a dead ticket
         trainee.assert_recovers()
 
 
 def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, write_gate: Gate) -> None:
-    dying, source = tier.park(noise(MIB)), noise(MIB)
+    dying, source = tier.copy_out(noise(MIB)), noise(MIB)
     assert write_gate.came.wait(60)
     dying.free()
-    assert tier.used_bytes == tier.gauges()["disk_parked_bytes"] == 0
+    assert tier.used_bytes == tier.gauges()["disk_used_bytes"] == 0
     assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.interior_bytes)
-    slot = tier.park(source)
+    slot = tier.copy_out(source)
     assert 0 < slot._parcel.interior_bytes <= tier.used_bytes
     assert slot._parcel.place >= dying._parcel.interior_bytes  # after the one that is still being written
     write_gate.open()
@@ -71,18 +71,18 @@ def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, wr
 
 
 def test_what_is_read_for_a_dead_slot_is_never_another_slots_place(tier: DiskTier, read_gate: Gate) -> None:
-    dying, source = tier.park(noise(MIB)), noise(MIB)
+    dying, source = tier.copy_out(noise(MIB)), noise(MIB)
     dying.prefetch()
     assert read_gate.came.wait(60)
     place = dying._parcel.place
     dying.free()
     assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]
-    slot = tier.park(source)
+    slot = tier.copy_out(source)
     assert slot._parcel.place != place
     read_gate.open()
     assert torch.equal(slot.take(), source)
     assert tier.gauges()["disk_draining_bytes"] == 0
-    again = tier.park(noise(MIB))
+    again = tier.copy_out(noise(MIB))
     assert again._parcel.place == place  # now it is free
 
 
@@ -90,10 +90,10 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
     tier, gate = DiskTier(disk, budget_bytes=MIB), Gate(os.pwritev)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", gate)
-        dying, source = tier.park(noise(MIB)), noise(MIB)
+        dying, source = tier.copy_out(noise(MIB)), noise(MIB)
         assert gate.came.wait(60)
         with pytest.raises(DiskFullError):
-            tier.park(source)  # it has an owner
+            tier.copy_out(source)  # it has an owner
         dying.free()
         assert tier.free_bytes == MIB  # places in use by a thread are waited for
         waits, wait_until = threading.Event(), tier._work._wait_until
@@ -106,7 +106,7 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
         opening = threading.Thread(target=lambda: waits.wait(60) and gate.open())
         opening.start()
         try:
-            slot = tier.park(source)
+            slot = tier.copy_out(source)
         finally:
             gate.open()
             waits.set()
@@ -120,16 +120,16 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
 @pytest.mark.parametrize("nbytes", [MIB, 100])  # the smaller ones are not on disk
 def test_a_dead_slot_holds_nothing(tier: DiskTier, write_gate: Gate, nbytes: int, prefetched: bool) -> None:
     """Also one that dies while its bytes are written or read."""
-    writing = tier.park(noise(MIB))
+    writing = tier.copy_out(noise(MIB))
     assert write_gate.came.wait(60)
-    slots = [writing, tier.park(noise(nbytes))]
+    slots = [writing, tier.copy_out(noise(nbytes))]
     if prefetched:
         tier.prefetch(slots)
     dead = [weakref.ref(slot._parcel) for slot in slots]
     del slots, writing
     assert tier.used_bytes == 0
     write_gate.open()
-    tier.park(noise(MIB)).wait_parked()
+    tier.copy_out(noise(MIB)).wait_copied_out()
     assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
     assert [parcel() for parcel in dead] == [None, None]
     assert tier._work._ahead_bytes == 0
@@ -153,11 +153,11 @@ def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[B
 @pytest.mark.usefixtures("no_collector")
 def test_interrupted_copies_out_of_several_free_all_their_places(tier: DiskTier) -> None:
     sources, count = [noise(UNIT) for _ in range(3)], 0
-    for held, where in interrupted(lambda: tier.park_all(sources)):
+    for held, where in interrupted(lambda: tier.copy_out_all(sources)):
         count += 1
         assert tier.used_bytes <= 3 * UNIT, where
         held.clear()
-        slots = tier.park_all(sources)
+        slots = tier.copy_out_all(sources)
         assert len({slot._parcel.place for slot in slots}) == 3, where
         assert [torch.equal(slot.take(), source) for slot, source in zip(slots, sources, strict=True)] == [True] * 3, (
             where
@@ -171,13 +171,13 @@ def test_interrupted_copies_out_of_several_free_all_their_places(tier: DiskTier)
 def test_an_interrupted_copy_out_never_frees_a_place_of_another(tier: DiskTier) -> None:
     """A shell may keep the exception for long, and with it the slot that was never returned."""
     source, count = noise(UNIT), 0
-    for held, where in interrupted(lambda: tier.park(source)):
+    for held, where in interrupted(lambda: tier.copy_out(source)):
         count += 1
         assert tier.used_bytes <= UNIT, where
         content = noise(UNIT)
-        slots = [tier.park(content)]
+        slots = [tier.copy_out(content)]
         held.clear()
-        slots += [tier.park(noise(UNIT)) for _ in range(3)]
+        slots += [tier.copy_out(noise(UNIT)) for _ in range(3)]
         assert len({slot._parcel.place for slot in slots}) == 4, where
         assert torch.equal(slots[0].take(), content), where
         slots.clear()
@@ -191,9 +191,9 @@ def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, pr
     kept: list[DiskSlot] = []  # a place must not wait for its slot to die
 
     def work() -> None:
-        kept.append(tier.park(noise(UNIT)))
+        kept.append(tier.copy_out(noise(UNIT)))
         if prefetched:
-            kept[-1].wait_parked()
+            kept[-1].wait_copied_out()
             kept[-1].prefetch()
         kept[-1].free()
         tier.trim()
@@ -203,7 +203,7 @@ def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, pr
         for slot in kept:
             slot.free()
         assert tier.used_bytes == 0, where
-        tier.park(noise(UNIT)).take()
+        tier.copy_out(noise(UNIT)).take()
         assert tier.used_bytes == tier._work._out_bytes == tier._work._ahead_bytes == 0, where
         assert tier.gauges()["disk_draining_bytes"] == 0, where
     assert len(kept) > 50
@@ -211,12 +211,12 @@ def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, pr
 
 @pytest.mark.usefixtures("no_collector")
 def test_a_place_is_free_wherever_its_cancellation_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
-    begun, kept = tier.park(noise(UNIT)), list[DiskSlot]()
+    begun, kept = tier.copy_out(noise(UNIT)), list[DiskSlot]()
     assert write_gate.came.wait(60)
     used = tier.used_bytes
 
     def work() -> None:
-        kept.append(tier.park(noise(UNIT)))
+        kept.append(tier.copy_out(noise(UNIT)))
         assert kept[-1].cancel()
 
     for held, where in interrupted(work):
@@ -224,15 +224,15 @@ def test_a_place_is_free_wherever_its_cancellation_was_interrupted(tier: DiskTie
         for slot in kept:
             slot.free()
         assert tier.used_bytes == used and tier.gauges()["disk_draining_bytes"] == 0, where
-    assert len(kept) > 20 and not begun.parked
+    assert len(kept) > 20 and not begun.copied_out
 
 
 @pytest.mark.usefixtures("no_collector")
 def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: DiskTier) -> None:
     """A lock released twice may be taken away from the thread that holds it by then."""
     source = noise(UNIT)
-    slot, struck = tier.park(source), set[str]()
-    slot.wait_parked()
+    slot, struck = tier.copy_out(source), set[str]()
+    slot.wait_copied_out()
     for held, where in interrupted(slot.take, threading.__file__):
         held.clear()
         assert torch.equal(slot.take(), source), where
@@ -244,8 +244,8 @@ def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: 
 
 @pytest.mark.usefixtures("no_collector")
 def test_a_read_whose_asking_was_interrupted_is_done_once(tier: DiskTier, read_gate: Gate) -> None:
-    blocking, slot, count = tier.park(noise(UNIT)), tier.park(noise(UNIT)), 0
-    slot.wait_parked()
+    blocking, slot, count = tier.copy_out(noise(UNIT)), tier.copy_out(noise(UNIT)), 0
+    slot.wait_copied_out()
     blocking.prefetch()
     assert read_gate.came.wait(60)  # the reader is busy: no read of the other slot begins
     for held, where in interrupted(slot.prefetch):
@@ -253,5 +253,5 @@ def test_a_read_whose_asking_was_interrupted_is_done_once(tier: DiskTier, read_g
         held.clear()
         slot.prefetch()
         assert [read.parcel for read in tier._work._reads] == [slot._parcel], where
-        slot.put_back()
+        slot.discard()
     assert count > 5

@@ -9,7 +9,7 @@ from ebbtide.store.device import FreeMemory
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 from tests.unit.store.test_host import produce
 
 CPU = torch.device("cpu")
@@ -47,9 +47,9 @@ def test_one_answer_serves_for_half_of_what_is_free_and_for_no_more_than_some_co
 def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room() -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=10_000)
     tier = HostTier(device)
-    slots = [park(tier, produce(device, 4000, 0.001)) for _ in range(3)]
+    slots = [copy_out(tier, produce(device, 4000, 0.001)) for _ in range(3)]
     for slot in slots:
-        tier.wait_parked([slot])
+        tier.wait_copied_out([slot])
     room, allocate, calls = device.free_memory(CPU), device.allocate, list[int]()
     device.allocate = lambda nbytes, where: (calls.append(nbytes), allocate(nbytes, where))[1]
     assert room is not None and room.free_bytes == 10_000
@@ -68,8 +68,8 @@ def test_each_backward_queries_again() -> None:
     device = Asked(1e9, 1e9, device_limit_bytes=MIB)
     tier = HostTier(device)
     for asked in (1, 2):
-        slot = park(tier, produce(device, 4096, 0.001))
-        tier.wait_parked([slot])
+        slot = copy_out(tier, produce(device, 4096, 0.001))
+        tier.wait_copied_out([slot])
         tier.prefetch([slot])
         tier.trim()
         slot.free()

@@ -14,7 +14,7 @@ import torch
 from ebbtide.base.errors import CapError, ConfigError, TargetError
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice, FakeEvent, FakeStream
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 
 POISON = 0xFF
 
@@ -29,12 +29,12 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     device = FakeDevice(100, 200)
     tier = HostTier(device)
     source = produce(device, 300)
-    expected, slot = source.clone(), park(tier, source)
-    assert not tier.have_parked([slot])
+    expected, slot = source.clone(), copy_out(tier, source)
+    assert not tier.are_copied_out([slot])
     device.compute(1.0)
-    tier.stalls.reader = "parking"
-    tier.wait_parked([slot])
-    assert tier.have_parked([slot])
+    tier.stalls.reader = "copying out"
+    tier.wait_copied_out([slot])
+    assert tier.are_copied_out([slot])
     del source
     tier.prefetch([slot])
     tier.prefetch([slot])
@@ -50,7 +50,10 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     assert tier.counters.out_seconds == pytest.approx(3.0)
     assert tier.counters.in_seconds == pytest.approx(3.0)
     assert tier.counters.stalls.total_seconds == pytest.approx(4.5)
-    assert tier.stalls.read() == [("parking", 2.0), ("taking", 1.0), ("taking again", 1.5)] and tier.stalls.read() == []
+    assert (
+        tier.stalls.read() == [("copying out", 2.0), ("taking", 1.0), ("taking again", 1.5)]
+        and tier.stalls.read() == []
+    )
     assert tier.used_bytes == 300 and tier.free_bytes is None
     slot.free()
     assert tier.used_bytes == 0
@@ -61,7 +64,7 @@ def test_bytes_come_back_and_times_are_exact() -> None:
 def test_a_slot_that_is_requested_twice_together_is_copied_once() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slots = [park(tier, produce(device, 300)) for _ in range(2)]
+    slots = [copy_out(tier, produce(device, 300)) for _ in range(2)]
     assert tier.prefetch([slots[0], slots[1], slots[0]]) == 0
     assert device.live_bytes == tier.counters.in_bytes == device.in_bytes == 600
     for slot in slots:
@@ -73,9 +76,9 @@ def test_places_are_reused_and_nothing_new_is_allocated() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=1024)
     for _ in range(5):
-        slots = [park(tier, produce(device, n)) for n in (100, 200, 300)]
+        slots = [copy_out(tier, produce(device, n)) for n in (100, 200, 300)]
         for slot in slots:
-            tier.wait_parked([slot])
+            tier.wait_copied_out([slot])
             slot.take()
             slot.free()
         tier.trim()
@@ -89,21 +92,21 @@ def test_cap_waits_for_copies_before_it_fails() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=512)
     source = produce(device, 400)
-    park(tier, source).free()  # its copy-out still runs
+    copy_out(tier, source).free()  # its copy-out still runs
     kept = produce(device, 300)
-    slot = park(tier, kept)  # after it, in the same memory
+    slot = copy_out(tier, kept)  # after it, in the same memory
     assert device.host_bytes == 512
     with pytest.raises(CapError, match="host budget of 512 B") as caught:
-        park(tier, produce(device, 201))
+        copy_out(tier, produce(device, 201))
     assert "hint: raise host_budget" in str(caught.value)
-    tier.wait_parked([slot])
+    tier.wait_copied_out([slot])
     assert torch.equal(slot.take(), kept) and device.violations == []
 
 
 def test_a_machine_without_host_memory_is_a_cap_error() -> None:
     device = FakeDevice(100, 100, host_limit_bytes=64)
     with pytest.raises(CapError, match="cannot allocate another"):
-        park(HostTier(device), produce(device, 101))
+        copy_out(HostTier(device), produce(device, 101))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -112,9 +115,9 @@ def test_synchronous_where_copies_are_not(asynchronous: bool) -> None:
     tier = HostTier(device, synchronous=asynchronous)
     assert tier.synchronous
     source = produce(device, 100)
-    expected, slot = source.clone(), park(tier, source)
-    tier.wait_parked([slot])
-    assert tier.have_parked([slot]) and not slot.cancel()
+    expected, slot = source.clone(), copy_out(tier, source)
+    tier.wait_copied_out([slot])
+    assert tier.are_copied_out([slot]) and not slot.cancel()
     del source
     tier.prefetch([slot])
     taken = slot.take()
@@ -126,13 +129,13 @@ def test_freed_at_any_moment() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source, other = produce(device, 100), produce(device, 100)
-    park(tier, source).free()
-    slot = park(tier, other)  # into the same buffer, after the first copy
+    copy_out(tier, source).free()
+    slot = copy_out(tier, other)  # into the same buffer, after the first copy
     tier.prefetch([slot])
     slot.free()  # its copy-in still runs: the target's memory must not be dropped before
     slot.free()
-    last = park(tier, source)
-    tier.wait_parked([last])
+    last = copy_out(tier, source)
+    tier.wait_copied_out([last])
     assert torch.equal(last.take(), source)
     assert last.place is not None and last.place.region.spans == ((0, 128),) and device.violations == []
     del last
@@ -144,7 +147,7 @@ def test_free_never_waits_for_the_lock() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = park(tier, source)
+    slot = copy_out(tier, source)
     with tier._lock:
         slot.free()
     assert tier.used_bytes == 0
@@ -154,14 +157,14 @@ def test_after_close_and_after_free() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot, freed = park(tier, source), park(tier, source)
+    slot, freed = copy_out(tier, source), copy_out(tier, source)
     freed.free()
     for ask in (freed.take, lambda: tier.prefetch([freed])):
         with pytest.raises(TargetError, match="freed"):
             ask()
     tier.close()
     tier.close()
-    for ask in (lambda: park(tier, source), slot.take, lambda: tier.prefetch([slot])):
+    for ask in (lambda: copy_out(tier, source), slot.take, lambda: tier.prefetch([slot])):
         with pytest.raises(TargetError, match="closed"):
             ask()
     slot.free()
@@ -173,8 +176,8 @@ def test_a_slot_that_dies_while_another_settles_is_freed_although_the_tier_is_cl
 ) -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slots = [park(tier, produce(device, 100)) for _ in range(2)]
-    tier.wait_parked(slots)
+    slots = [copy_out(tier, produce(device, 100)) for _ in range(2)]
+    tier.wait_copied_out(slots)
     device.compute(10.0)
     tier.close()
     give = tier._arena.give
@@ -192,7 +195,7 @@ def test_a_slot_that_dies_while_another_settles_is_freed_although_the_tier_is_cl
 def test_only_plain_bytes_and_sizes() -> None:
     device = FakeDevice(1, 1)
     with pytest.raises(ConfigError, match="contiguous"):
-        park(HostTier(device), torch.zeros(4))
+        copy_out(HostTier(device), torch.zeros(4))
     with pytest.raises(ConfigError, match="above zero"):
         HostTier(device, budget_bytes=0)
 
@@ -218,7 +221,7 @@ def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> Non
     device = Forgetful(waiting, awaited)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = park(tier, source)  # the source lives on: compute need not wait for the copy-out
+    slot = copy_out(tier, source)  # the source lives on: compute need not wait for the copy-out
     device.compute(busy)
     taken = slot.take()
     device.compute(busy)
@@ -228,13 +231,13 @@ def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> Non
 def reuse_while_it_is_read(device: FakeDevice, tier: HostTier, busy: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Free a place while a copy-in still reads it, as another compute stream's ``free`` may."""
     first, second = produce(device, 100), produce(device, 100)
-    slot = park(tier, first)
+    slot = copy_out(tier, first)
     tier.prefetch([slot])
     place, slot.place = slot.place, None
     assert place is not None
     tier._arena.give(place)
     device.compute(busy)
-    again = park(tier, second)
+    again = copy_out(tier, second)
     assert again.place is not None and again.place.region.spans == place.region.spans
     return [(first, slot.take()), (second, again.take())]
 
@@ -254,11 +257,11 @@ def test_a_host_buffer_used_again_too_early_is_found(busy: float) -> None:
 def test_a_source_dropped_early_is_found() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slot = park(tier, produce(device, 100))
-    assert not tier.have_parked([slot])
+    slot = copy_out(tier, produce(device, 100))
+    assert not tier.are_copied_out([slot])
     slot.source = None
     gc.collect()
-    tier.wait_parked([slot])
+    tier.wait_copied_out([slot])
     assert bool((slot.take() == POISON).all())
     assert "source died" in device.violations[0]
 
@@ -268,7 +271,7 @@ def test_a_source_outlives_its_slot_until_its_copy_is_done() -> None:
     tier = HostTier(device)
     source = produce(device, 100)
     alive = weakref.ref(source.untyped_storage())
-    slot = park(tier, source)
+    slot = copy_out(tier, source)
     del source
     slot.free()
     del slot
@@ -281,11 +284,11 @@ def test_an_unread_prefetch_is_discarded_and_repeated() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = park(tier, source)
-    slot.put_back()
+    slot = copy_out(tier, source)
+    slot.discard()
     tier.prefetch([slot])
     assert device.live_bytes == 100
-    slot.put_back()
+    slot.discard()
     assert device.live_bytes == 0
     assert torch.equal(slot.take(), source) and device.in_bytes == 200 and device.violations == []
 
@@ -294,8 +297,8 @@ def test_a_host_buffer_freed_early_is_found() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     source = produce(device, 100)
-    slot = park(tier, source)
-    tier.wait_parked([slot])
+    slot = copy_out(tier, source)
+    tier.wait_copied_out([slot])
     tier.prefetch([slot])
     assert slot.place is not None
     device.free_host(slot.place.parts[0])
@@ -305,8 +308,8 @@ def test_a_host_buffer_freed_early_is_found() -> None:
 def test_a_target_dropped_early_is_found() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slot = park(tier, source := produce(device, 100))
-    tier.wait_parked([slot])
+    slot = copy_out(tier, source := produce(device, 100))
+    tier.wait_copied_out([slot])
     tier.prefetch([slot])
     slot.ahead = None
     device.compute(10)
@@ -316,8 +319,8 @@ def test_a_target_dropped_early_is_found() -> None:
 def test_a_tier_goes_with_its_last_slot_without_the_collector() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device)
-    slot = park(tier, produce(device, 100))
-    tier.wait_parked([slot])
+    slot = copy_out(tier, produce(device, 100))
+    tier.wait_copied_out([slot])
     gone = weakref.ref(tier)
     gc.disable()
     try:
@@ -333,7 +336,7 @@ def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPa
     device = FakeDevice(100, 100)
     tier = HostTier(device)
     tier.stalls.timed = True
-    slot = park(tier, produce(device, 100))
+    slot = copy_out(tier, produce(device, 100))
 
     def refuse(*args: object) -> None:
         raise RuntimeError("cannot re-initialize the device in a forked subprocess")

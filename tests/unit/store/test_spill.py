@@ -27,7 +27,7 @@ from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
 from tests.helpers.models import build
 from tests.helpers.oracle import same_bits
-from tests.helpers.slots import park
+from tests.helpers.slots import copy_out
 from tests.unit.store.test_host import produce
 
 KIB = 1 << 10
@@ -48,7 +48,7 @@ def test_plans_know_what_host_memory_holds_before_it_spills(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         held = store_bytes(tier)
         assert held == BUDGET - 8 * KIB and store_bytes(tier.host) is None
-        slots = [park(tier, produce(device, 8 * KIB)) for _ in range(held // (8 * KIB) + 1)]
+        slots = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(held // (8 * KIB) + 1)]
         assert [type(slot) for slot in slots] == [HostSlot] * (len(slots) - 1) + [SpillSlot]
         for slot in slots:
             slot.free()
@@ -59,12 +59,12 @@ def test_what_does_not_fit_goes_to_disk_and_all_comes_back(disk: Path, caplog: p
         tier: Tier = place
         for _ in range(3):
             sources = [produce(device, n) for n in [4 * KIB, 3001, 5000, 2 * KIB] * 12]
-            slots = [park(tier, source) for source in sources]
+            slots = [copy_out(tier, source) for source in sources]
             kinds = [type(slot) for slot in slots]
             assert kinds.count(HostSlot) >= 12 and kinds.count(SpillSlot) >= 20
             for slot in slots:
-                tier.wait_parked([slot])
-                assert tier.have_parked([slot]) and not slot.cancel()
+                tier.wait_copied_out([slot])
+                assert tier.are_copied_out([slot]) and not slot.cancel()
             assert device.host_bytes <= BUDGET
             for slot, source in zip(reversed(slots), reversed(sources), strict=True):
                 tier.prefetch([slot])
@@ -85,10 +85,10 @@ def test_nothing_of_the_disk_is_touched_below_the_budget(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         for _ in range(3):
             sources = [produce(device, 8 * KIB) for _ in range(7)]
-            slots = [park(tier, source) for source in sources]
+            slots = [copy_out(tier, source) for source in sources]
             assert all(isinstance(slot, HostSlot) for slot in slots)
             for slot in slots:
-                tier.wait_parked([slot])
+                tier.wait_copied_out([slot])
             del slot, slots
         assert tier.counters.stalls.total_seconds > 0
         assert "disk_written_bytes" not in tier.gauges() and tier.free_bytes is None
@@ -97,7 +97,7 @@ def test_nothing_of_the_disk_is_touched_below_the_budget(disk: Path) -> None:
 def test_what_is_copied_out_together_shares_a_region_while_all_of_it_fits(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         for sizes, regions in (([KIB, 2 * KIB, 3 * KIB], 1), ([30 * KIB, 14 * KIB, 7 * KIB], 2)):
-            slots = tier.park_all([produce(device, n) for n in sizes])
+            slots = tier.copy_out_all([produce(device, n) for n in sizes])
             found = {id(slot.place.region) for slot in slots if isinstance(slot, HostSlot) and slot.place is not None}
             assert len(found) == regions and not any(isinstance(slot, CapError) for slot in slots)
         del slots
@@ -106,10 +106,10 @@ def test_what_is_copied_out_together_shares_a_region_while_all_of_it_fits(disk: 
 def test_from_the_stage_while_it_is_there(disk: Path) -> None:
     with spilling(disk, rate=1.0) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(7)]
-        kept = [park(tier, each) for each in sources]
+        kept = [copy_out(tier, each) for each in sources]
         source = produce(device, 8 * KIB)
-        slot = park(tier, source)
-        assert isinstance(slot, SpillSlot) and not tier.have_parked([slot])
+        slot = copy_out(tier, source)
+        assert isinstance(slot, SpillSlot) and not tier.are_copied_out([slot])
         tier.prefetch([slot])
         assert torch.equal(slot.take(), source)
         assert tier.gauges()["disk_read_bytes"] == 0
@@ -119,18 +119,18 @@ def test_from_the_stage_while_it_is_there(disk: Path) -> None:
 
 def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_no_longer(disk: Path) -> None:
     with spilling(disk, rate=1.0) as (device, tier):
-        kept = [park(tier, produce(device, 8 * KIB)) for _ in range(7)]
-        slot = park(tier, produce(device, 8 * KIB))
+        kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        slot = copy_out(tier, produce(device, 8 * KIB))
         assert isinstance(slot, SpillSlot)
         tier.host.wait_copied(slot.stage)
         with tier._lock:
             tier._pass_on(tier._disk)
-        slot.on_disk.wait_parked()
+        slot.on_disk.wait_copied_out()
         tier.prefetch([slot])
         with tier._lock:
             tier._pass_on(tier._disk)
         assert slot.stage is not None
-        slot.put_back()
+        slot.discard()
         with tier._lock:
             assert tier._pass_on(tier._disk)
         assert slot.stage is None and not tier._written
@@ -153,10 +153,10 @@ def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
         with pytest.raises(CapError, match=r"no more than the host budget of 64\.0 KiB\nhint: raise host_budget"):
             while True:
                 source = produce(device, 4 * KIB)
-                slots.append((park(tier, source), source))
+                slots.append((copy_out(tier, source), source))
         assert len(slots) == (14 if reason == "no directory" else 16)  # what cannot go to disk stays staged
         for slot, source in slots:
-            tier.wait_parked([slot])
+            tier.wait_copied_out([slot])
             assert torch.equal(slot.take(), source)
             slot.free()
         assert tier.used_bytes == 0
@@ -166,7 +166,7 @@ def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
 def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with spilling(disk) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(12)]
-        slots = [park(tier, source) for source in sources]
+        slots = [copy_out(tier, source) for source in sources]
         spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.stage is None)
 
         def fail(*args: Any) -> int:
@@ -177,7 +177,7 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(DiskError, match="reading"):
                 spilled.take()
         for slot in slots:
-            tier.wait_parked([slot])
+            tier.wait_copied_out([slot])
             slot.free()
         for ask in (spilled.take, lambda: tier.prefetch([spilled])):
             with pytest.raises(TargetError, match="freed"):
@@ -200,8 +200,8 @@ def test_slots_die_in_any_thread_while_others_are_copied_out(disk: Path) -> None
         try:
             for number in range(300):
                 source = produce(device, 1 + (number * 977) % (7 * KIB))
-                slot = park(tier, source)
-                tier.wait_parked([slot])
+                slot = copy_out(tier, source)
+                tier.wait_copied_out([slot])
                 if number % 3 == 0:
                     assert torch.equal(slot.take(), source)
                 dying.append(slot)
@@ -213,12 +213,12 @@ def test_slots_die_in_any_thread_while_others_are_copied_out(disk: Path) -> None
 
 def test_a_dead_slot_holds_nothing(disk: Path) -> None:
     with spilling(disk) as (device, tier):
-        slots = [park(tier, produce(device, 8 * KIB)) for _ in range(12)]
+        slots = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(12)]
         stages = {slot.stage is None for slot in slots if isinstance(slot, SpillSlot)}
         assert stages == {True, False}  # on disk, and still staged
         slots.clear()
         assert tier.used_bytes == 0
-        assert torch.equal(park(tier, source := produce(device, 8 * KIB)).take(), source)
+        assert torch.equal(copy_out(tier, source := produce(device, 8 * KIB)).take(), source)
 
 
 def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) -> None:
@@ -244,9 +244,9 @@ def test_an_interrupt_anywhere_loses_nothing(disk: Path, seed: int, monkeypatch:
     with spilling(disk) as (device, tier):
 
         def work() -> None:
-            parked = [(park(tier, source := produce(device, 4 * KIB)), source) for _ in range(22)]
-            for slot, source in reversed(parked):
-                tier.wait_parked([slot])
+            offloaded = [(copy_out(tier, source := produce(device, 4 * KIB)), source) for _ in range(22)]
+            for slot, source in reversed(offloaded):
+                tier.wait_copied_out([slot])
                 tier.prefetch([slot])
                 assert torch.equal(slot.take(), source)
                 slot.free()

@@ -324,16 +324,16 @@ def test_a_block_that_catches_every_exception(kind: type[Block]) -> None:
 
 
 def test_an_error_of_restoring_after_the_last_saved_tensor_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def put_back(self: State, *args: Any, **kwargs: Any) -> None:
+    def restore(self: State, *args: Any, **kwargs: Any) -> None:
         raise MemoryError("what is current cannot be restored")
 
     with checkpointed(Block) as model:
         value = loss(model)
         for block in model.blocks:
             block.mark = object()  # so the second forward restores, and then the current state is restored
-        calls, real = itertools.count(), State.put_back
+        calls, real = itertools.count(), State.restore
         monkeypatch.setattr(
-            State, "put_back", lambda self, *a, **k: (put_back if next(calls) == 1 else real)(self, *a, **k)
+            State, "restore", lambda self, *a, **k: (restore if next(calls) == 1 else real)(self, *a, **k)
         )
         with pytest.raises(MemoryError, match="what is current"):
             value.backward()

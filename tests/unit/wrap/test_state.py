@@ -119,10 +119,10 @@ def test_changes_since_are_restored_and_recorded_again(change: str) -> None:
     CHANGES[change](block)
     after = before.now()
     assert after is not before
-    before.put_back()
+    before.restore()
     assert before.same()
     assert not after.same()
-    after.put_back()
+    after.restore()
     assert after.same()
 
 
@@ -136,7 +136,7 @@ def test_a_block_with_an_array_is_searched_each_time() -> None:
     later = states.before(block)
     assert later is not first
     block.array[0] = 2
-    later.put_back()
+    later.restore()
     assert block.array[0] == 1
 
 
@@ -147,7 +147,7 @@ def test_arrays_of_the_standard_library_are_restored(kind: Callable[[list[int]],
     before = State(block.modules())
     block.array[0] = 7
     block.array.append(3)
-    before.put_back()
+    before.restore()
     assert block.array == kind([1, 2])
 
 
