@@ -43,13 +43,12 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Minimal:
-    """The memory of activation checkpointing, or less, by the fastest of up to three methods.
+    """The memory of activation checkpointing, or less, by the fastest of two or three methods.
 
-    For each kind of block the first steps compare recipes (what can be recomputed is, the rest is offloaded), a second
-    forward of the whole block, and a third method. With an accelerator that is a plan that keeps, offloads and
-    recomputes single tensors within the memory of checkpointing; without one it is offloading all that the block saves,
-    if the disk has room. A kind whose blocks cannot be compared uses recipes, or is checkpointed if they cover it
-    badly. Use it when ``Auto`` does not fit. ``handle.explain()`` shows what was measured.
+    The first steps time, for each kind of block, checkpointing and what else the store allows. With an accelerator that
+    is a plan that keeps, offloads and recomputes single tensors within the memory of checkpointing. Without one it is
+    recipes (what can be recomputed is, the rest is offloaded) and, if the disk has room, offloading all that the block
+    saves. A kind whose blocks cannot be compared uses recipes, or is checkpointed if they cover it badly. Use it when ``Auto`` does not fit. ``handle.explain()`` shows what was measured.
     """
 
 

@@ -66,7 +66,7 @@ WORTH = 0.05
 """Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
 
 FASTER = 0.03
-"""Share by which a method must certainly be faster than a second forward."""
+"""Share by which a method that is timed in other steps than checkpointing must certainly be faster."""
 
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 GAINS_NOTHING = "nothing is gained within max_slowdown"
