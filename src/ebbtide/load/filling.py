@@ -15,7 +15,7 @@ from ebbtide.load.layout import Box, Conversion, Piece, SourceLayout
 from ebbtide.load.names import NameMap
 from ebbtide.load.targets import Target
 
-_COMPARED = 8 * 1024**2
+_COMPARED = 1024**2
 """Most elements in memory while a weight is compared with another tensor of the checkpoint that it is, too."""
 
 
