@@ -48,7 +48,8 @@ class Minimal:
     The first steps time, for each kind of block, checkpointing and what else the store allows. With an accelerator that
     is a plan that keeps, offloads and recomputes single tensors within the memory of checkpointing. Without one it is
     recipes (what can be recomputed is, the rest is offloaded) and, if the disk has room, offloading all that the block
-    saves. A kind whose blocks cannot be compared uses recipes, or is checkpointed if they cover it badly. Use it when ``Auto`` does not fit. ``handle.explain()`` shows what was measured.
+    saves. A kind whose blocks cannot be compared uses recipes, or is checkpointed if they cover it badly. Use it when
+    ``Auto`` does not fit. ``handle.explain()`` shows what was measured.
     """
 
 
