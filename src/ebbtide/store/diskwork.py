@@ -29,7 +29,7 @@ from ebbtide.store.buffers import BufferPool
 from ebbtide.store.claims import Claims
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
-from ebbtide.store.room import Parcel, ParcelState, Read, Room, next_read, remove_if_there
+from ebbtide.store.room import Parcel, ParcelState, Read, Room, next_read, remove_if_present
 from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0
@@ -259,7 +259,7 @@ class DiskWork:
         """Forget a parcel; may be repeated, as after an interrupt."""
         self._trash.append(parcel)
         if parcel.state is ParcelState.QUEUED:
-            remove_if_there(self._writes, parcel)
+            remove_if_present(self._writes, parcel)
             self._written(parcel)
         parcel.state = ParcelState.DEAD
         self._drop_read(parcel)
@@ -272,7 +272,7 @@ class DiskWork:
         if read is not None:
             self._trash.append(read)
             if not read.begun:
-                remove_if_there(self._reads, read)
+                remove_if_present(self._reads, read)
                 read.begun = read.done = True
             self._claim(read)
             parcel.read = None

@@ -102,7 +102,7 @@ def next_read(reads: Iterable[Read], room_bytes: int | None) -> Read | None:
     return chosen
 
 
-def remove_if_there(queue: deque[Any], item: object) -> None:
+def remove_if_present(queue: deque[Any], item: object) -> None:
     """Remove an item that an interrupted removal may have removed."""
     with contextlib.suppress(ValueError):
         queue.remove(item)
