@@ -95,7 +95,7 @@ def summary(cases: list[dict[str, Any]]) -> list[str]:
     return [
         f"Of the bytes that blocks save, in {len(cases)} cases of equal weight, Auto keeps {kept:.0f} %, offloads "
         f"{moved:.0f} % and recomputes {recomputed:.0f} %.",
-        "Auto is here the heuristic of the first step; the later plan depends on the machine and keeps what it can.",
+        "Both policies are here those of a first step: Auto plans later, Minimal compares its methods later.",
         "",
         "Figures are percent of the distinct storages that autograd saves inside the blocks of ordinary training,",
         "without weights. Storages with the same value are stored once, so shares may sum to less than 100. Every case",

@@ -14,11 +14,18 @@ from tests.simdev.mutants import MUTANTS as OF_THE_STORE
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)")
 
 
+PAGES = {
+    "accelerator.md": [PAGE.with_name("accelerator.md"), ROOT / "tests/simdev/README.md"],
+    "mutants.md": [PAGE],
+}
+"""The page that users read, and the one next to the tests, name tests together."""
+
+
 def named(page: str) -> list[tuple[str, str]]:
-    return sorted(set(NAMED.findall((PAGE.parent / page).read_text(encoding="utf-8"))))
+    return sorted({found for path in PAGES[page] for found in NAMED.findall(path.read_text(encoding="utf-8"))})
 
 
-@pytest.mark.parametrize("page", ["accelerator.md", "mutants.md"])
+@pytest.mark.parametrize("page", [*PAGES])
 def test_the_tests_it_names_exist(page: str) -> None:
     found = named(page)
     assert len(found) > 20

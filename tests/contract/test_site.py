@@ -63,6 +63,12 @@ def test_the_evidence_calls_a_folder_by_its_title() -> None:
     assert titles and {name for name, title in titles.items() if not f"# {name}".startswith(title)} == set()
 
 
+def test_the_evidence_calls_an_earlier_folder_by_its_name() -> None:
+    page = (DOCS / "evidence.md").read_text(encoding="utf-8").partition("\n## Earlier")[2]
+    listed = re.findall(r"\[`([^`]+)`\]\(\.\./benchmarks/results/([^/]+)/README\.md\)", page)
+    assert listed and [folder for name, folder in listed if folder.rpartition("_")[0] != name] == []
+
+
 def test_the_chinese_quick_start_has_the_code_of_the_english_one() -> None:
     assert code("zh/quick-start.md") == code("guides/quick-start.md")
 

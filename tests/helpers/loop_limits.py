@@ -1,7 +1,7 @@
 """Where ebbtide may differ from ordinary training: the documented limits, each by name.
 
 A limit is a debt. ``tests/property/test_training_loops.py`` runs the example of each and fails when the limit does not
-show: then delete it here and in ``docs/concepts/correctness.md``.
+show: then delete it here and in ``docs/concepts/correctness.md`` or ``docs/reference/rare-limits.md``.
 """
 
 from __future__ import annotations
