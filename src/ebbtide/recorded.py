@@ -26,7 +26,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the fields of the event ``plan``."""
     predicted = getattr(getattr(plan, "table", plan), "predicted", None)
     known = {"predicted": asdict(predicted)} if isinstance(predicted, Prediction) else {}
-    return {"name": plan.name, "text": plan.explain(), **known}
+    return {"name": plan.name, "text": plan.explain(), "kept_because": getattr(plan, "kept_because", None), **known}
 
 
 def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:

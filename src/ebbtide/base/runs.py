@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,14 @@ Event = dict[str, Any]
 
 Curve = Sequence[tuple[float, int]]
 """Memory over time: seconds of the run's clock and bytes."""
+
+
+class KeptBecause(StrEnum):
+    """Why a plan of ``Auto`` keeps everything, in the events ``plan`` and ``verdict``."""
+
+    GAINS_NOTHING = "gains_nothing"  # no plan saves memory within max_slowdown
+    SMALL = "small"  # all storages that blocks save are below min_bytes
+    FITS = "fits"  # the budget holds everything
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from ebbtide.base.errors import counted
+from ebbtide.base.runs import KeptBecause
 from ebbtide.report.copies import copies
 from ebbtide.report.peak import PeakParts
 from ebbtide.report.run import Run
@@ -29,6 +30,12 @@ PLAIN_AGAIN = "plain-again"
 
 LEAST_TIMED = 3
 """Fewer timed steps than these judge no step time."""
+
+_KEPT: dict[str | None, str] = {
+    KeptBecause.GAINS_NOTHING: "no plan saves memory within max_slowdown",
+    KeptBecause.SMALL: "all that blocks save is below min_bytes",
+}
+"""Reason to keep everything → its words."""
 
 
 def verdicts(
@@ -70,16 +77,15 @@ def verdict(
     held = plain is not None and plain is not summary
     facts = [f"{_against(summary, plain, again)} (against {against})"] if plain and held else _alone(summary)
     line = f"{name}: {', '.join(facts)}"
-    plan = str(section(summary, "plan").get("text"))
-    kept_all = "nothing is gained" in plan  # as ``MeasuredPlan.explain`` has it
-    if kept_all:
-        line += "; Auto kept everything: no plan saves memory within max_slowdown"
-    elif "are below min_bytes" in plan:
-        line += "; Auto kept everything: all that blocks save is below min_bytes"
+    why = section(summary, "plan").get("kept_because")
+    if why in _KEPT:
+        line += f"; Auto kept everything: {_KEPT[why]}"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
-    advice = "use policy 'minimal', or a larger limit: ebbtide.Auto(max_slowdown=...)" if kept_all else None
-    if (advice := advice or (None if found is None else found.advice)) is not None:
+    advice = None if found is None else found.advice
+    if why == KeptBecause.GAINS_NOTHING:
+        advice = "use policy 'minimal', or a larger limit: ebbtide.Auto(max_slowdown=...)"
+    if advice is not None:
         line += f" → {advice}"
     return line + "."
 

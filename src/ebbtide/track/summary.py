@@ -33,6 +33,7 @@ from ebbtide.track.steady import Steady, steady_steps
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
 _RATES = ("copy_out_bytes_per_second", "copy_in_bytes_per_second")
+_PLAN = ("name", "text", "kept_because")
 _GENERATION = "generation"
 """The phase that begins a rollout."""
 
@@ -74,7 +75,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         "peak_host_bytes": host,
         **activations,
         **_copies(events, steady),
-        "plan": {"name": plan.get("name"), "text": plan.get("text")} if plan else None,
+        "plan": {key: plan.get(key) for key in _PLAN} if plan else None,
         "inside": inside,
         "phases": phase_figures(events, sampled if on_cpu and sampled else own, steady),
         "status": end["status"] if end else "killed",

@@ -191,7 +191,7 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     alone = verdicts([ours.summary], ["ebbtide"], {})
     assert alone[0].startswith("ebbtide: 100.0 MiB of the 132.0 MiB of activations ")
     assert alone[0].endswith(", step 3.500 s, peak 1.21 GiB.") and "kept everything" not in alone[0]
-    nothing = {**ours.summary, "plan": {"name": "auto", "text": "everything stays: nothing is gained"}}
+    nothing = {**ours.summary, "plan": {"name": "auto", "text": "any words", "kept_because": "gains_nothing"}}
     (line,) = verdicts([nothing], ["ebbtide"], {"ebbtide": split(ours)})
     assert (
         "kept everything" in line
@@ -201,8 +201,11 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     one = {**ours.summary, "timed_steps": 1}
     assert "step time not judged (1 step timed), " in verdicts([plain.summary, one], ["plain", "ebbtide"], {})[0]
     assert ", step +" in verdicts([plain.summary, {**one, "rounds": 3}], ["plain", "ebbtide"], {})[0]
-    small = {**ours.summary, "plan": {"name": "auto", "text": "all storages that blocks save are below min_bytes"}}
+    small = {**ours.summary, "plan": {"name": "auto", "text": "any words", "kept_because": "small"}}
     assert "below min_bytes" in verdicts([small], ["ebbtide"], {})[0]
+    for unmarked in ({}, {"kept_because": None}, {"kept_because": "fits"}):  # of an earlier release, too
+        plan = {"name": "auto", "text": "everything stays: nothing is gained", **unmarked}
+        assert "kept everything" not in verdicts([{**ours.summary, "plan": plan}], ["ebbtide"], {})[0]
     uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
     assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
 
