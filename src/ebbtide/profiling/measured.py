@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ebbtide.base.actions import Action, Candidate, Explained, Plan
 from ebbtide.base.errors import ConfigError
@@ -325,9 +326,13 @@ class MeasuredPlan(Explained):
         self._carry_out(following)
         return following.unjudged
 
-    def _plan_fields(self) -> dict[str, str | None]:
+    def _plan_fields(self) -> dict[str, Any]:
         """Return the fields that the events ``plan`` and ``verdict`` share."""
-        return {"name": self.name, "text": self.explain(), "kept_because": self.kept_because}
+        coverage = None if (engine := self._engine()) is None else engine.coverage
+        own = None if coverage is None else coverage.checkpointed
+        return {
+            "name": self.name, "text": self.explain(), "kept_because": self.kept_because, "own_checkpoints": own,
+        }  # fmt: skip
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""

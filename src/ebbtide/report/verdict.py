@@ -9,7 +9,7 @@ from statistics import fmean, median
 from ebbtide.base.errors import counted
 from ebbtide.base.runs import KeptBecause
 from ebbtide.report.copies import copies
-from ebbtide.report.peak import PeakParts
+from ebbtide.report.peak import NO_CHECKPOINTS, PeakParts, checkpoints_itself
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
     ABSENT,
@@ -84,7 +84,8 @@ def verdict(
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
     advice = None if found is None else found.advice
     if why == KeptBecause.GAINS_NOTHING:
-        advice = "use policy 'minimal', or a larger limit: ebbtide.Auto(max_slowdown=...)"
+        first = NO_CHECKPOINTS if checkpoints_itself(summary) else "use policy 'minimal'"
+        advice = f"{first}, or a larger limit: ebbtide.Auto(max_slowdown=...)"
     if advice is not None:
         line += f" → {advice}"
     return line + "."

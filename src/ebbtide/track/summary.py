@@ -33,7 +33,7 @@ from ebbtide.track.steady import Steady, steady_steps
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
 _RATES = ("copy_out_bytes_per_second", "copy_in_bytes_per_second")
-_PLAN = ("name", "text", "kept_because")
+_PLAN = ("name", "text", "kept_because", "own_checkpoints")
 _GENERATION = "generation"
 """The phase that begins a rollout."""
 

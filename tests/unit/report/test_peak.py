@@ -210,6 +210,20 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
 
 
+def test_where_a_model_checkpoints_its_blocks_the_advice_is_to_switch_that_off(tmp_path: Path) -> None:
+    run = device_run(tmp_path)
+    plan = {"name": "auto", "text": "", "own_checkpoints": 8}
+    own = dataclasses.replace(run, summary={**run.summary, "plan": plan})
+    for found, checkpoints in ((split(run), False), (split(own), True)):
+        assert found is not None
+        most = dataclasses.replace(found, parts={"kept activations": found.peak.bytes_})
+        assert most.advice is not None and ("policy 'minimal'" in most.advice) is not checkpoints
+        assert ("gradient_checkpointing_disable()" in most.advice) is checkpoints
+    kept = {**own.summary, "plan": {**plan, "kept_because": "gains_nothing"}}
+    (line,) = verdicts([kept], ["ebbtide"], {"ebbtide": split(own)})
+    assert "gradient_checkpointing_disable()" in line and "ebbtide.Auto(" in line and "minimal" not in line
+
+
 def test_savings_within_the_noise_are_not_shown_as_numbers(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain", height=100 * MIB)).summary
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=103 * MIB)).summary
