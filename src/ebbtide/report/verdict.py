@@ -151,7 +151,7 @@ def _micro_batches(run: Run) -> int:
 
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
-    left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
+    left_out = {event.get("step") for event in run.warm_up()}
     steps = [step for step in copies(run)[1:] if step.step not in left_out]
     if not steps:
         return {}
