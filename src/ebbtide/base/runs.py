@@ -113,13 +113,16 @@ def put_record_aside(folder: Path) -> Path:
     return (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
 
 
+def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
+    """Return the events of a kind."""
+    return [event for event in events if event["event"] == kind]
+
+
 def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
     """Return the finished phases, in the order in which they ended."""
     spans: list[PhaseSpan] = []
     begun: dict[str, Event] = {}
-    for event in events:
-        if event["event"] != "phase":
-            continue
+    for event in of_kind(events, "phase"):
         name = event.get("name", "")
         if event.get("edge") == "begin":
             begun[name] = event
@@ -131,9 +134,7 @@ def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
 
 def samples(events: Iterable[Event], field: str, since: float = -math.inf) -> Curve:
     """Return the samples of ``rss_bytes`` or ``device_bytes`` from a time on."""
-    return [
-        (e["t"], e[field]) for e in events if e["event"] == "memory" and e["t"] >= since and e.get(field) is not None
-    ]
+    return [(e["t"], e[field]) for e in of_kind(events, "memory") if e["t"] >= since and e.get(field) is not None]
 
 
 def nearest(curve: Curve, t: float) -> int:

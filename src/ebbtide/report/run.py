@@ -20,6 +20,7 @@ from ebbtide.base.runs import (
     Curve,
     Event,
     PhaseSpan,
+    of_kind,
     phase_spans,
     read_events,
     samples,
@@ -68,7 +69,7 @@ class Run:
 
     def all(self, kind: str) -> list[Event]:
         """Return the events of a kind."""
-        return [event for event in self.events if event["event"] == kind]
+        return of_kind(self.events, kind)
 
     @property
     def error(self) -> str | None:
