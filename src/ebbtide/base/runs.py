@@ -137,7 +137,7 @@ def samples(events: Iterable[Event], field: str, since: float = -math.inf) -> Cu
     return [(e["t"], e[field]) for e in of_kind(events, "memory") if e["t"] >= since and e.get(field) is not None]
 
 
-def nearest(curve: Curve, t: float) -> int:
+def nearest_sample(curve: Curve, t: float) -> int:
     """Return the index of the sample nearest to a time, on a curve that is not empty."""
     after = bisect_left(curve, (t, 0))
     return min(range(len(curve))[max(after - 1, 0) : after + 1], key=lambda index: abs(curve[index][0] - t))

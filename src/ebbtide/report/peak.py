@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.base.runs import PhaseSpan, nearest
+from ebbtide.base.runs import PhaseSpan, nearest_sample
 from ebbtide.report import style
 from ebbtide.report.run import Peak, Run
 from ebbtide.report.table import Summary, Table, section, size
@@ -100,7 +100,7 @@ def split(run: Run) -> PeakParts | None:
 
     held: dict[str, Any] = (run.all("parts") or [{}])[-1]
     forward, curve = _forward_before(run, peak), run.curve(dated=False)
-    base = floor = left if forward is None else min(curve[nearest(curve, forward.begin)][1], left)
+    base = floor = left if forward is None else min(curve[nearest_sample(curve, forward.begin)][1], left)
     for name, count in (
         (WEIGHTS, sum((held.get("weights") or {}).values())),
         (OPTIMIZER, held.get("optimizer_bytes") or 0),
@@ -113,7 +113,7 @@ def split(run: Run) -> PeakParts | None:
     if peak.phase == "optimizer":
         take(GRADIENTS, held.get("gradient_bytes") or 0)
     elif forward is not None:
-        height = peak.bytes_ if peak.t < forward.end else curve[nearest(curve, forward.end)][1]
+        height = peak.bytes_ if peak.t < forward.end else curve[nearest_sample(curve, forward.end)][1]
         grown = max(height - floor, 0)
         kept, outside = _saved(run, forward)
         if kept is None:

@@ -23,7 +23,7 @@ from ebbtide.base.runs import (
     SUMMARY_FILE,
     Curve,
     Event,
-    nearest,
+    nearest_sample,
     of_kind,
     phase_spans,
     read_events,
@@ -258,7 +258,7 @@ def _view(
         # The run's own samples are taken just after each edge. The last one before a forward contains nothing of it.
         low, high = (bisect_left(curve, (t, 0)) for t in (span.begin, span.end))
         if outside and curve:
-            low, high = low - 1, nearest(curve, span.end)
+            low, high = low - 1, nearest_sample(curve, span.end)
         if low >= 0 and high < len(curve):
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
