@@ -205,10 +205,9 @@ def splits_svg(splits: Mapping[str, PeakParts]) -> str | None:
     y = 10 + len(splits) * _ROW + 14
     x = _LEFT
     for part in _parts_in(splits):
-        width = 34 + 6.4 * len(part)
+        width = style.swatch_width(part)
         if x + width > _WIDTH:
             x, y = _LEFT, y + 20
-        pieces.append(style.rect(x, y - 10, 12, 12, COLORS[part], radius=2))
-        pieces.append(style.text(x + 18, y, part, "soft"))
+        pieces += style.swatch(x, y, part, COLORS[part])
         x += width
     return style.svg(_WIDTH, y + 14, pieces, label="What holds the peak: " + ", ".join(splits))
