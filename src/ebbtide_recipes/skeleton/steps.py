@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from ebbtide.base.errors import TrainingError
 from ebbtide.base.events import BUS
 from ebbtide.store.device_memory import peak_bytes
+from ebbtide.track import MemoryReader
 from ebbtide_recipes.skeleton.progress import GIB, StepBar
 
 if TYPE_CHECKING:
@@ -250,8 +251,4 @@ def _duration(seconds: float) -> str:
 
 def _memory_bytes() -> int:
     """Return the most device memory in use so far; without an accelerator, the process's resident memory now."""
-    if torch.accelerator.is_available():
-        return peak_bytes()
-    import psutil
-
-    return psutil.Process().memory_info().rss
+    return peak_bytes() if torch.accelerator.is_available() else MemoryReader().rss_bytes() or 0
