@@ -12,7 +12,6 @@ it skips.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import hashlib
 import math
@@ -208,7 +207,7 @@ class ScriptSteps:
         BUS.emit("step", step=self._step, loss=_sum(self._losses), seconds=now - self._began, tokens=None)
         for _, handle in self._models:
             if handle is not None:
-                BUS.emit("stats", step=self._step, **dataclasses.asdict(handle.stats()))
+                BUS.emit("stats", step=self._step, **handle.stats().as_dict())
         if self._step == 1 and BUS.active:
             self._emit_parts(optimizer)
         self._losses, self._began = [], time.perf_counter()

@@ -7,7 +7,6 @@ most tensors are saved, so memory is comparable with ebbtide and without it. The
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -198,7 +197,7 @@ class StepRecorder(TrainerCallback):
         if handle is None:
             return None
         stats = handle.stats()
-        BUS.emit("stats", step=step, **dataclasses.asdict(stats))
+        BUS.emit("stats", step=step, **stats.as_dict())
         self._stalled_seconds = stats.total_stall_seconds
         return stats.memory_saved_bytes
 
