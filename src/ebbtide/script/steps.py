@@ -34,7 +34,7 @@ from ebbtide.engine.storages import plain_tensors
 from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
-from ebbtide.track.parts import held_bytes, model_bytes, optimizer_parts
+from ebbtide.track.parts import held_bytes, model_bytes, optimizer_bytes
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
@@ -225,12 +225,14 @@ class ScriptSteps:
 
     def _emit_parts(self, optimizer: Optimizer) -> None:
         """Report the bytes of the models and their optimizer on this process."""
-        own = {
-            "weights": model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
-            "gradient_bytes": held_bytes(p.grad for p in self._trained() if p.grad is not None),
-            "average_bytes": 0,
-        }
-        BUS.emit("parts", step=self._step, **{**optimizer_parts([optimizer]), **own})
+        BUS.emit(
+            "parts",
+            step=self._step,
+            weights=model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
+            gradient_bytes=held_bytes(p.grad for p in self._trained() if p.grad is not None),
+            optimizer_bytes=optimizer_bytes([optimizer]),
+            average_bytes=0,
+        )
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for model, _ in self._models:
