@@ -26,7 +26,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the fields of the event ``plan``."""
     predicted = getattr(getattr(plan, "table", plan), "predicted", None)
     known = {"predicted": asdict(predicted)} if isinstance(predicted, Prediction) else {}
-    return {"name": plan.name, "text": plan.explain(), **known}
+    return {"name": plan.name, "text": plan.explain(), "kept_because": getattr(plan, "kept_because", None), **known}
 
 
 def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
@@ -37,8 +37,10 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
     engine_of, model_of = weakref.ref(engine), weakref.ref(model)
 
     def plan() -> Mapping[str, Any] | None:
-        engine = engine_of()
-        return None if engine is None else plan_fields(engine.plan)
+        if (engine := engine_of()) is None:
+            return None
+        own = None if engine.coverage is None else engine.coverage.checkpointed
+        return {**plan_fields(engine.plan), "own_checkpoints": own}
 
     def stats() -> Mapping[str, Any] | None:
         engine = engine_of()

@@ -26,6 +26,7 @@ from ebbtide.base.errors import (
     ModifiedInPlaceError,
     TargetError,
 )
+from ebbtide.base.events import BUS
 from ebbtide.engine import Expr, NodeView
 from ebbtide.wrap import find_blocks
 from tests.helpers.engines import assert_nothing_left
@@ -314,6 +315,7 @@ def test_bytes_that_auto_copies_to_measure_rates_hide_no_small_storages(caplog: 
         for _ in range(5):
             model(torch.ones(4, 8)).sum().backward()
         assert "all storages that blocks save are below min_bytes" in handle.explain()
+        assert BUS.ask("plan")[-1]["kept_because"] == "small"
         stats = handle.stats()
         assert stats.store["disk_written_bytes"] and not stats.total_copy_out_bytes
         assert "max_slowdown" not in caplog.text

@@ -175,8 +175,12 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
     dear_hooks: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     timed = Timed(max_slowdown=0.05)
+    emitted: list[dict[str, Any]] = []
+    remove = BUS.subscribe(lambda kind, fields: emitted.append(fields) if kind in ("plan", "verdict") else None)
     with timed.handle:
         timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        remove()
+        assert {one["kept_because"] for one in (*emitted, BUS.ask("plan")[-1])} == {"gains_nothing"}
         dear_hooks.clear()
         timed.steps(2)
         assert not dear_hooks, "hooks ran"

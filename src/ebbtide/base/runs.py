@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,14 @@ Event = dict[str, Any]
 
 Curve = Sequence[tuple[float, int]]
 """Memory over time: seconds of the run's clock and bytes."""
+
+
+class KeptBecause(StrEnum):
+    """Why a plan of ``Auto`` keeps everything, in the events ``plan`` and ``verdict``."""
+
+    GAINS_NOTHING = "gains_nothing"  # no plan saves memory within max_slowdown
+    SMALL = "small"  # all storages that blocks save are below min_bytes
+    FITS = "fits"  # the budget holds everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +113,16 @@ def put_record_aside(folder: Path) -> Path:
     return (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
 
 
+def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
+    """Return the events of a kind."""
+    return [event for event in events if event["event"] == kind]
+
+
 def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
     """Return the finished phases, in the order in which they ended."""
     spans: list[PhaseSpan] = []
     begun: dict[str, Event] = {}
-    for event in events:
-        if event["event"] != "phase":
-            continue
+    for event in of_kind(events, "phase"):
         name = event.get("name", "")
         if event.get("edge") == "begin":
             begun[name] = event
@@ -122,12 +134,10 @@ def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
 
 def samples(events: Iterable[Event], field: str, since: float = -math.inf) -> Curve:
     """Return the samples of ``rss_bytes`` or ``device_bytes`` from a time on."""
-    return [
-        (e["t"], e[field]) for e in events if e["event"] == "memory" and e["t"] >= since and e.get(field) is not None
-    ]
+    return [(e["t"], e[field]) for e in of_kind(events, "memory") if e["t"] >= since and e.get(field) is not None]
 
 
-def nearest(curve: Curve, t: float) -> int:
+def nearest_sample(curve: Curve, t: float) -> int:
     """Return the index of the sample nearest to a time, on a curve that is not empty."""
     after = bisect_left(curve, (t, 0))
     return min(range(len(curve))[max(after - 1, 0) : after + 1], key=lambda index: abs(curve[index][0] - t))

@@ -14,6 +14,7 @@ from typing import Any
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
+from ebbtide.cli.modes import MODES
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.progress import plain_console
 from ebbtide.cli.recipe import RECIPES, check, names, read
@@ -32,16 +33,6 @@ from ebbtide.cli.rounds import (
     run_rounds,
 )
 from ebbtide.cli.run import EXAMPLE, no_command, split, split_at_word
-
-MODES: dict[str, tuple[str, str]] = {
-    "plain": ("false", "false"),
-    "checkpointing": ("false", "true"),
-    "ebbtide": ("true", "false"),
-    "ebbtide-minimal": ("true", "true"),
-    "plain-again": ("false", "false"),
-    "plain-malloc": ("false", "false"),
-}
-"""Mode → values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""
 
 OWN_FLAGS = ("activation_cpu_offload", "gradient_checkpointing", "output_dir")
 """Flags that compare sets for each child."""
@@ -99,7 +90,7 @@ def compare(
 
 
 def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> list[str]:
-    offload, checkpointing = MODES[mode]
+    offload, checkpointing = (str(on).lower() for on in (MODES[mode].offload, MODES[mode].checkpointing))
     flags = ["--activation_cpu_offload", offload, "--gradient_checkpointing", checkpointing]
     flags += ["--output_dir", str(folder)]
     own = names(recipe, arguments)

@@ -7,13 +7,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ebbtide.base.errors import DataError, TrainingError
 from ebbtide.cli.children import Ended
 from ebbtide.cli.progress import plain_console
 from ebbtide.cli.rounds import (
-    DOES,
     CompareResult,
     Rounds,
     announce,
@@ -23,13 +22,7 @@ from ebbtide.cli.rounds import (
     run_rounds,
 )
 from ebbtide.cli.run import check_command
-from ebbtide.script.request import Request, Switched, read_notes, why_untrained
-
-_SCRIPT_DOES = {
-    "plain": "the unchanged script",
-    "checkpointing": "with activation checkpointing: the model's own switch, else around its blocks",
-    "ebbtide": "the policy Auto",
-}
+from ebbtide.script.request import Request, read_notes, why_untrained
 
 
 def compare_script(
@@ -44,7 +37,7 @@ def compare_script(
 
     Args:
         command: The program and its arguments, as typed.
-        modes: Keys of ``DOES``.
+        modes: Keys of ``MODES``.
         rounds: How often each mode is run.
         steps: Steps of the optimizer after which each run is ended; ``None``: each runs to its own end.
         out: The output folder; must not hold a comparison.
@@ -64,12 +57,12 @@ def compare_script(
     check_folder(out)
     console = plain_console()
     plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, flag="--steps")
-    announce(console, plan, {**DOES, **_SCRIPT_DOES})
+    announce(console, plan, of_script=True)
     console.print(_care(command, steps))
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder.mkdir(parents=True, exist_ok=True)
-        request = Request(mode=cast("Switched", mode), folder=str(folder.absolute()), compared=True, steps=steps)
+        request = Request(mode=mode, folder=str(folder.absolute()), compared=True, steps=steps)
         # Sets of strings have the same order in every run.
         return list(command), request.environment({"PYTHONHASHSEED": "0", **os.environ})
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any, TypeVar, cast
 
+from ebbtide.cli.modes import MODES
 from ebbtide.report.table import saved_percent
 
 T = TypeVar("T")
 Summary = Mapping[str, Any]
 ByRound = Mapping[int, Mapping[str, Summary]]
 """Summaries of the successful children, by round and mode."""
-
-ORDINARY = ("plain", "plain-again")
-"""Modes that are ordinary training as users have it."""
 
 QUARTILES_FROM = 5
 """From this many values on, the spread is the quartiles; below, the extremes."""
@@ -74,7 +72,8 @@ def step_ratio(rounds: ByRound, mode: str) -> dict[str, float] | None:
     """
     ratios: list[float] = []
     for by_mode in rounds.values():
-        ours, plain = by_mode.get(mode, {}), [by_mode[name] for name in ORDINARY if name in by_mode]
+        ours = by_mode.get(mode, {})
+        plain = [by_mode[name] for name in MODES if MODES[name].ordinary and name in by_mode]
         if plain and in_lockstep(ours, *plain):
             others = map(fmean, zip(*(summary["step_seconds"] for summary in plain), strict=True))
             ratios += [own / other for own, other in zip(ours["step_seconds"], others, strict=True)]

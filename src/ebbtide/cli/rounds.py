@@ -26,26 +26,12 @@ from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import SAMPLE_SECONDS, Ended
 from ebbtide.cli.lockstep import StartOf, run_round
+from ebbtide.cli.modes import MODES
 from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.signals import STOP_CODES, how_stopped, terminate_as_interrupt
 
-DOES: dict[str, str] = {
-    "plain": "ordinary training",
-    "checkpointing": "the trainer's own activation checkpointing",
-    "ebbtide": "the policy Auto, unless --policy names another",
-    "ebbtide-minimal": "the policy Minimal: checkpointing's memory or less",
-    "plain-again": "ordinary training once more: what equal runs differ by",
-    "plain-malloc": "ordinary training; glibc gives freed memory back at once",
-}
-"""Mode → description."""
-
 _ALLOCATORS = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "OMP_NUM_THREADS")
 """Caller's environment variables that change memory or time: recorded, never set."""
-
-VARIABLES: dict[str, dict[str, str]] = {
-    "plain-malloc": {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"},
-}
-"""Mode → additional environment variables."""
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
 DEFAULT_STEPS = 10
@@ -87,7 +73,7 @@ class Rounds:
     """The runs of a comparison.
 
     Attributes:
-        modes: Keys of ``DOES``.
+        modes: Keys of ``MODES``.
         rounds: How often each mode is run.
         out: The output folder.
         steps: Steps of each child; ``None``: not known in advance.
@@ -135,7 +121,7 @@ def run_rounds(
 
     def start_mode(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         command, variables = start(mode, folder)
-        return command, {**variables, **VARIABLES.get(mode, {})}
+        return command, {**variables, **MODES[mode].variables}
 
     with terminate_as_interrupt():
         try:
@@ -186,7 +172,7 @@ def more_steps(modes: Sequence[str]) -> int:
     return MORE_FOR_MINIMAL if "ebbtide-minimal" in modes else 0
 
 
-def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None:
+def announce(console: Any, plan: Rounds, *, of_script: bool = False) -> None:
     """Announce the comparison before the slow imports."""
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
@@ -194,7 +180,9 @@ def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None
         f"{counted(len(plan.modes), 'mode')}, {counted(plan.rounds, 'round')} in turn: {counted(runs, 'run')}{each}, "
         "each in a fresh process."
     ]
-    lines += [f"  {mode:<16} {does[mode]}" for mode in plan.modes]
+    for name in plan.modes:
+        mode = MODES[name]
+        lines.append(f"  {name:<16} {(of_script and mode.does_to_script) or mode.does}")
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
     for line in lines:
         console.print(line)
@@ -208,9 +196,9 @@ def check_modes(modes: Sequence[str], rounds: int) -> None:
     """
     hint = f"such as --modes {','.join(DEFAULT_MODES)}"
     for mode in modes:
-        if mode not in DOES:
-            hint = nearest(mode, DOES) or hint
-            raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(DOES)}", hint=hint)
+        if mode not in MODES:
+            hint = nearest(mode, MODES) or hint
+            raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(MODES)}", hint=hint)
     if not modes or len(set(modes)) != len(modes):
         raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
     if rounds < 1:
@@ -253,7 +241,7 @@ def _counted_words(plan: Rounds, warm_up: int) -> str:
 
 def _environment(plan: Rounds) -> dict[str, Any]:
     own = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ALLOCATORS)}
-    modes = {mode: VARIABLES[mode] for mode in plan.modes if mode in VARIABLES}
+    modes = {mode: MODES[mode].variables for mode in plan.modes if MODES[mode].variables}
     return {
         "variables": modes | ({"all": own} if own else {}),
         "rounds": plan.rounds,

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event, only_writer, put_record_aside, read_events
+from ebbtide.base.runs import EVENTS_FILE, Event, of_kind, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
 from ebbtide.cli.signals import handled
@@ -247,19 +247,21 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
         what, hint = reason
         # A failed script has printed its own error.
         return [] if code else [f"ebbtide: nothing was offloaded: {what}", f"hint: {hint}"]
-    lines = [f"ebbtide: the script enables ebbtide on {n['model']} itself; left as it is" for n in _of(notes, "own")]
-    if any(note["checkpoints_itself"] for note in _of(notes, "model")):
+    lines = [
+        f"ebbtide: the script enables ebbtide on {n['model']} itself; left as it is" for n in of_kind(notes, "own")
+    ]
+    if any(note["checkpoints_itself"] for note in of_kind(notes, "model")):
         lines.append(
             "ebbtide: the script checkpoints its blocks, so only what they keep could be offloaded; "
             "without gradient_checkpointing ebbtide chooses for every tensor"
         )
-    for note in _of(notes, "more"):
+    for note in of_kind(notes, "more"):
         lines.append(f"ebbtide: {note['model']} and later models were left as they are")
         if note["alike"]:
             lines.append("hint: if these are layers of a model, call enable_activation_offloading(model) in the script")
-    for note in _of(notes, "unrecorded"):
+    for note in of_kind(notes, "unrecorded"):
         lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
-    for note in _of(notes, "end"):
+    for note in of_kind(notes, "end"):
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])
             lines.append(
@@ -272,7 +274,3 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
                 f"storages that blocks save are below {format_size(MIN_BYTES)} and stay"
             )
     return lines
-
-
-def _of(notes: Sequence[Event], kind: str) -> list[Event]:
-    return [note for note in notes if note["event"] == kind]

@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.doctor.facts import DeviceFacts
-from ebbtide.profiling.hardware import device_bytes, device_here, free_bytes
+from ebbtide.profiling.hardware import device_bytes, device_here, device_name, free_bytes
 
 
 def look_at_device() -> DeviceFacts:
@@ -18,7 +18,7 @@ def look_at_device() -> DeviceFacts:
     pinned, asynchronous = _copying() if accelerated else (None, None)
     return DeviceFacts(
         kind=device.type,
-        name=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        name=device_name(device),
         count=torch.accelerator.device_count() if accelerated else 1,
         memory_bytes=device_bytes(device),
         free_bytes=free_bytes(device),

@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
+from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Minimal, Policy
 from ebbtide.engine.marks import marked
@@ -69,8 +70,11 @@ FASTER = 0.03
 """Share by which a method that is timed in other steps than checkpointing must certainly be faster."""
 
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
-GAINS_NOTHING = "nothing is gained within max_slowdown"
-SMALL = "all storages that blocks save are below min_bytes"
+REASONS = {
+    KeptBecause.GAINS_NOTHING: "nothing is gained within max_slowdown",
+    KeptBecause.SMALL: "all storages that blocks save are below min_bytes",
+    KeptBecause.FITS: "it fits",
+}
 
 
 class ClosedLoop:
@@ -266,11 +270,11 @@ def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]
     return [line]
 
 
-def why_kept(check: Check) -> str:
+def why_kept(check: Check) -> KeptBecause:
     """Return why a plan keeps everything."""
     if check.budget_bytes is not None:
-        return "it fits"
-    return GAINS_NOTHING if check.solution.profile.saved_bytes else SMALL
+        return KeptBecause.FITS
+    return KeptBecause.GAINS_NOTHING if check.solution.profile.saved_bytes else KeptBecause.SMALL
 
 
 def kept_blocks(solution: Solution) -> frozenset[str]:

@@ -73,7 +73,7 @@ def machine_with(speed: Speed) -> Machine:
     device = device_here()
     accelerated = device.type != "cpu"
     return Machine(
-        name=_name(device),
+        name=device_name(device),
         devices=torch.accelerator.device_count() if accelerated else 1,
         memory_bytes=device_bytes(device),
         flop_per_second=_products(device, _half_kinds(device)),
@@ -240,5 +240,6 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return the vendor's name of a device, else its type."""
     return torch.cuda.get_device_name() if device.type == "cuda" else device.type

@@ -25,10 +25,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ebbtide.base.actions import Action, Candidate, Explained, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
+from ebbtide.base.runs import KeptBecause
 from ebbtide.base.weak import weakly
 from ebbtide.config import Auto
 from ebbtide.engine import Engine
@@ -39,7 +41,7 @@ from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, kept_sample, noise, plain_blocks, sample, undisturbed
-from ebbtide.profiling.closed_loop import GAINS_NOTHING, KEEPS, ClosedLoop, kept_blocks, outside_plans, why_kept
+from ebbtide.profiling.closed_loop import KEEPS, REASONS, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, Check
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.disk import DiskTier
@@ -190,12 +192,18 @@ class MeasuredPlan(Explained):
         """Whether to observe if a block can be checkpointed: in the first step, and for checkpointed blocks."""
         return not self._warm or self.checkpoints(block_name)
 
+    @property
+    def kept_because(self) -> KeptBecause | None:
+        """Why the current plan keeps everything without hooks; None if it does not, or is not made yet."""
+        check = self._check
+        unhooked = check is not None and check.keeps and not (check.over_budget_bytes or check.hopeless)
+        return why_kept(check) if check is not None and unhooked else None
+
     def explain(self) -> str:
         """Describe the current plan, and why."""
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
-            unhooked = not (self._check.over_budget_bytes or self._check.hopeless)
-            kept = [KEEPS + why_kept(self._check)] if self._check.keeps and unhooked else []
+            kept = [] if (why := self.kept_because) is None else [KEEPS + REASONS[why]]
             return "\n".join([head, self._check.text(), *self._outside, *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
@@ -302,7 +310,7 @@ class MeasuredPlan(Explained):
         if verdict is None:
             if check.unjudged:
                 logger.info("the plan is %s", UNJUDGED)
-                self._bus.emit("verdict", name=self.name, text=self.explain())
+                self._bus.emit("verdict", **self._plan_fields())
             return False
         if not self._outside:
             self._outside = outside_plans(self._timer.spans.tail_peak_bytes, check.budget_bytes)
@@ -312,11 +320,19 @@ class MeasuredPlan(Explained):
             self._exceeded += 1
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
         if following is None:
-            self._bus.emit("verdict", name=self.name, text=self.explain())
+            self._bus.emit("verdict", **self._plan_fields())
             self._timer.spans.paused = check.prepare_next()
             return False
         self._carry_out(following)
         return following.unjudged
+
+    def _plan_fields(self) -> dict[str, Any]:
+        """Return the fields that the events ``plan`` and ``verdict`` share."""
+        coverage = None if (engine := self._engine()) is None else engine.coverage
+        own = None if coverage is None else coverage.checkpointed
+        return {
+            "name": self.name, "text": self.explain(), "kept_because": self.kept_because, "own_checkpoints": own,
+        }  # fmt: skip
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""
@@ -330,8 +346,8 @@ class MeasuredPlan(Explained):
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
-        self._bus.emit("plan", name=self.name, text=self.explain(), predicted=asdict(self.table.predicted))
-        if check.keeps and GAINS_NOTHING in why_kept(check) and not self._warned:
+        self._bus.emit("plan", **self._plan_fields(), predicted=asdict(self.table.predicted))
+        if check.keeps and why_kept(check) is KeptBecause.GAINS_NOTHING and not self._warned:
             self._warned = True
             logger.warning(
                 "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which "

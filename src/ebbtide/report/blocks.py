@@ -66,7 +66,6 @@ def _legend() -> list[str]:
     pieces: list[str] = []
     x = _WIDTH - _RIGHT
     for action in reversed(style.ACTIONS):
-        x -= 34 + 6.4 * len(action)
-        pieces.append(style.rect(x, 12, 12, 12, action, radius=2))
-        pieces.append(style.text(x + 18, 22, action, "soft"))
+        x -= style.swatch_width(action)
+        pieces += style.swatch(x, 22, action, action)
     return pieces

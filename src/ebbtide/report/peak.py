@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.base.runs import PhaseSpan, nearest
+from ebbtide.base.runs import PhaseSpan, nearest_sample
 from ebbtide.report import style
 from ebbtide.report.run import Peak, Run
-from ebbtide.report.table import Table, size
+from ebbtide.report.table import Summary, Table, section, size
 
 WEIGHTS, OPTIMIZER, GRADIENTS, AVERAGE = "weights", "optimizer state", "gradients", "moving average"
 KEPT, PLAIN, LOGITS = "kept activations", "activations", "logits and loss"
@@ -44,6 +44,11 @@ LOWERED = {
 }
 """Part → how to lower it."""
 
+NO_CHECKPOINTS = (
+    "switch the model's own checkpointing off (`model.gradient_checkpointing_disable()`, or the trainer's flag)"
+)
+"""How to lower kept activations where the model checkpoints its blocks: policies choose nothing inside of these."""
+
 _SMALL = 0.05
 """Share of the peak below which lowering a part is no advice."""
 
@@ -55,10 +60,12 @@ class PeakParts:
     Attributes:
         peak: The highest sample of the counted steps.
         parts: Bytes by part; they add up to the peak.
+        own_checkpoints: Whether the model checkpoints its own blocks.
     """
 
     peak: Peak
     parts: dict[str, int]
+    own_checkpoints: bool = False
 
     @property
     def advice(self) -> str | None:
@@ -67,7 +74,8 @@ class PeakParts:
         largest = max(known, key=lambda name: self.parts[name], default=None)
         if largest is None or self.parts[largest] < _SMALL * self.peak.bytes_:
             return None
-        return f"{largest}: {LOWERED[largest]}"
+        lowered = NO_CHECKPOINTS if largest == KEPT and self.own_checkpoints else LOWERED[largest]
+        return f"{largest}: {lowered}"
 
     @property
     def words(self) -> str:
@@ -92,7 +100,7 @@ def split(run: Run) -> PeakParts | None:
 
     held: dict[str, Any] = (run.all("parts") or [{}])[-1]
     forward, curve = _forward_before(run, peak), run.curve(dated=False)
-    base = floor = left if forward is None else min(curve[nearest(curve, forward.begin)][1], left)
+    base = floor = left if forward is None else min(curve[nearest_sample(curve, forward.begin)][1], left)
     for name, count in (
         (WEIGHTS, sum((held.get("weights") or {}).values())),
         (OPTIMIZER, held.get("optimizer_bytes") or 0),
@@ -105,7 +113,7 @@ def split(run: Run) -> PeakParts | None:
     if peak.phase == "optimizer":
         take(GRADIENTS, held.get("gradient_bytes") or 0)
     elif forward is not None:
-        height = peak.bytes_ if peak.t < forward.end else curve[nearest(curve, forward.end)][1]
+        height = peak.bytes_ if peak.t < forward.end else curve[nearest_sample(curve, forward.end)][1]
         grown = max(height - floor, 0)
         kept, outside = _saved(run, forward)
         if kept is None:
@@ -117,7 +125,7 @@ def split(run: Run) -> PeakParts | None:
         take(LOGITS if before_blocks else WORK, peak.bytes_ - height)
     if left:
         parts[OTHER] = left
-    return PeakParts(peak=peak, parts=parts)
+    return PeakParts(peak=peak, parts=parts, own_checkpoints=checkpoints_itself(run.summary))
 
 
 def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
@@ -153,6 +161,11 @@ def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
             inside = (event.get("unique_bytes") or 0) + (event.get("small_bytes") or 0)
             outside += inside * (100 - share) / share
     return sum(e.get("kept_bytes") or 0 for e in passes), outside
+
+
+def checkpoints_itself(summary: Summary) -> bool:
+    """Whether a run's model is known to checkpoint its own blocks."""
+    return bool(section(summary, "plan").get("own_checkpoints"))
 
 
 def splits_of(runs: Sequence[Run]) -> dict[str, PeakParts]:
@@ -192,10 +205,9 @@ def splits_svg(splits: Mapping[str, PeakParts]) -> str | None:
     y = 10 + len(splits) * _ROW + 14
     x = _LEFT
     for part in _parts_in(splits):
-        width = 34 + 6.4 * len(part)
+        width = style.swatch_width(part)
         if x + width > _WIDTH:
             x, y = _LEFT, y + 20
-        pieces.append(style.rect(x, y - 10, 12, 12, COLORS[part], radius=2))
-        pieces.append(style.text(x + 18, y, part, "soft"))
+        pieces += style.swatch(x, y, part, COLORS[part])
         x += width
     return style.svg(_WIDTH, y + 14, pieces, label="What holds the peak: " + ", ".join(splits))

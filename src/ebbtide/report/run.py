@@ -20,6 +20,7 @@ from ebbtide.base.runs import (
     Curve,
     Event,
     PhaseSpan,
+    of_kind,
     phase_spans,
     read_events,
     samples,
@@ -68,7 +69,7 @@ class Run:
 
     def all(self, kind: str) -> list[Event]:
         """Return the events of a kind."""
-        return [event for event in self.events if event["event"] == kind]
+        return of_kind(self.events, kind)
 
     @property
     def error(self) -> str | None:
@@ -127,11 +128,14 @@ class Run:
         done = {span.step for span in self.phases if span.name in ("backward", BOTH_PHASE)}
         return [span for span in self._steps if span.step in done]
 
+    def warm_up(self) -> list[Event]:
+        """Return the ``step`` events of the warm-up."""
+        return self.all("step")[: self.summary.get("warm_up_steps") or 0]
+
     def counted_steps(self) -> list[PhaseSpan]:
         """Return the finished steps whose time counts: after the warm-up and not trimmed; all if there are none."""
         steps = self.finished_steps()
-        first = self.all("step")[: self.summary.get("warm_up_steps") or 0]
-        left_out = {event.get("step") for event in [*first, *self.all("trim")]}
+        left_out = {event.get("step") for event in [*self.warm_up(), *self.all("trim")]}
         return [span for span in steps if span.step not in left_out] or steps
 
     def blocks(self, step: Any) -> list[Event]:
@@ -166,9 +170,8 @@ class Run:
 
     def _counted_time(self) -> tuple[float, float]:
         """Return the end of the warm-up and of the last phase or step."""
-        ends = [event["t"] for event in self.all("step")]
-        warm_up = self.summary.get("warm_up_steps") or 0
-        begin = ends[warm_up - 1] if 0 < warm_up < len(ends) else float("-inf")
+        ends, warm_up = [event["t"] for event in self.all("step")], self.warm_up()
+        begin = warm_up[-1]["t"] if 0 < len(warm_up) < len(ends) else float("-inf")
         return begin, max([*ends, *(span.end for span in self.phases)], default=float("inf"))
 
     def _block_at(self, t: float, span: PhaseSpan) -> str | None:

@@ -66,7 +66,7 @@ def happened(run: Run) -> list[str]:
             f"{less} of them ({percent:.1f} %) are offloaded or recomputed; tensors outside the blocks stay."
         )
     if summary.get("stall_seconds") is not None:
-        steps = run.all("step")[summary.get("warm_up_steps") or 0 :]
+        steps = run.all("step")[len(run.warm_up()) :]
         seconds = sum(event["seconds"] for event in steps if event.get("seconds"))
         share = 100 * summary["stall_seconds"] / seconds if seconds else None
         sentences.append(

@@ -69,6 +69,16 @@ def rect(x: float, y: float, width: float, height: float, color: str, *, title: 
     )
 
 
+def swatch(x: float, y: float, label: str, color: str) -> list[str]:
+    """Return an entry of a legend: a square and its label."""
+    return [rect(x, y - 10, 12, 12, color, radius=2), text(x + 18, y, label, "soft")]
+
+
+def swatch_width(label: str) -> float:
+    """Return the width of a swatch, with the gap to the next."""
+    return 34 + 6.4 * len(label)
+
+
 def line(x1: float, y1: float, x2: float, y2: float) -> str:
     """Return a grid line."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="grid"/>'

@@ -107,7 +107,6 @@ def _phase_legend(y: float, phases: Mapping[str, str], stalls: Mapping[str, str]
     sums = "; ".join(f"{name} {words}" for name, words in stalls.items())
     entries = [*phases.items(), *([(f"stalls, to scale: {sums}", "stall")] if stalls else [])]
     for name, color in entries:
-        pieces.append(style.rect(x, y - 10, 12, 12, color, radius=2))
-        pieces.append(style.text(x + 18, y, name, "soft"))
+        pieces += style.swatch(x, y, name, color)
         x += legend_width(name)
     return pieces

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from ebbtide.base.errors import counted
+from ebbtide.base.runs import KeptBecause
 from ebbtide.report.copies import copies
-from ebbtide.report.peak import PeakParts
+from ebbtide.report.peak import NO_CHECKPOINTS, PeakParts, checkpoints_itself
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
     ABSENT,
@@ -29,6 +30,12 @@ PLAIN_AGAIN = "plain-again"
 
 LEAST_TIMED = 3
 """Fewer timed steps than these judge no step time."""
+
+_KEPT: dict[str | None, str] = {
+    KeptBecause.GAINS_NOTHING: "no plan saves memory within max_slowdown",
+    KeptBecause.SMALL: "all that blocks save is below min_bytes",
+}
+"""Reason to keep everything → its words."""
 
 
 def verdicts(
@@ -70,16 +77,16 @@ def verdict(
     held = plain is not None and plain is not summary
     facts = [f"{_against(summary, plain, again)} (against {against})"] if plain and held else _alone(summary)
     line = f"{name}: {', '.join(facts)}"
-    plan = str(section(summary, "plan").get("text"))
-    kept_all = "nothing is gained" in plan  # as ``MeasuredPlan.explain`` has it
-    if kept_all:
-        line += "; Auto kept everything: no plan saves memory within max_slowdown"
-    elif "are below min_bytes" in plan:
-        line += "; Auto kept everything: all that blocks save is below min_bytes"
+    why = section(summary, "plan").get("kept_because")
+    if why in _KEPT:
+        line += f"; Auto kept everything: {_KEPT[why]}"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
-    advice = "use policy 'minimal', or a larger limit: ebbtide.Auto(max_slowdown=...)" if kept_all else None
-    if (advice := advice or (None if found is None else found.advice)) is not None:
+    advice = None if found is None else found.advice
+    if why == KeptBecause.GAINS_NOTHING:
+        first = NO_CHECKPOINTS if checkpoints_itself(summary) else "use policy 'minimal'"
+        advice = f"{first}, or a larger limit: ebbtide.Auto(max_slowdown=...)"
+    if advice is not None:
         line += f" → {advice}"
     return line + "."
 
@@ -144,7 +151,7 @@ def _micro_batches(run: Run) -> int:
 
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
-    left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
+    left_out = {event.get("step") for event in run.warm_up()}
     steps = [step for step in copies(run)[1:] if step.step not in left_out]
     if not steps:
         return {}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ebbtide.base.runs import Event, read_events
 
@@ -22,8 +22,6 @@ VARIABLE = "EBBTIDE_SCRIPT"
 NOTES_FILE = "notes.jsonl"
 SITE = Path(__file__).with_name("site")
 """The first folder on ``PYTHONPATH``."""
-
-Switched = Literal["plain", "checkpointing", "ebbtide", "ebbtide-minimal", "plain-again", "plain-malloc"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class Request:
         disk_path: Directory for the disk tier.
     """
 
-    mode: Switched
+    mode: str
     folder: str
     record: bool = True
     compared: bool = False

@@ -12,7 +12,6 @@ it skips.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import hashlib
 import math
@@ -35,7 +34,7 @@ from ebbtide.engine.storages import plain_tensors
 from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
-from ebbtide.track.parts import held_bytes, model_bytes, optimizer_parts
+from ebbtide.track.parts import held_bytes, model_bytes, optimizer_bytes
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
@@ -208,7 +207,7 @@ class ScriptSteps:
         BUS.emit("step", step=self._step, loss=_sum(self._losses), seconds=now - self._began, tokens=None)
         for _, handle in self._models:
             if handle is not None:
-                BUS.emit("stats", step=self._step, **dataclasses.asdict(handle.stats()))
+                BUS.emit("stats", step=self._step, **handle.stats().as_dict())
         if self._step == 1 and BUS.active:
             self._emit_parts(optimizer)
         self._losses, self._began = [], time.perf_counter()
@@ -226,12 +225,14 @@ class ScriptSteps:
 
     def _emit_parts(self, optimizer: Optimizer) -> None:
         """Report the bytes of the models and their optimizer on this process."""
-        own = {
-            "weights": model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
-            "gradient_bytes": held_bytes(p.grad for p in self._trained() if p.grad is not None),
-            "average_bytes": 0,
-        }
-        BUS.emit("parts", step=self._step, **{**optimizer_parts([optimizer]), **own})
+        BUS.emit(
+            "parts",
+            step=self._step,
+            weights=model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
+            gradient_bytes=held_bytes(p.grad for p in self._trained() if p.grad is not None),
+            optimizer_bytes=optimizer_bytes([optimizer]),
+            average_bytes=0,
+        )
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for model, _ in self._models:

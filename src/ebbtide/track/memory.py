@@ -58,10 +58,10 @@ def track_memory(
         DataError: The folder already holds a run, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    from ebbtide.track.steps import marked, settle  # needs torch, which reports do not
+    from ebbtide.track.steps import marking, settle  # needs torch, which reports do not
 
     settle()
     name = model if model is None or isinstance(model, str) else type(model).__name__
     run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)
-    with run, marked(None if isinstance(model, str) else model) as run.marker:
+    with run, marking(None if isinstance(model, str) else model) as run.marker:
         yield run

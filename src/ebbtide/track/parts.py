@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,11 +59,11 @@ def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, An
     return {
         "weights": {"trained": held_bytes(trained)},
         "gradient_bytes": held_bytes(p.grad for p in trained if p.grad is not None),
-        "optimizer_bytes": held_bytes(value for optimizer in optimizers for value in _state(optimizer)),
+        "optimizer_bytes": optimizer_bytes(optimizers),
     }
 
 
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the device memory of the state of optimizers."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
+    return held_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ebbtide.base.runs import Curve, Event, phase_spans
+from ebbtide.base.runs import Curve, Event, of_kind, phase_spans
 from ebbtide.track.steady import Steady
 
 
@@ -27,7 +27,7 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
         phase) and ``rise_bytes`` (the most by which a sample was above the one at the phase's begin).
     """
     spans = sorted(phase_spans(events), key=lambda span: span.begin)
-    ended = {event.get("step") for event in events if event["event"] == "step"}
+    ended = {event.get("step") for event in of_kind(events, "step")}
     times = [t for t, _ in curve]
     figures: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(span.name for span in spans):

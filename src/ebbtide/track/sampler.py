@@ -89,12 +89,15 @@ class MemoryReader:
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
+        from ebbtide.store.share import fields_of  # imports torch, which a sampler of other processes does not
+
         device = None
         if self._figures is not None:
             from ebbtide.store.device_memory import peak_bytes
 
             device = peak_bytes(self._device_index)
-        return {"peak_rss_bytes": self._peak_rss_bytes(), "peak_device_bytes": device}
+        status = fields_of(Path(f"/proc/{self._pid}/status"), unit=1024)
+        return {"peak_rss_bytes": status.get("VmHWM:"), "peak_device_bytes": device}
 
     def _own_bytes(self) -> int | None:
         if self._page_bytes:
@@ -114,14 +117,6 @@ class MemoryReader:
             return [MemoryReader(child.pid) for child in psutil.Process(self._pid).children(recursive=True)]
         except psutil.Error:
             return []
-
-    def _peak_rss_bytes(self) -> int | None:
-        try:
-            status = Path(f"/proc/{self._pid}/status").read_text()
-        except OSError:
-            return None
-        lines = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-        return int(lines[0].split()[1]) * 1024 if lines else None
 
 
 class Sampler:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.base.runs import SETTLING, Event
+from ebbtide.base.runs import SETTLING, Event, of_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,18 @@ def steady_steps(events: Sequence[Event], warm_up: int | None = None) -> Steady:
         warm_up: Number of steps to skip; ``None``: those before the last plan, and its first ones if others follow, at
             least one. With too few steps, one is skipped.
     """
-    ends = {event.get("step"): event["t"] for event in events if event["event"] == "step"}
-    forwards = [e.get("step") for e in events if e["event"] == "phase" and e.get("name") == "forward"]
+    ends = {event.get("step"): event["t"] for event in of_kind(events, "step")}
+    forwards = [e.get("step") for e in of_kind(events, "phase") if e.get("name") == "forward"]
     steps = list(dict.fromkeys([*forwards, *ends]))
     count = warm_up if warm_up is not None else min(steps_before_plan(events) + SETTLING, len(steps) - 1)
     left_out = frozenset(steps[: count if 1 <= count < len(steps) else 1])
-    trimmed = frozenset(event.get("step") for event in events if event["event"] == "trim")
+    trimmed = frozenset(event.get("step") for event in of_kind(events, "trim"))
     over = max((ends.get(step, -math.inf) for step in left_out), default=-math.inf)
     return Steady(warm_up=left_out, trimmed=trimmed, begins=over)
 
 
 def steps_before_plan(events: Sequence[Event]) -> int:
     """Return the number of steps before the last plan that was followed by a step."""
-    ends = [event["t"] for event in events if event["event"] == "step"]
-    plans = [event["t"] for event in events if event["event"] == "plan" and ends and event["t"] < ends[-1]]
+    ends = [event["t"] for event in of_kind(events, "step")]
+    plans = [event["t"] for event in of_kind(events, "plan") if ends and event["t"] < ends[-1]]
     return sum(end < plans[-1] for end in ends) if plans else 0

@@ -323,7 +323,7 @@ _records: list[StepMarker] = []
 
 
 @contextmanager
-def marked(model: nn.Module | None) -> Generator[StepMarker, None, None]:
+def marking(model: nn.Module | None) -> Generator[StepMarker, None, None]:
     """Mark the steps of a record: open a marker, or share the open one, which goes on counting.
 
     Args:

@@ -23,7 +23,8 @@ from ebbtide.base.runs import (
     SUMMARY_FILE,
     Curve,
     Event,
-    nearest,
+    nearest_sample,
+    of_kind,
     phase_spans,
     read_events,
     samples,
@@ -33,6 +34,7 @@ from ebbtide.track.steady import Steady, steady_steps
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
 _RATES = ("copy_out_bytes_per_second", "copy_in_bytes_per_second")
+_PLAN = ("name", "text", "kept_because", "own_checkpoints")
 _GENERATION = "generation"
 """The phase that begins a rollout."""
 
@@ -74,7 +76,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         "peak_host_bytes": host,
         **activations,
         **_copies(events, steady),
-        "plan": {"name": plan.get("name"), "text": plan.get("text")} if plan else None,
+        "plan": {key: plan.get(key) for key in _PLAN} if plan else None,
         "inside": inside,
         "phases": phase_figures(events, sampled if on_cpu and sampled else own, steady),
         "status": end["status"] if end else "killed",
@@ -100,10 +102,6 @@ def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None)
     return summary
 
 
-def _all(events: Sequence[Event], kind: str) -> list[Event]:
-    return [event for event in events if event["event"] == kind]
-
-
 def _last(events: Sequence[Event], *kinds: str) -> Event | None:
     return next((event for event in reversed(events) if event["event"] in kinds), None)
 
@@ -120,7 +118,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
         "step_seconds": seconds,
-        "lockstep": len(steps) > 1 and len(_all(events, "wait")) == len(steps),
+        "lockstep": len(steps) > 1 and len(of_kind(events, "wait")) == len(steps),
         "tokens_per_second": _tokens_per_second(events, timed),
         "first_step": steps[0].get("step") if steps else None,
         "loss": [step["loss"] for step in steps],
@@ -130,7 +128,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
 
 def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float | None:
     """Return the median rate of the steps; where not every step generates, the rate over all whole rollouts."""
-    phases = [event for event in _all(events, "phase") if event.get("name") == _GENERATION]
+    phases = [event for event in of_kind(events, "phase") if event.get("name") == _GENERATION]
     generating = {event.get("step") for event in phases if event.get("edge") == "begin"}
     begins = [index for index, step in enumerate(timed) if step.get("step") in generating]
     shared = bool(generating) and len(begins) < len(timed)
@@ -146,10 +144,10 @@ def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float
 
 def _steps(events: Sequence[Event]) -> list[Event]:
     """Return the steps; a loss or tokens that a step lacks are those that were logged after it."""
-    steps = _all(events, "step")
+    steps = of_kind(events, "step")
     ends = [step["t"] for step in steps]  # numbers do not decide: a resumed trainer has others
     logged: dict[int, dict[str, Any]] = {}
-    for event in _all(events, "log"):
+    for event in of_kind(events, "log"):
         at = bisect_right(ends, event["t"]) - 1
         logged[at] = {**(event.get("logs") or {}), **logged.get(at, {})}
     for at, step in enumerate(steps):
@@ -231,10 +229,10 @@ def _passes(events: Sequence[Event]) -> list[Event]:
 
 def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     engine_ran = any(event["event"] == "pass_end" for event in events)
-    complete = not any(event.get("code") == DETAILS_END for event in _all(events, "message"))
-    stats = _all(events, "stats")[::-1]
-    counts = any(step["t"] > steady.begins for step in _all(events, "step"))
-    stalls = [e for e in _all(events, "stall") if e["t"] > steady.begins or not counts]
+    complete = not any(event.get("code") == DETAILS_END for event in of_kind(events, "message"))
+    stats = of_kind(events, "stats")[::-1]
+    counts = any(step["t"] > steady.begins for step in of_kind(events, "step"))
+    stalls = [e for e in of_kind(events, "stall") if e["t"] > steady.begins or not counts]
     return {
         "stall_seconds": sum(e["seconds"] for e in stalls) if engine_ran and complete else None,
         # Each model has events of its own; one may copy nothing.
@@ -260,7 +258,7 @@ def _view(
         # The run's own samples are taken just after each edge. The last one before a forward contains nothing of it.
         low, high = (bisect_left(curve, (t, 0)) for t in (span.begin, span.end))
         if outside and curve:
-            low, high = low - 1, nearest(curve, span.end)
+            low, high = low - 1, nearest_sample(curve, span.end)
         if low >= 0 and high < len(curve):
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])

@@ -7,7 +7,6 @@ most tensors are saved, so memory is comparable with ebbtide and without it. The
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ from transformers import TrainerCallback
 from ebbtide.base.errors import TrainingError
 from ebbtide.base.events import BUS
 from ebbtide.store.device_memory import peak_bytes
+from ebbtide.track import MemoryReader
 from ebbtide_recipes.skeleton.progress import GIB, StepBar
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class StepRecorder(TrainerCallback):
         if handle is None:
             return None
         stats = handle.stats()
-        BUS.emit("stats", step=step, **dataclasses.asdict(stats))
+        BUS.emit("stats", step=step, **stats.as_dict())
         self._stalled_seconds = stats.total_stall_seconds
         return stats.memory_saved_bytes
 
@@ -250,8 +250,4 @@ def _duration(seconds: float) -> str:
 
 def _memory_bytes() -> int:
     """Return the most device memory in use so far; without an accelerator, the process's resident memory now."""
-    if torch.accelerator.is_available():
-        return peak_bytes()
-    import psutil
-
-    return psutil.Process().memory_info().rss
+    return peak_bytes() if torch.accelerator.is_available() else MemoryReader().rss_bytes() or 0

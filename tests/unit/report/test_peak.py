@@ -191,7 +191,7 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     alone = verdicts([ours.summary], ["ebbtide"], {})
     assert alone[0].startswith("ebbtide: 100.0 MiB of the 132.0 MiB of activations ")
     assert alone[0].endswith(", step 3.500 s, peak 1.21 GiB.") and "kept everything" not in alone[0]
-    nothing = {**ours.summary, "plan": {"name": "auto", "text": "everything stays: nothing is gained"}}
+    nothing = {**ours.summary, "plan": {"name": "auto", "text": "any words", "kept_because": "gains_nothing"}}
     (line,) = verdicts([nothing], ["ebbtide"], {"ebbtide": split(ours)})
     assert (
         "kept everything" in line
@@ -201,10 +201,27 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     one = {**ours.summary, "timed_steps": 1}
     assert "step time not judged (1 step timed), " in verdicts([plain.summary, one], ["plain", "ebbtide"], {})[0]
     assert ", step +" in verdicts([plain.summary, {**one, "rounds": 3}], ["plain", "ebbtide"], {})[0]
-    small = {**ours.summary, "plan": {"name": "auto", "text": "all storages that blocks save are below min_bytes"}}
+    small = {**ours.summary, "plan": {"name": "auto", "text": "any words", "kept_because": "small"}}
     assert "below min_bytes" in verdicts([small], ["ebbtide"], {})[0]
+    for unmarked in ({}, {"kept_because": None}, {"kept_because": "fits"}):  # of an earlier release, too
+        plan = {"name": "auto", "text": "everything stays: nothing is gained", **unmarked}
+        assert "kept everything" not in verdicts([{**ours.summary, "plan": plan}], ["ebbtide"], {})[0]
     uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
     assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
+
+
+def test_where_a_model_checkpoints_its_blocks_the_advice_is_to_switch_that_off(tmp_path: Path) -> None:
+    run = device_run(tmp_path)
+    plan = {"name": "auto", "text": "", "own_checkpoints": 8}
+    own = dataclasses.replace(run, summary={**run.summary, "plan": plan})
+    for found, checkpoints in ((split(run), False), (split(own), True)):
+        assert found is not None
+        most = dataclasses.replace(found, parts={"kept activations": found.peak.bytes_})
+        assert most.advice is not None and ("policy 'minimal'" in most.advice) is not checkpoints
+        assert ("gradient_checkpointing_disable()" in most.advice) is checkpoints
+    kept = {**own.summary, "plan": {**plan, "kept_because": "gains_nothing"}}
+    (line,) = verdicts([kept], ["ebbtide"], {"ebbtide": split(own)})
+    assert "gradient_checkpointing_disable()" in line and "ebbtide.Auto(" in line and "minimal" not in line
 
 
 def test_savings_within_the_noise_are_not_shown_as_numbers(tmp_path: Path) -> None:

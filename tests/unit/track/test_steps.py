@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.base.events import BUS
 from ebbtide.base.runs import read_events
 from ebbtide.report import load_run
+from ebbtide.track import summarise
 from ebbtide.track.parts import held_bytes, model_bytes
 from ebbtide.track.steps import StepMarker
+from tests.helpers.torches import needs_slots
 
 STEPS = 4
 
@@ -387,6 +390,29 @@ def test_a_plan_that_was_made_before_is_recorded(tmp_path: Path) -> None:
         with ebbtide.track_memory(tmp_path):
             list(loop(model, adam(model), steps=1))
         assert marks(tmp_path, "plan")[0]["name"] == handle.plan.name
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints its own blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@needs_slots
+def test_blocks_that_the_model_checkpoints_itself_are_recorded_with_the_plan(tmp_path: Path) -> None:
+    model = Checkpointing()
+    with ebbtide.enable_activation_offloading(model, min_bytes=0):
+        for folder in ("first", "later"):  # the second record begins after the plan was made
+            with ebbtide.track_memory(tmp_path / folder):
+                list(loop(model, adam(model), steps=5))
+            assert summarise(tmp_path / folder)["plan"]["own_checkpoints"] == 3
 
 
 @pytest.mark.parametrize("closed", [True, False])

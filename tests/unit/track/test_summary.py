@@ -114,9 +114,12 @@ def test_a_plan_recorded_after_the_last_step_has_no_warm_up(tmp_path):
 
 def test_a_verdict_is_the_plans_last_text_and_no_plan_of_its_own(tmp_path):
     events = [begin(), *phases(1, 1.0), event(5.0, "plan", name="auto", text="not measured yet"), *phases(2, 10.0)]
-    events += [event(15.0, "verdict", name="auto", text="measured"), *phases(3, 20.0), *phases(4, 30.0)]
+    judged = event(15.0, "verdict", name="auto", text="measured", kept_because="gains_nothing", own_checkpoints=4)
+    events += [judged, *phases(3, 20.0), *phases(4, 30.0)]
     summary = run(tmp_path, events)
-    assert summary["plan"] == {"name": "auto", "text": "measured"}
+    assert summary["plan"] == {
+        "name": "auto", "text": "measured", "kept_because": "gains_nothing", "own_checkpoints": 4,
+    }  # fmt: skip
     assert summary["warm_up_steps"] == 2
 
 
