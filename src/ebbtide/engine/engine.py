@@ -23,7 +23,7 @@ from ebbtide.engine.layout import byte_view, checksum
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.numerics import Numerics, current_numerics
-from ebbtide.engine.passes import Pass, RunRecord
+from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.recompute import evaluate_now, repeatable
 from ebbtide.engine.restore import Restorer
 from ebbtide.engine.rules import rule_table
@@ -183,12 +183,20 @@ class Engine:
                 self.timer.block_ends(run)
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
-        if not self.bus.active:
-            return
-        action = "checkpoint" if checkpointed else "mixed"
+        if self.bus.active:
+            self.emit_block(block, run.tally, "checkpoint" if checkpointed else "mixed")
+
+    def emit_block(self, block: Block, tally: Tally, action: str) -> None:
+        """Emit the event of a block's forward.
+
+        Args:
+            block: The block.
+            tally: What it saved.
+            action: ``"checkpoint"``, ``"keep"``, or ``"mixed"``: each storage has its own.
+        """
         self.bus.emit(
             "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
-            engine=self.number, **run.tally.fields(),
+            engine=self.number, **tally.fields(),
         )  # fmt: skip
 
     # Called by a block while it packs

@@ -115,10 +115,7 @@ class PlainBlocks:
             if timer is not None:
                 timer.block_ends(run)
             if engine.bus.active:
-                engine.bus.emit(
-                    "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action="keep",
-                    engine=engine.number, **kept.fields(),
-                )  # fmt: skip
+                engine.emit_block(block, kept, "keep")
         self.mark(run, called.tensors, output)
         return output
 
