@@ -227,7 +227,7 @@ class BlockRun(Replay):
 
 def begin_block(engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
     """Begin a block's forward; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-    run = BlockRun(engine, block, engine._pass, inputs, checkpointed=checkpointed)
+    run = BlockRun(engine, block, engine.current_pass, inputs, checkpointed=checkpointed)
     if engine.timer is not None:
         engine.timer.block_begins(run)
     run.replays = engine.replays and not (engine.timer is not None and engine.timer.measuring)

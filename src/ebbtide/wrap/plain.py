@@ -99,7 +99,7 @@ class PlainBlocks:
     def call(self, block: Block, called: Called) -> Any:
         """Run a block without hooks."""
         engine = self._engine
-        timer, pass_, state = engine.timer, engine._pass, self._state(called.tensors)
+        timer, pass_, state = engine.timer, engine.current_pass, self._state(called.tensors)
         where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
         run, self.ran = PlainRun(block, pass_, where), True
         if timer is not None:
