@@ -74,6 +74,11 @@ class BlockProfile:
         """Bytes that it saves."""
         return sum(unit.nbytes for unit in self.units)
 
+    @property
+    def saved_input_bytes(self) -> int:
+        """Bytes of its inputs that it saves."""
+        return sum(unit.nbytes for unit in self.units if unit.block_input)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
