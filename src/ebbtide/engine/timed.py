@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ebbtide.base.actions import Action, Unit
@@ -86,3 +87,8 @@ class TimedStep:
     saved_bytes: int = 0
     held_bytes: int | None = None
     alone: bool = True
+
+
+def recompute_seconds(units: Iterable[TimedUnit]) -> float:
+    """Return the time of the executed recomputes."""
+    return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)

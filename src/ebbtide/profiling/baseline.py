@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from ebbtide.base.actions import Action
-from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
+from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit, recompute_seconds
 from ebbtide.planner.charges import Work, charged
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, BlockProfile, Profile
 
@@ -239,11 +239,6 @@ def undisturbed(steps: list[TimedStep]) -> TimedStep:
 def _least(seconds: Iterable[float | None]) -> float | None:
     known = [value for value in seconds if value is not None]
     return min(known) if known else None
-
-
-def recompute_seconds(units: Iterable[TimedUnit]) -> float:
-    """Return the time of the executed recomputes."""
-    return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)
 
 
 def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:

@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from ebbtide.base.actions import Action, Unit
+from ebbtide.base.actions import Unit
 from ebbtide.base.errors import CapError, DiskFullError
-from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.engine.timed import TimedBlock, TimedStep, recompute_seconds
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.store.meter import home_of
@@ -63,12 +63,11 @@ def profile_of(
 
 
 def _block(block: TimedBlock) -> BlockProfile:
-    recomputed = sum(unit.recompute_seconds or 0.0 for unit in block.units if unit.action is Action.RECOMPUTE)
     return BlockProfile(
         name=block.name,
         kind=block.kind,
         forward_seconds=block.forward_seconds,
-        backward_seconds=max(block.backward_seconds - recomputed, 0.0),
+        backward_seconds=max(block.backward_seconds - recompute_seconds(block.units), 0.0),
         checkpointable=block.checkpointable,
         input_bytes=block.input_bytes,
         units=tuple(Unit(**{one.name: getattr(unit, one.name) for one in fields(Unit)}) for unit in block.units),
