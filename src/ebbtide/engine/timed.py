@@ -59,6 +59,11 @@ class TimedBlock:
     pack_seconds: float = 0.0
 
     @property
+    def seconds(self) -> float:
+        """Time of its forward and backward together."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of all that it saved under hooks."""
         return sum(unit.nbytes for unit in self.units)

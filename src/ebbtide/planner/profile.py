@@ -57,6 +57,11 @@ class BlockProfile:
     checkpoint_factor: float = 1.0
 
     @property
+    def seconds(self) -> float:
+        """Time of its forward and backward together."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def checkpoint_seconds(self) -> float:
         """Time of its forward in backward, if it is checkpointed."""
         return self.forward_seconds * self.checkpoint_factor

@@ -133,7 +133,7 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         backward = min(quartile([step.blocks[place].backward_seconds for place in places]), median(backwards))
         hooks = HOOKS_OF_PACKS * median(block.pack_seconds for block in kept) if kept else 0.0
         if kept and not hooks:
-            hooks = median(block.forward_seconds + block.backward_seconds for block in kept) - forward - backward
+            hooks = median(block.seconds for block in kept) - forward - backward
         found[kind] = PlainBlock(
             units=(equals[0] if equals else self_before).units,
             forward_seconds=forward,
@@ -263,12 +263,8 @@ def noise(before: TimedStep, step: TimedStep) -> float:
 
 def _drift(before: TimedStep, step: TimedStep) -> float:
     """Return by how many times blocks that had hooks in both took longer in the later step."""
-
-    def seconds(block: TimedBlock) -> float:
-        return block.forward_seconds + block.backward_seconds
-
     pairs = [(one, other) for one, other in zip(before.blocks, step.blocks, strict=True) if not other.plain]
-    ratios = [seconds(other) / seconds(one) for one, other in pairs if seconds(one)]
+    ratios = [other.seconds / one.seconds for one, other in pairs if one.seconds]
     return median(ratios) if ratios else 1.0
 
 

@@ -194,12 +194,8 @@ def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: i
         other for other, block in enumerate(blocks) if not block.plain and profile[other].kind == profile[place].kind
     ]
     equals = [other for other in hooked if solution.assignment[other] == actions] or hooked
-
-    def plain(other: int) -> float:
-        return profile[other].forward_seconds + profile[other].backward_seconds
-
-    factors = [blocks[other].seconds / plain(other) for other in equals if plain(other)]
-    return plain(place) * median(factors) if factors else mine.seconds
+    factors = [blocks[other].seconds / profile[other].seconds for other in equals if profile[other].seconds]
+    return profile[place].seconds * median(factors) if factors else mine.seconds
 
 
 class Check:
