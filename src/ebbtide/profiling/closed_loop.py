@@ -30,7 +30,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
-from ebbtide.config import Auto, Keep, Minimal, Policy
+from ebbtide.config import Auto, Minimal, Policy
 from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import checkpointed_peak
@@ -219,7 +219,7 @@ class ClosedLoop:
         if budget is not None:
             return None if found.assignment == before.assignment else self._check(found, check.budget_bytes or budget)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
-            found = follow(profile, plan_for(Keep()))
+            found = Search(profile).everything
         return self._check(found, None) if self._has_room(found) else None
 
     def _has_room(self, solution: Solution) -> bool:
