@@ -9,6 +9,7 @@ actions; the engine queries it once per storage.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,6 +27,11 @@ class Action(Enum):
     CHECKPOINT = "checkpoint"
 
     __hash__ = object.__hash__  # Enum.__hash__ is a Python function, called for every counted storage
+
+
+def keeps_all(actions: Iterable[Action]) -> bool:
+    """Whether actions keep everything."""
+    return all(action is Action.KEEP for action in actions)
 
 
 class Site(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import Action, keeps_all
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit, recompute_seconds
 from ebbtide.planner.charges import Work, charged
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, BlockProfile, Profile
@@ -147,7 +147,7 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
 
 def _treated(block: TimedBlock) -> bool:
     """Whether anything of a block was offloaded or recomputed."""
-    return any(unit.action is not Action.KEEP for unit in block.units)
+    return not keeps_all(unit.action for unit in block.units)
 
 
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:

@@ -26,7 +26,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import keeps_all
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
@@ -280,11 +280,7 @@ def why_kept(check: Check) -> KeptBecause:
 def kept_blocks(solution: Solution) -> frozenset[str]:
     """Return the names of the blocks whose saved tensors a plan keeps in all their executions."""
     names = [block.name for block in solution.profile.blocks]
-    treated = {
-        name
-        for name, actions in zip(names, solution.assignment, strict=True)
-        if any(action is not Action.KEEP for action in actions)
-    }
+    treated = {name for name, actions in zip(names, solution.assignment, strict=True) if not keeps_all(actions)}
     return frozenset(names) - treated
 
 
