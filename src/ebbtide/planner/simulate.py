@@ -75,7 +75,7 @@ class _Forward:
         self.offered_bytes, self.offers_last = 0, True
 
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
-        """Nothing: what is held back is read on the device, and counted there."""
+        """Do nothing: storages that are held back are read on the device, and counted there."""
 
 
 class _Step:
