@@ -20,6 +20,7 @@ import torch
 from ebbtide.base.errors import TargetError
 from ebbtide.planner.machines import Machine
 from ebbtide.store import open_tier
+from ebbtide.store.meter import synchronize
 from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
 from ebbtide.store.speed import Speed, measure_speed, noise
 
@@ -228,16 +229,11 @@ def _median(device: torch.device, work: Work, rounds: Sequence[float]) -> float:
 
 
 def _seconds(device: torch.device, work: Work) -> float:
-    _wait(device)
+    synchronize(device)
     began = time.perf_counter()
     work()
-    _wait(device)
+    synchronize(device)
     return max(time.perf_counter() - began, 1e-9)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from ebbtide.base.errors import CapError, DiskFullError
 from ebbtide.engine.timed import TimedBlock, TimedStep, recompute_seconds
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
-from ebbtide.store.meter import home_of
+from ebbtide.store.meter import home_of, synchronize
 from ebbtide.store.protocol import Tier, copy_out_one
 
 PROBE_BYTES = 16 * 1024**2
@@ -99,7 +99,6 @@ def _probe(tier: Tier) -> None:
     except (CapError, DiskFullError):
         return  # what it cannot take stays, at whatever rate
     slot.free()
-    if source.device.type != "cpu":
-        torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
+    synchronize(source.device)  # a copy has its time when it has ended
     counters = tier.counters
     counters.probed(PROBE_BYTES, counters.stalls.total_seconds - before)

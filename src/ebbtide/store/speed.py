@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.base.errors import CapError, DiskFullError
-from ebbtide.store.meter import keeps_time
+from ebbtide.store.meter import keeps_time, synchronize
 from ebbtide.store.protocol import Slot, Tier, copy_out_one
 
 PIECES = 8
@@ -94,7 +94,7 @@ class _Trial:
         """Copy out one piece; the slot may be dropped."""
         before = self._read()
         slot = copy_out_one(self._tier, self._source)
-        self._settle()
+        synchronize(self._where)
         slots.append(slot)
         return self._rate(before, self._read(), 0)
 
@@ -109,12 +109,8 @@ class _Trial:
     def _in(self, slot: Slot) -> float:
         before = self._read()
         slot.take()
-        self._settle()
+        synchronize(self._where)
         return self._rate(before, self._read(), 2)
-
-    def _settle(self) -> None:
-        if self._where.type != "cpu":
-            torch.accelerator.synchronize(self._where)
 
     def _read(self) -> tuple[float, float, float, float]:
         counters = self._tier.counters
