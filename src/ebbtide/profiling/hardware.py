@@ -22,7 +22,7 @@ from ebbtide.planner.machines import Machine
 from ebbtide.store import open_tier
 from ebbtide.store.meter import synchronize
 from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
-from ebbtide.store.speed import Speed, measure_speed, noise
+from ebbtide.store.speed import Speed, incompressible, measure_speed
 
 _MIB = 1024**2
 _TIMED_SECONDS = 0.02
@@ -175,7 +175,7 @@ def _fitting(sizes: Sequence[int], most: int) -> list[int]:
 
 def _numbers(count: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
     """Return random numbers: on zeros a device may take less power and be faster."""
-    return noise(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
+    return incompressible(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
 
 
 def _rate(

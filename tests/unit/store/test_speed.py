@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.base.errors import DiskFullError
 from ebbtide.store import DiskTier, HostTier
-from ebbtide.store.speed import PIECES, measure_speed, noise
+from ebbtide.store.speed import PIECES, incompressible, measure_speed
 from tests.helpers.fakedevice import FakeDevice
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_a_disk_without_room_is_an_error(disk: Path) -> None:
 
 def test_noise_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    one = noise(9 * MIB + 5, CPU)
+    one = incompressible(9 * MIB + 5, CPU)
     assert one.numel() == 9 * MIB + 5 and one.dtype is torch.uint8 and one.is_contiguous()
-    assert torch.equal(one, noise(9 * MIB + 5, CPU)) and one[: 4 * MIB].unique().numel() == 256
+    assert torch.equal(one, incompressible(9 * MIB + 5, CPU)) and one[: 4 * MIB].unique().numel() == 256
     assert torch.equal(before, torch.get_rng_state())
