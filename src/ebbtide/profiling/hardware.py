@@ -85,7 +85,7 @@ def machine_with(speed: Speed) -> Machine:
         in_bytes_per_second=speed.in_bytes_per_second,
         host_memory_bytes=memory_limit_bytes(),
         host_bytes_per_second=_copies(torch.device("cpu")),
-        can_cancel=not accelerated,
+        stores_on_disk=not accelerated,
     )
 
 

@@ -207,7 +207,7 @@ class _Task:
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
         tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
-        store_bytes = None if machine.can_cancel else share_of(host_bytes, host_bytes, ranks)
+        store_bytes = None if machine.stores_on_disk else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
 
 
