@@ -88,7 +88,7 @@ class Candidate:
         site: Where it was saved.
         block_name: Path of the block in the model.
         block: Index of the block in execution order of its stack.
-        bytes_: Size of the storage in bytes.
+        nbytes: Size of the storage in bytes.
         block_input: Whether the storage is an input of the block.
         recompute_flops: Multiply-add work of recomputing it from other saved tensors, in FLOP; ``None`` if it cannot be
             recomputed; 0 for element-wise chains.
@@ -98,7 +98,7 @@ class Candidate:
     site: Site
     block_name: str = ""
     block: int
-    bytes_: int
+    nbytes: int
     block_input: bool
     recompute_flops: float | None
     kept_bytes: int = 0
@@ -111,7 +111,7 @@ class Candidate:
         put(other, "site", self.site)
         put(other, "block_name", self.block_name)
         put(other, "block", self.block)
-        put(other, "bytes_", self.bytes_)
+        put(other, "nbytes", self.nbytes)
         put(other, "block_input", self.block_input)
         put(other, "recompute_flops", self.recompute_flops)
         put(other, "kept_bytes", kept_bytes)

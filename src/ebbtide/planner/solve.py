@@ -84,7 +84,7 @@ def follow(profile: Profile, plan: Plan) -> Solution:
 
     def action(place: int, unit: Unit) -> Action:
         candidate = Candidate(
-            site=unit.site, block_name=profile.blocks[place].name, block=place, bytes_=unit.nbytes,
+            site=unit.site, block_name=profile.blocks[place].name, block=place, nbytes=unit.nbytes,
             block_input=unit.block_input, recompute_flops=unit.recompute_flops,
         )  # fmt: skip
         return _possible(plan.choose(candidate), unit)

@@ -64,7 +64,7 @@ def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action
     site = Site("Layer", module, "Node", 0)
     return plan.choose(
         Candidate(
-            site=site, block_name="layers.1", block=1, bytes_=100 * MB, block_input=False, recompute_flops=flops
+            site=site, block_name="layers.1", block=1, nbytes=100 * MB, block_input=False, recompute_flops=flops
         )
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_larger_steps_are_measured_under_the_heuristic() -> None:
 def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     site = Site("Layer", "light", "Node", 0)
-    candidate = Candidate(site=site, block_name="layers.1", block=1, bytes_=8, block_input=False, recompute_flops=None)
+    candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=8, block_input=False, recompute_flops=None)
     assert plan.needs_recipe(candidate) and plan.recomputes_in("layers.1")
     plan._kept_under_hooks = frozenset({"layers.1"})
     assert not plan.needs_recipe(candidate) and plan.choose(candidate) is Action.KEEP
