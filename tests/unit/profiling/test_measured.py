@@ -22,9 +22,9 @@ from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.minimal import MinimalPlan
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.counters import TierCounters
-from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.slots import small_disk
 from tests.unit.planner.test_table import plan as table
 
 MB = 10**6
@@ -73,7 +73,7 @@ def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action
 def test_a_store_without_room_for_a_probe_has_some_rate(kind: str, tmp_path: Path) -> None:
     """Its tensors stay, and training goes on."""
     if kind == "disk":
-        store: Any = DiskTier(tmp_path, budget_bytes=1 << 20)
+        store: Any = small_disk(tmp_path, 1 << 20)
     else:
         store = HostTier(FakeDevice(1e12, 1e12), budget_bytes=1 << 20)
     rates = measured_rates(store)
