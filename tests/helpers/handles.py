@@ -21,6 +21,7 @@ from tests.helpers.engines import assert_nothing_left, drain, hooks_are_closed
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.models import build
 from tests.helpers.oracle import same_bits
+from tests.helpers.slots import small_disk
 
 
 class Unlimited(ebbtide.Auto):
@@ -91,7 +92,8 @@ def training(
         if policy == "auto":  # on a busy machine a plan may miss its promise, and the next one checkpoint other blocks
             stack.enter_context(mock.patch.object(Checkpointable, "able", lambda *args: False))
         if tier == "disk":
-            place: Any = DiskTier(stack.enter_context(tempfile.TemporaryDirectory()), budget_bytes=room_bytes)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            place: Any = DiskTier(folder) if room_bytes is None else small_disk(folder, room_bytes)
         else:
             place = HostTier(FakeDevice(1e6, 1e6), budget_bytes=room_bytes)
         stack.callback(place.close)

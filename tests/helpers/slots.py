@@ -1,12 +1,14 @@
-"""Copy out one source: the calls of a tier take several."""
+"""Copy out one source: the calls of a tier take several; and a tier on a small disk."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ebbtide.base.errors import CapError
+from ebbtide.store.disk import DiskTier
 
 
 def copy_out(tier: Any, source: torch.Tensor) -> Any:
@@ -15,3 +17,11 @@ def copy_out(tier: Any, source: torch.Tensor) -> Any:
     if isinstance(slot, CapError):
         raise slot
     return slot
+
+
+def small_disk(path: Path | str, nbytes: int) -> DiskTier:
+    """Return a disk tier on a disk that has ``nbytes`` for its file."""
+    tier: Any = DiskTier(path)
+    room = tier._room
+    room._file.disk_free_bytes = lambda: max(0, nbytes - room.size_bytes)
+    return tier

@@ -37,7 +37,7 @@ class Sparing(ByTable):
     """Keeps what fits into a few bytes, and announces its actions in advance."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(lambda c: Action.KEEP if c.kept_bytes + c.bytes_ <= most else Action.OFFLOAD)
+        super().__init__(lambda c: Action.KEEP if c.kept_bytes + c.nbytes <= most else Action.OFFLOAD)
 
     def needs_recipe(self, candidate: Any) -> bool:
         return False

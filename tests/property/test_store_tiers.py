@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -127,9 +128,10 @@ def disk_tier() -> Iterator[DiskTier]:
     with tempfile.TemporaryDirectory() as directory:
         if filesystem_of(directory) == "tmpfs":
             pytest.skip("the temporary directory lies in RAM")
-        tier = DiskTier(directory, in_flight_bytes=200_000)
-        yield tier
-        tier.close()
+        with mock.patch("ebbtide.store.diskwork._WINDOW_BYTES", 200_000):
+            tier = DiskTier(directory)
+            yield tier
+            tier.close()
 
 
 @settings(max_examples=60)

@@ -18,7 +18,7 @@ from ebbtide.config import Target
 from ebbtide.store import open_tier
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
-from ebbtide.store.speed import measure_speed, noise
+from ebbtide.store.speed import incompressible, measure_speed
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.simdev.device import configured, counters
 
@@ -91,7 +91,7 @@ def test_host_memory_is_host_memory_whatever_the_default_device() -> None:
     assert device.allocate_host(4096, pinned=False).device.type == "cpu"
     device._registrar = None  # as on a device that pins through torch's allocator
     assert device.allocate_host(4096, pinned=True).is_pinned()
-    assert torch.equal(noise(1000, DEVICE).cpu(), noise(1000, torch.device("cpu")))
+    assert torch.equal(incompressible(1000, DEVICE).cpu(), incompressible(1000, torch.device("cpu")))
 
 
 @pytest.mark.usefixtures("default_device")

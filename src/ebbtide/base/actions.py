@@ -9,6 +9,7 @@ actions; the engine queries it once per storage.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,6 +27,11 @@ class Action(Enum):
     CHECKPOINT = "checkpoint"
 
     __hash__ = object.__hash__  # Enum.__hash__ is a Python function, called for every counted storage
+
+
+def keeps_all(actions: Iterable[Action]) -> bool:
+    """Whether actions keep everything."""
+    return all(action is Action.KEEP for action in actions)
 
 
 class Site(NamedTuple):
@@ -82,7 +88,7 @@ class Candidate:
         site: Where it was saved.
         block_name: Path of the block in the model.
         block: Index of the block in execution order of its stack.
-        bytes_: Size of the storage in bytes.
+        nbytes: Size of the storage in bytes.
         block_input: Whether the storage is an input of the block.
         recompute_flops: Multiply-add work of recomputing it from other saved tensors, in FLOP; ``None`` if it cannot be
             recomputed; 0 for element-wise chains.
@@ -92,7 +98,7 @@ class Candidate:
     site: Site
     block_name: str = ""
     block: int
-    bytes_: int
+    nbytes: int
     block_input: bool
     recompute_flops: float | None
     kept_bytes: int = 0
@@ -105,7 +111,7 @@ class Candidate:
         put(other, "site", self.site)
         put(other, "block_name", self.block_name)
         put(other, "block", self.block)
-        put(other, "bytes_", self.bytes_)
+        put(other, "nbytes", self.nbytes)
         put(other, "block_input", self.block_input)
         put(other, "recompute_flops", self.recompute_flops)
         put(other, "kept_bytes", kept_bytes)

@@ -232,7 +232,7 @@ class Admission(RunRecord):
             entry.action = OFFLOAD
             engine.offload(self, entry, tensor)
             return
-        entry.action, entry.checksum = KEEP, None
+        entry.checksum = None
         engine.keep(entry, tensor.untyped_storage())
 
     def _store(self, entry: Entry, tensor: torch.Tensor) -> None:
@@ -243,7 +243,6 @@ class Admission(RunRecord):
             entry.action = OFFLOAD
             self.engine.offload(self, entry, tensor)
         else:
-            entry.action = KEEP
             self.engine.keep(entry, tensor.untyped_storage())
         self.tally.add_narrowed(entry.nbytes, entry.action)
         self.pass_.add_site(entry.site, entry.nbytes, entry.action)

@@ -23,7 +23,7 @@ from ebbtide.engine.layout import byte_view, checksum
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.numerics import Numerics, current_numerics
-from ebbtide.engine.passes import Pass, RunRecord
+from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.recompute import evaluate_now, repeatable
 from ebbtide.engine.restore import Restorer
 from ebbtide.engine.rules import rule_table
@@ -92,14 +92,13 @@ class Engine:
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
-        self.last_pass = Pass()
+        self.current_pass, self.last_pass = Pass(), Pass()
         self.coverage: Coverage | None = None
         self.kept = LiveBytes()  # what live graphs keep on the device by the plan
         self.kept_storages: dict[int, weakref.ref[KeptStorage]] = {}  # those of them without an entry, by id
         self.known_sites: dict[str, Known] = {}
         self.tensor_filter, self.keep_filter = tensor_filter, keep_filter
         self.replays = not options.verify and keep_filter is None  # see [Note: memo]
-        self._pass = Pass()
         self._window = Window(options.window_bytes)
         mover = SlotMover(tier)
         self._copy_out: CopyOut[Entry] = CopyOut(mover, self._window)
@@ -142,16 +141,16 @@ class Engine:
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
                 self.restorer.end_raised()
-            if self._pass.latest is not None:  # blocks ran without the model's own forward
+            if self.current_pass.latest is not None:  # blocks ran without the model's own forward
                 self.end_pass()
-            self._pass = Pass()
+            self.current_pass = Pass()
             self.kept_storages = {key: kept for key, kept in self.kept_storages.items() if kept() is not None}
             self._stalls.begin_pass(measured=self.timer is not None and self.timer.wanted)
             self.weights.begin_pass(lasting, weights)
 
     def end_pass(self) -> None:
         """End the forward: count it, and emit its event."""
-        done = self._pass
+        done = self.current_pass
         if done.latest is not None and done.latest.is_open:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
@@ -183,12 +182,20 @@ class Engine:
                 self.timer.block_ends(run)
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
-        if not self.bus.active:
-            return
-        action = "checkpoint" if checkpointed else "mixed"
+        if self.bus.active:
+            self.emit_block(block, run.tally, "checkpoint" if checkpointed else "mixed")
+
+    def emit_block(self, block: Block, tally: Tally, action: str) -> None:
+        """Emit the event of a block's forward.
+
+        Args:
+            block: The block.
+            tally: What it saved.
+            action: ``"checkpoint"``, ``"keep"``, or ``"mixed"``: each storage has its own.
+        """
         self.bus.emit(
             "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
-            engine=self.number, **run.tally.fields(),
+            engine=self.number, **tally.fields(),
         )  # fmt: skip
 
     # Called by a block while it packs

@@ -78,8 +78,8 @@ class Pass:
                 count, total = self.sites.get((site, action), (0, 0))
                 self.sites[site, action] = count + sign, total + sign * nbytes
 
-    def first_stays(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage that stays is met for the first time in this pass."""
+    def note_staying(self, storage: torch.UntypedStorage) -> bool:
+        """Note a storage that stays; return whether that is the first time in this pass."""
         known = self._staying.get(id(storage))
         if known is not None and known() is storage:
             return False

@@ -162,7 +162,7 @@ class BlockRun(Replay):
         if not tensor.numel() or nbytes < engine.options.min_bytes:
             nbytes = nbytes if tensor.numel() else 0  # a part without elements of something large
             self.tally.add_saved(nbytes)
-            if nbytes and self.pass_.first_stays(storage):
+            if nbytes and self.pass_.note_staying(storage):
                 self.tally.add_small(nbytes)
             return LightTicket(tensor, place=place)
         layout = Layout.of(tensor)
@@ -195,7 +195,7 @@ class BlockRun(Replay):
         """Count a storage that stays because only a part of it was saved, or because its kind is never moved."""
         nbytes = storage.nbytes()
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
-        if self.pass_.first_stays(storage):
+        if self.pass_.note_staying(storage):
             self.tally.add(KEEP, nbytes, must_keep=True)
             node = tensor.grad_fn
             module = self.running[-1].name if self.running else ""
@@ -227,7 +227,7 @@ class BlockRun(Replay):
 
 def begin_block(engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
     """Begin a block's forward; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-    run = BlockRun(engine, block, engine._pass, inputs, checkpointed=checkpointed)
+    run = BlockRun(engine, block, engine.current_pass, inputs, checkpointed=checkpointed)
     if engine.timer is not None:
         engine.timer.block_begins(run)
     run.replays = engine.replays and not (engine.timer is not None and engine.timer.measuring)

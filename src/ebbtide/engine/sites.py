@@ -139,13 +139,13 @@ class Sites:
                 site=site,
                 block_name=self._block.name,
                 block=self._block.index,
-                bytes_=nbytes,
+                nbytes=nbytes,
                 block_input=block_input,
                 recompute_flops=flops,
                 kept_bytes=kept_bytes,
             )
-        elif found.bytes_ != nbytes or found.block_input is not block_input or found.recompute_flops != flops:
-            found = replace(found, bytes_=nbytes, block_input=block_input, recompute_flops=flops)
+        elif found.nbytes != nbytes or found.block_input is not block_input or found.recompute_flops != flops:
+            found = replace(found, nbytes=nbytes, block_input=block_input, recompute_flops=flops)
         found = self._known[key] = found.with_kept(kept_bytes)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ebbtide.base.actions import Action, Unit
@@ -58,6 +59,11 @@ class TimedBlock:
     pack_seconds: float = 0.0
 
     @property
+    def seconds(self) -> float:
+        """Time of its forward and backward together."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of all that it saved under hooks."""
         return sum(unit.nbytes for unit in self.units)
@@ -86,3 +92,8 @@ class TimedStep:
     saved_bytes: int = 0
     held_bytes: int | None = None
     alone: bool = True
+
+
+def recompute_seconds(units: Iterable[TimedUnit]) -> float:
+    """Return the time of the executed recomputes."""
+    return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)

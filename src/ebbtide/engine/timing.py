@@ -110,7 +110,7 @@ class _Pass:
     def resident_bytes(self, known: int) -> int:
         """Return the bytes that were not kept but are resident; of those after the first ``known``, only inputs."""
         return sum(
-            unit.bytes_
+            unit.nbytes
             for place, (storage, unit) in enumerate(self.left)
             if (place < known or unit.block_input) and storage() is not None
         )
@@ -323,7 +323,7 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
             return
-        kind, where, recomputes = (unit.site, unit.bytes_), run.where or self._where, self._pass.recomputes
+        kind, where, recomputes = (unit.site, unit.nbytes), run.where or self._where, self._pass.recomputes
         if prepare is not None and not recomputes.knows(kind):
             began = self._meter.timestamp(where)
             recomputes.time(kind, prepare(), where)
@@ -332,7 +332,7 @@ class StepTimer:
             self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
             TimedUnit(
-                site=unit.site, nbytes=unit.bytes_, narrow_bytes=narrow_bytes, block_input=unit.block_input,
+                site=unit.site, nbytes=unit.nbytes, narrow_bytes=narrow_bytes, block_input=unit.block_input,
                 movable=movable, action=action, recompute_seconds=None,
                 recompute_flops=None if prepare is None else unit.recompute_flops, host_seconds=host_seconds,
             )

@@ -30,7 +30,7 @@ from ebbtide.base.actions import Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
-from ebbtide.engine.layout import Layout, storage_bytes
+from ebbtide.engine.layout import Layout, storage_bytes, with_layout
 from ebbtide.engine.tickets import Entry, Expr
 
 logger = logging.getLogger("ebbtide.engine")
@@ -174,10 +174,7 @@ class Trust:
             return self._demote(entry.site, f"made on {value.device}, not on {base.device}")
         if value.shape != base.shape or value.dtype != base.dtype:
             return self._demote(entry.site, f"made {value.dtype}{list(value.shape)} of {base.dtype}{list(base.shape)}")
-        layout = Layout.of(base)
-        if value.stride() != layout.stride or value.untyped_storage().nbytes() != layout.logical_bytes:
-            value = torch.empty_strided(layout.size, layout.stride, dtype=base.dtype, device=base.device).copy_(value)
-        same = self.same_bytes(value, base)
+        same = self.same_bytes(with_layout(value, Layout.of(base)), base)
         return self._demote(entry.site, "the recomputed bytes differ") if same is False else same
 
     def same_bytes(self, value: torch.Tensor, base: torch.Tensor) -> bool | torch.Tensor:

@@ -28,8 +28,8 @@ def checkpointed_peak(profile: Profile) -> int:
     peaks = [held + block.forward_base_bytes for held, block in zip(kept, blocks, strict=True)]
     peaks.append(sum(input_sizes) + profile.head_base_bytes)
     for held, own, block in zip(kept, input_sizes, blocks, strict=True):
-        own_saved = _saved_input_bytes(block)
-        twice = own_saved if own_saved <= own else 0  # more than its inputs: a copy in a wider type
+        saved = block.saved_input_bytes
+        twice = saved if saved <= own else 0  # more than its inputs: a copy in a wider type
         peaks.append(held + block.saved_bytes - twice + max(block.backward_base_bytes, block.checkpoint_base_bytes))
     return max(peaks)
 
@@ -57,8 +57,4 @@ def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Ac
 
 def _held_input_bytes(block: BlockProfile) -> int:
     """Return the bytes of its inputs that a checkpointed block holds: in an older profile, what it saves of them."""
-    return block.input_bytes or _saved_input_bytes(block)
-
-
-def _saved_input_bytes(block: BlockProfile) -> int:
-    return sum(unit.nbytes for unit in block.units if unit.block_input)
+    return block.input_bytes or block.saved_input_bytes

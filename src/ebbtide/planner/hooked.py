@@ -35,7 +35,7 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
     slack, search = max_slowdown * profile.step_seconds * (1 + 1e-9), Search(profile)
     if not any(block.hook_seconds for block in profile.blocks):
         return search.least_memory(slack)
-    limit = slack * (1 + 1e-9)
+    limit = slack * (1 + 1e-9)  # hooks are subtracted from the slack and added to the step, which rounds
     found = [search.everything]
     fitting = search.checkpointed(lambda s: with_hooks(s).predicted.overhead_seconds > limit, fewest=False)
     found += [plan for plan in map(with_hooks, fitting) if plan.predicted.overhead_seconds <= limit]

@@ -37,7 +37,8 @@ class Machine:
         host_memory_bytes: Of the node.
         host_bytes_per_second: Rate of the node's memory, all channels.
         launch_seconds: The least time of an operator.
-        can_cancel: The store is a disk, as that of a CPU is: host memory does not limit it.
+        stores_on_disk: The store is a disk, as that of a CPU is: host memory does not limit it. Files may say
+            ``can_cancel``, its old name.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Machine:
     host_memory_bytes: int
     host_bytes_per_second: float
     launch_seconds: float = 4e-6
-    can_cancel: bool = False
+    stores_on_disk: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:-1]:
@@ -65,9 +66,9 @@ class Machine:
                     expected="a whole number above 0" if kinds is int else "a number above 0",
                     hint="`ebbtide doctor --out machine.json` writes the machine that it runs on",
                 )
-        if not isinstance(self.can_cancel, bool):
+        if not isinstance(self.stores_on_disk, bool):
             raise ConfigError(
-                f"can_cancel of machine {self.name!r} is {self.can_cancel!r}",
+                f"stores_on_disk of machine {self.name!r} is {self.stores_on_disk!r}",
                 expected="true or false",
                 hint="false for copies on the streams of an accelerator, true for a disk",
             )
@@ -168,6 +169,8 @@ def machine_named(named: str | PathLike[str] | Machine) -> Machine:
         )
     hint = "`ebbtide doctor --out machine.json` writes the one it runs on"
     found = json_object(Path(text), repr(text), expected="a file that describes a machine", hint=hint)
+    if "stores_on_disk" not in found and "can_cancel" in found:
+        found["stores_on_disk"] = found.pop("can_cancel")
     try:
         return Machine(**found)
     except EbbtideError:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ebbtide.base.actions import Action, Site, Unit
+from ebbtide.base.actions import Action, Site, Unit, keeps_all
 from ebbtide.base.errors import ConfigError
 
 _OF_BLOCKS = "forward_seconds", "backward_seconds", "forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes"
@@ -57,6 +57,11 @@ class BlockProfile:
     checkpoint_factor: float = 1.0
 
     @property
+    def seconds(self) -> float:
+        """Time of its forward and backward together."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def checkpoint_seconds(self) -> float:
         """Time of its forward in backward, if it is checkpointed."""
         return self.forward_seconds * self.checkpoint_factor
@@ -67,12 +72,17 @@ class BlockProfile:
             return CHECKPOINT_HOOKS * self.hook_seconds
         if Action.RECOMPUTE in actions:
             return RECOMPUTE_HOOKS * self.hook_seconds
-        return self.hook_seconds if any(action is not Action.KEEP for action in actions) else 0.0
+        return 0.0 if keeps_all(actions) else self.hook_seconds
 
     @property
     def saved_bytes(self) -> int:
         """Bytes that it saves."""
         return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def saved_input_bytes(self) -> int:
+        """Bytes of its inputs that it saves."""
+        return sum(unit.nbytes for unit in self.units if unit.block_input)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

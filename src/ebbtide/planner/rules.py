@@ -65,7 +65,7 @@ class PolicyPlan(Explained):
             case Minimal():
                 most_flops = math.inf
             case Auto():
-                most_flops = CHEAP_FLOP_PER_BYTE * candidate.bytes_
+                most_flops = CHEAP_FLOP_PER_BYTE * candidate.nbytes
         flops = candidate.recompute_flops
         return Action.RECOMPUTE if flops is not None and flops <= most_flops else Action.OFFLOAD
 

@@ -75,7 +75,7 @@ class _Forward:
         self.offered_bytes, self.offers_last = 0, True
 
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
-        """Nothing: what is held back is read on the device, and counted there."""
+        """Do nothing: storages that are held back are read on the device, and counted there."""
 
 
 class _Step:
@@ -256,7 +256,7 @@ def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:
     """Return the input bytes of a checkpointed block beyond those that it saves."""
     if Action.CHECKPOINT not in actions:
         return 0
-    return max(block.input_bytes - sum(unit.nbytes for unit in block.units if unit.block_input), 0)
+    return max(block.input_bytes - block.saved_input_bytes, 0)
 
 
 def simulate(profile: Profile, assignment: Assignment) -> Simulated:

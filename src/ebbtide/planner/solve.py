@@ -84,7 +84,7 @@ def follow(profile: Profile, plan: Plan) -> Solution:
 
     def action(place: int, unit: Unit) -> Action:
         candidate = Candidate(
-            site=unit.site, block_name=profile.blocks[place].name, block=place, bytes_=unit.nbytes,
+            site=unit.site, block_name=profile.blocks[place].name, block=place, nbytes=unit.nbytes,
             block_input=unit.block_input, recompute_flops=unit.recompute_flops,
         )  # fmt: skip
         return _possible(plan.choose(candidate), unit)
@@ -127,7 +127,11 @@ def _within_store(profile: Profile, assignment: Assignment) -> Assignment:
 
 def keep_everything(profile: Profile) -> Simulated:
     """Return the step that keeps everything."""
-    return simulate(profile, tuple((Action.KEEP,) * len(block.units) for block in profile.blocks))
+    return simulate(profile, _keep_all(profile))
+
+
+def _keep_all(profile: Profile) -> Assignment:
+    return tuple((Action.KEEP,) * len(block.units) for block in profile.blocks)
 
 
 def _peak(found: Solution) -> int:
@@ -157,7 +161,7 @@ class Search:
     @functools.cached_property
     def everything(self) -> Solution:
         """The plan that keeps everything."""
-        return self._solution(tuple((Action.KEEP,) * len(block.units) for block in self.profile.blocks), self._kept)
+        return self._solution(_keep_all(self.profile), self._kept)
 
     @functools.cached_property
     def smallest(self) -> Solution:

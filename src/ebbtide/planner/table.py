@@ -105,7 +105,7 @@ class TablePlan(Explained):
             return self.by_rule.choose(candidate)
         if action is Action.RECOMPUTE and candidate.recompute_flops is None:
             return Action.OFFLOAD
-        if action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes:
+        if action is Action.KEEP and candidate.kept_bytes + candidate.nbytes > self.predicted.kept_bytes:
             return self.by_rule.choose(candidate)
         return action
 
@@ -114,7 +114,7 @@ class TablePlan(Explained):
         action = self.actions.get((candidate.block_name, candidate.site))
         if action is not Action.KEEP or candidate.block_name in self._inputs:
             return ALWAYS
-        most = self.predicted.kept_bytes - candidate.bytes_
+        most = self.predicted.kept_bytes - candidate.nbytes
         return most if candidate.kept_bytes <= most else None
 
     def needs_recipe(self, candidate: Candidate) -> bool:
@@ -122,7 +122,7 @@ class TablePlan(Explained):
         action = self.actions.get((candidate.block_name, candidate.site))
         if candidate.block_name in self._inputs or action not in (Action.KEEP, Action.OFFLOAD):
             return True
-        return action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes
+        return action is Action.KEEP and candidate.kept_bytes + candidate.nbytes > self.predicted.kept_bytes
 
     def recomputes_in(self, block_name: str) -> bool:
         """Whether anything in a block is recomputed; True for an unknown block, which follows the heuristic."""

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
-from ebbtide.base.actions import Action
-from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
+from ebbtide.base.actions import Action, keeps_all
+from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit, recompute_seconds
 from ebbtide.planner.charges import Work, charged
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, BlockProfile, Profile
 
@@ -133,7 +133,7 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         backward = min(quartile([step.blocks[place].backward_seconds for place in places]), median(backwards))
         hooks = HOOKS_OF_PACKS * median(block.pack_seconds for block in kept) if kept else 0.0
         if kept and not hooks:
-            hooks = median(block.forward_seconds + block.backward_seconds for block in kept) - forward - backward
+            hooks = median(block.seconds for block in kept) - forward - backward
         found[kind] = PlainBlock(
             units=(equals[0] if equals else self_before).units,
             forward_seconds=forward,
@@ -147,7 +147,7 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
 
 def _treated(block: TimedBlock) -> bool:
     """Whether anything of a block was offloaded or recomputed."""
-    return any(unit.action is not Action.KEEP for unit in block.units)
+    return not keeps_all(unit.action for unit in block.units)
 
 
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
@@ -241,11 +241,6 @@ def _least(seconds: Iterable[float | None]) -> float | None:
     return min(known) if known else None
 
 
-def recompute_seconds(units: Iterable[TimedUnit]) -> float:
-    """Return the time of the executed recomputes."""
-    return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)
-
-
 def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
     if plain is None:
         return block
@@ -268,12 +263,8 @@ def noise(before: TimedStep, step: TimedStep) -> float:
 
 def _drift(before: TimedStep, step: TimedStep) -> float:
     """Return by how many times blocks that had hooks in both took longer in the later step."""
-
-    def seconds(block: TimedBlock) -> float:
-        return block.forward_seconds + block.backward_seconds
-
     pairs = [(one, other) for one, other in zip(before.blocks, step.blocks, strict=True) if not other.plain]
-    ratios = [seconds(other) / seconds(one) for one, other in pairs if seconds(one)]
+    ratios = [other.seconds / one.seconds for one, other in pairs if one.seconds]
     return median(ratios) if ratios else 1.0
 
 

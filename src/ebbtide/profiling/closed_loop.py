@@ -26,11 +26,11 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import keeps_all
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
-from ebbtide.config import Auto, Keep, Minimal, Policy
+from ebbtide.config import Auto, Minimal, Policy
 from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import checkpointed_peak
@@ -138,14 +138,14 @@ class ClosedLoop:
             self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room_in_words}, is the budget")
         elif check.budget_bytes is not None and self.budget_bytes is None:
             self._record(f"the plan for max_slowdown does not fit {self._room_in_words}")
-        return (self._looser(check) or check) if check.keeps else check
+        return (self._try_looser(check) or check) if check.keeps else check
 
     def after(self, check: Check) -> Check | None:
         """Return the plan that follows a judged one; None: the judged one stays."""
         if not (check.too_slow or check.over_budget_bytes):
             shown = "keeps" if check.allowed_share >= 1 else "does not clearly miss"
             logger.info("the plan %s its promise: %s", shown, check.text())
-            return None if check.looks else self._looser(check)
+            return None if check.looks else self._try_looser(check)
         before, self._before = self._before, None
         if before is not None:
             self._loosened = LOOSENED
@@ -193,8 +193,8 @@ class ClosedLoop:
         self.story.append(line)
         logger.info("%s", line)
 
-    def _looser(self, check: Check) -> Check | None:
-        """Return a plan that keeps less than one that kept its promise; None if the gain is too small."""
+    def _try_looser(self, check: Check) -> Check | None:
+        """Try a plan that keeps less, and remember the one that kept its promise; None if the gain is too small."""
         if check.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
             return None
         cheaper = loosened(check)
@@ -219,7 +219,7 @@ class ClosedLoop:
         if budget is not None:
             return None if found.assignment == before.assignment else self._check(found, check.budget_bytes or budget)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
-            found = follow(profile, plan_for(Keep()))
+            found = Search(profile).everything
         return self._check(found, None) if self._has_room(found) else None
 
     def _has_room(self, solution: Solution) -> bool:
@@ -280,11 +280,7 @@ def why_kept(check: Check) -> KeptBecause:
 def kept_blocks(solution: Solution) -> frozenset[str]:
     """Return the names of the blocks whose saved tensors a plan keeps in all their executions."""
     names = [block.name for block in solution.profile.blocks]
-    treated = {
-        name
-        for name, actions in zip(names, solution.assignment, strict=True)
-        if any(action is not Action.KEEP for action in actions)
-    }
+    treated = {name for name, actions in zip(names, solution.assignment, strict=True) if not keeps_all(actions)}
     return frozenset(names) - treated
 
 

@@ -20,8 +20,9 @@ import torch
 from ebbtide.base.errors import TargetError
 from ebbtide.planner.machines import Machine
 from ebbtide.store import open_tier
+from ebbtide.store.meter import synchronize
 from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
-from ebbtide.store.speed import Speed, measure_speed, noise
+from ebbtide.store.speed import Speed, incompressible, measure_speed
 
 _MIB = 1024**2
 _TIMED_SECONDS = 0.02
@@ -84,7 +85,7 @@ def machine_with(speed: Speed) -> Machine:
         in_bytes_per_second=speed.in_bytes_per_second,
         host_memory_bytes=memory_limit_bytes(),
         host_bytes_per_second=_copies(torch.device("cpu")),
-        can_cancel=not accelerated,
+        stores_on_disk=not accelerated,
     )
 
 
@@ -174,7 +175,7 @@ def _fitting(sizes: Sequence[int], most: int) -> list[int]:
 
 def _numbers(count: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
     """Return random numbers: on zeros a device may take less power and be faster."""
-    return noise(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
+    return incompressible(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
 
 
 def _rate(
@@ -228,16 +229,11 @@ def _median(device: torch.device, work: Work, rounds: Sequence[float]) -> float:
 
 
 def _seconds(device: torch.device, work: Work) -> float:
-    _wait(device)
+    synchronize(device)
     began = time.perf_counter()
     work()
-    _wait(device)
+    synchronize(device)
     return max(time.perf_counter() - began, 1e-9)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:

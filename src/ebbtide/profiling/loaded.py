@@ -31,7 +31,7 @@ def warn_of_unplanned(engine: Engine) -> None:
         return
     saved, planned = engine.last_tally.unique, plan.predicted.saved_bytes
     without_row = {
-        (name, site): candidate.bytes_
+        (name, site): candidate.nbytes
         for name, known in engine.known_sites.items()
         for (site, _), candidate in known.candidates.items()
         if (name, site) not in plan.actions

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import Action, keeps_all
 from ebbtide.base.errors import counted
 from ebbtide.base.runs import SETTLING
 from ebbtide.base.units import format_size
@@ -188,18 +188,14 @@ def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: i
     """Return the time of a block under the plan; if it ran without hooks only for comparison, that of equal blocks."""
     mine, profile = blocks[place], solution.profile.blocks
     actions = solution.assignment[place]
-    if not mine.plain or all(action is Action.KEEP for action in actions):
+    if not mine.plain or keeps_all(actions):
         return mine.seconds
     hooked = [
         other for other, block in enumerate(blocks) if not block.plain and profile[other].kind == profile[place].kind
     ]
     equals = [other for other in hooked if solution.assignment[other] == actions] or hooked
-
-    def plain(other: int) -> float:
-        return profile[other].forward_seconds + profile[other].backward_seconds
-
-    factors = [blocks[other].seconds / plain(other) for other in equals if plain(other)]
-    return plain(place) * median(factors) if factors else mine.seconds
+    factors = [blocks[other].seconds / profile[other].seconds for other in equals if profile[other].seconds]
+    return profile[place].seconds * median(factors) if factors else mine.seconds
 
 
 class Check:
@@ -226,7 +222,7 @@ class Check:
         self._unused = 0
         self.too_slow = False  # steps took longer than promised, beyond noise
         self.by_blocks = False  # judged by blocks without hooks in the same passes
-        self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
+        self.keeps = all(map(keeps_all, solution.assignment))
 
     def add(self, span: Span | None) -> Measured | None:
         """Process a pass, None if it could not be timed; return the measurement once the plan is judged."""

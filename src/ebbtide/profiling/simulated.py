@@ -42,7 +42,7 @@ NO_WINDOW = 1
 """Copy rates and window while a simulated step is recorded; the copies of a plan are simulated later."""
 
 
-class _Simulated(Trust):
+class _UnverifiedTrust(Trust):
     """Verification without bytes: a recipe passes if it runs and has the right shape.
 
     It takes no simulated time, because a measured step verifies before it is measured.
@@ -157,7 +157,7 @@ class _Task:
         engine = Engine(
             plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=NO_WINDOW), bus,
             rules=self.rules, tensor_types=TENSOR_TYPES, model_weights=lambda: (*twin.parameters(), *twin.buffers()),
-            trust=_Simulated(bus, simulated),
+            trust=_UnverifiedTrust(bus, simulated),
         )  # fmt: skip
         timer = Marks(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
         engine.timer = timer
@@ -207,7 +207,7 @@ class _Task:
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
         tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
-        store_bytes = None if machine.can_cancel else share_of(host_bytes, host_bytes, ranks)
+        store_bytes = None if machine.stores_on_disk else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
 
 

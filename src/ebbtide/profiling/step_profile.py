@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 
 import torch
 
-from ebbtide.base.actions import Action, Unit
+from ebbtide.base.actions import Unit
 from ebbtide.base.errors import CapError, DiskFullError
-from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.engine.timed import TimedBlock, TimedStep, recompute_seconds
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
 from ebbtide.planner.simulate import simulate
-from ebbtide.store.meter import home_of
+from ebbtide.store.meter import home_of, synchronize
 from ebbtide.store.protocol import Tier, copy_out_one
 
 PROBE_BYTES = 16 * 1024**2
@@ -63,12 +63,11 @@ def profile_of(
 
 
 def _block(block: TimedBlock) -> BlockProfile:
-    recomputed = sum(unit.recompute_seconds or 0.0 for unit in block.units if unit.action is Action.RECOMPUTE)
     return BlockProfile(
         name=block.name,
         kind=block.kind,
         forward_seconds=block.forward_seconds,
-        backward_seconds=max(block.backward_seconds - recomputed, 0.0),
+        backward_seconds=max(block.backward_seconds - recompute_seconds(block.units), 0.0),
         checkpointable=block.checkpointable,
         input_bytes=block.input_bytes,
         units=tuple(Unit(**{one.name: getattr(unit, one.name) for one in fields(Unit)}) for unit in block.units),
@@ -100,7 +99,6 @@ def _probe(tier: Tier) -> None:
     except (CapError, DiskFullError):
         return  # what it cannot take stays, at whatever rate
     slot.free()
-    if source.device.type != "cpu":
-        torch.accelerator.synchronize(source.device)  # a copy has its time when it has ended
+    synchronize(source.device)  # a copy has its time when it has ended
     counters = tier.counters
     counters.probed(PROBE_BYTES, counters.stalls.total_seconds - before)

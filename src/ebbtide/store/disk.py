@@ -21,7 +21,6 @@ from ebbtide.store.protocol import Streamless
 from ebbtide.store.room import Room
 
 _LOG = logging.getLogger("ebbtide.store")
-_DEFAULT_IN_FLIGHT_BYTES = 512 << 20
 
 
 class DiskSlot:
@@ -104,34 +103,21 @@ class DiskTier(Streamless):
     Args:
         path: Directory on a disk; ``None``: the first usable of the temporary directory, ``/var/tmp`` and
             ``~/.cache/ebbtide``.
-        budget_bytes: Most bytes the file may take; ``None``: as many as the disk gives.
-        in_flight_bytes: Window: ``copy_out`` waits when more than this is queued for writing, and ``prefetch`` reads at
-            most this far ahead.
 
     Raises:
         DiskError: The directory is missing, not writable, or in RAM.
-        ConfigError: A size is not above zero.
     """
 
     name = "disk"
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        budget_bytes: int | None = None,
-        in_flight_bytes: int = _DEFAULT_IN_FLIGHT_BYTES,
-    ) -> None:
-        for name, value in (("budget_bytes", budget_bytes), ("in_flight_bytes", in_flight_bytes)):
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}", expected="a number of bytes above zero", hint="leave it out")
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         file = BackingFile(default_directory() if path is None else check_directory(path))
         self.counters = TierCounters()
         self.direct = file.direct
         self._align_bytes = file.align_bytes
         self._trims_heap: Callable[[], bool] = lambda: False
-        self._room = Room(file, budget_bytes)
-        self._work = DiskWork(file, self._room, window_bytes=in_flight_bytes, counters=self.counters)
+        self._room = Room(file)
+        self._work = DiskWork(file, self._room, self.counters)
         # The threads reference the work, not the tier: they end with a tier that is dropped without being closed.
         weakref.finalize(self, self._work.close, join=False).atexit = False
         _LOG.debug("disk tier in %s, %s I/O", file.directory, "direct" if file.direct else "buffered")
@@ -163,7 +149,7 @@ class DiskTier(Streamless):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be offloaded: free or draining places, and the growth that disk and budget allow.
+        """Bytes that could still be offloaded: free or draining places, and the growth that the disk allows.
 
         Raises:
             DiskError: The tier cannot be used.
@@ -179,7 +165,7 @@ class DiskTier(Streamless):
 
         Raises:
             ConfigError: The source is not such a tensor.
-            DiskFullError: Budget or disk cannot hold it.
+            DiskFullError: The disk cannot hold it.
             DiskError: The tier cannot be used: closed, forked, or a thread has died.
         """
         (slot,) = self.copy_out_all([source])

@@ -32,6 +32,9 @@ from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error,
 from ebbtide.store.room import Parcel, ParcelState, Read, Room, next_read, remove_if_present
 from ebbtide.store.waiting import wait_held
 
+_WINDOW_BYTES = 512 << 20
+"""Most bytes queued to be written before ``copy_out`` waits, and most bytes read ahead."""
+
 _WAKE_SECONDS = 5.0
 """How often a waiting thread checks whether the other side is still alive."""
 
@@ -42,12 +45,11 @@ class DiskWork:
     Args:
         file: The backing file; closed by the last thread that ends.
         room: The places in it.
-        window_bytes: Most bytes queued to be written before ``copy_out`` waits, and most bytes read ahead.
         counters: Receives the counts.
     """
 
-    def __init__(self, file: BackingFile, room: Room, *, window_bytes: int, counters: TierCounters) -> None:
-        self._file, self._room, self._window_bytes, self._counters = file, room, window_bytes, counters
+    def __init__(self, file: BackingFile, room: Room, counters: TierCounters) -> None:
+        self._file, self._room, self._counters = file, room, counters
         self.pool = BufferPool()
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -109,14 +111,14 @@ class DiskWork:
             parcels: The bytes to write; their slots are alive meanwhile.
 
         Raises:
-            DiskFullError: Budget or disk cannot hold them.
+            DiskFullError: The disk cannot hold them.
             DiskError: The tier cannot be used.
         """
         with self._lock:
             self._settle()
             for parcel in parcels:
                 need = parcel.interior_bytes
-                self._wait_until(lambda need=need: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
+                self._wait_until(lambda need=need: self._out_bytes <= 0 or self._out_bytes + need <= _WINDOW_BYTES)
                 for again in (True, False):
                     try:
                         self._room.place(parcel)
@@ -361,7 +363,7 @@ class DiskWork:
             del read
 
     def _next_read(self) -> Read | None:
-        chosen = next_read(self._reads, self._window_bytes - self._ahead_bytes if self._ahead_bytes > 0 else None)
+        chosen = next_read(self._reads, _WINDOW_BYTES - self._ahead_bytes if self._ahead_bytes > 0 else None)
         if chosen is not None:
             self._reads.remove(chosen)
             chosen.begun, self._reading = True, chosen.parcel

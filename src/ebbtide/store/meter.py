@@ -230,6 +230,12 @@ def reserved_bytes(tier: Tier) -> int | None:
     return allocator_figures(home_of(tier)).reserved_bytes
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what was queued; a CPU runs synchronously."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def keeps_time(tier: Tier) -> bool:
     """Whether the counters of ``tier`` include times of copies."""
     device = _device_of(tier)

@@ -113,11 +113,10 @@ class Room:
 
     Args:
         file: The file.
-        budget_bytes: Most bytes of the file; ``None``: as many as the disk has.
     """
 
-    def __init__(self, file: BackingFile, budget_bytes: int | None) -> None:
-        self._file, self._budget_bytes = file, budget_bytes
+    def __init__(self, file: BackingFile) -> None:
+        self._file = file
         self._extents = Extents()
         self._owners: dict[int, Parcel] = {}  # by offset
 
@@ -133,8 +132,8 @@ class Room:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free places, and the growth that budget and disk allow."""
-        return self._extents.free_bytes + self._growth_bytes()
+        """Bytes of free places, and the growth that the disk allows."""
+        return self._extents.free_bytes + self._file.disk_free_bytes()
 
     @property
     def parcels(self) -> list[Parcel]:
@@ -145,7 +144,7 @@ class Room:
         """Give a parcel a place.
 
         Raises:
-            DiskFullError: Budget or disk is exceeded.
+            DiskFullError: The disk is full.
             DiskError: The file cannot be grown for another reason.
         """
         place = self._reserve(parcel.interior_bytes)
@@ -176,7 +175,7 @@ class Room:
         if place is not None:
             return place
         least = round_up(need_bytes) - self._extents.tail_bytes
-        growth = self._growth_bytes() // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES
+        growth = self._file.disk_free_bytes() // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES
         cause: OSError | None = None
         # In large steps, for contiguous blocks on disk; if that is too much, in small ones.
         for step in (min(max(least, _EXTENT_BYTES), growth), least):
@@ -195,14 +194,9 @@ class Room:
                 return place
         raise self._full(need_bytes) from cause
 
-    def _growth_bytes(self) -> int:
-        disk = self._file.disk_free_bytes()
-        return disk if self._budget_bytes is None else min(disk, max(0, self._budget_bytes - self.size_bytes))
-
     def _full(self, need_bytes: int) -> DiskFullError:
-        budget = "" if self._budget_bytes is None else f" (budget {format_size(self._budget_bytes)})"
         return DiskFullError(
-            f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}{budget}",
+            f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}",
             expected="enough contiguous space for every offloaded storage",
             hint="free some space there, name a larger disk as disk_path, or offload less",
         )

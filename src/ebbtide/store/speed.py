@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.base.errors import CapError, DiskFullError
-from ebbtide.store.meter import keeps_time
+from ebbtide.store.meter import keeps_time, synchronize
 from ebbtide.store.protocol import Slot, Tier, copy_out_one
 
 PIECES = 8
@@ -25,7 +25,7 @@ _SECONDS = 1.6
 
 _LEAST_PIECES = 3
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
-_NOISE_BYTES = 4 << 20
+_TILE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class Speed:
     in_bytes_per_second: float
 
 
-def noise(nbytes: int, where: torch.device) -> torch.Tensor:
+def incompressible(nbytes: int, where: torch.device) -> torch.Tensor:
     """Return incompressible bytes, one-dimensional and equal in each call; torch's random state is unchanged."""
     generator = torch.Generator("cpu").manual_seed(0)
-    size = min(nbytes, _NOISE_BYTES)
+    size = min(nbytes, _TILE_BYTES)
     tile = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu", generator=generator).to(where)
     return tile.repeat(-(-nbytes // size))[:nbytes]
 
@@ -71,12 +71,12 @@ class _Trial:
     def __init__(self, tier: Tier, where: torch.device, most_bytes: int) -> None:
         self._tier, self._where, self._most_bytes = tier, where, most_bytes
         self._timed = keeps_time(tier)
-        self._source = noise(_LEAST_BYTES, where)
+        self._source = incompressible(_LEAST_BYTES, where)
 
     def run(self) -> Speed:
         self._out([])  # allocates memory, and the first part of the file
         first = self._out([])
-        self._source = noise(self._piece_bytes(first), self._where)
+        self._source = incompressible(self._piece_bytes(first), self._where)
         slots: list[Slot] = []
         try:
             out = _median(self._all_out(slots))
@@ -94,7 +94,7 @@ class _Trial:
         """Copy out one piece; the slot may be dropped."""
         before = self._read()
         slot = copy_out_one(self._tier, self._source)
-        self._settle()
+        synchronize(self._where)
         slots.append(slot)
         return self._rate(before, self._read(), 0)
 
@@ -109,12 +109,8 @@ class _Trial:
     def _in(self, slot: Slot) -> float:
         before = self._read()
         slot.take()
-        self._settle()
+        synchronize(self._where)
         return self._rate(before, self._read(), 2)
-
-    def _settle(self) -> None:
-        if self._where.type != "cpu":
-            torch.accelerator.synchronize(self._where)
 
     def _read(self) -> tuple[float, float, float, float]:
         counters = self._tier.counters

@@ -99,7 +99,7 @@ class PlainBlocks:
     def call(self, block: Block, called: Called) -> Any:
         """Run a block without hooks."""
         engine = self._engine
-        timer, pass_, state = engine.timer, engine._pass, self._state(called.tensors)
+        timer, pass_, state = engine.timer, engine.current_pass, self._state(called.tensors)
         where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
         run, self.ran = PlainRun(block, pass_, where), True
         if timer is not None:
@@ -115,10 +115,7 @@ class PlainBlocks:
             if timer is not None:
                 timer.block_ends(run)
             if engine.bus.active:
-                engine.bus.emit(
-                    "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action="keep",
-                    engine=engine.number, **kept.fields(),
-                )  # fmt: skip
+                engine.emit_block(block, kept, "keep")
         self.mark(run, called.tensors, output)
         return output
 

@@ -90,7 +90,7 @@ class Rest:
         if any(scope.inside for scope in self._resting):  # compiled meanwhile: [Note: compiled blocks]
             self._resting = [scope for scope in self._resting if not scope.inside]
             self._sums = None
-        self._plain.ran, pass_, (total, sites) = True, self._engine._pass, self._count()
+        self._plain.ran, pass_, (total, sites) = True, self._engine.current_pass, self._count()
         pass_.tally.add_all(total)
         for site, (count, nbytes) in sites.items():
             pass_.add_site(site, nbytes, Action.KEEP, count)

@@ -26,9 +26,9 @@ def test_sites_are_values() -> None:
 
 def test_a_candidate_is_frozen_and_named_throughout() -> None:
     site = Site("Block", "mlp", "MulBackward0", 0)
-    candidate = Candidate(site=site, block=1, bytes_=8, block_input=False, recompute_flops=None)
+    candidate = Candidate(site=site, block=1, nbytes=8, block_input=False, recompute_flops=None)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        candidate.bytes_ = 9  # type: ignore[misc]
+        candidate.nbytes = 9  # type: ignore[misc]
     later = candidate.with_kept(100)
     assert later == dataclasses.replace(candidate, kept_bytes=100) != candidate and candidate.with_kept(0) is candidate
     with pytest.raises(TypeError):

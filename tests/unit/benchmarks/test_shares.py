@@ -35,7 +35,7 @@ def _sines() -> Tiny:
 
 def _told(node: str = "SinBackward0", *, block_input: bool = False, flops: float | None = 0.0) -> Candidate:
     site = Site("Block", "inner", node, 0)
-    return Candidate(site=site, block=0, bytes_=64, block_input=block_input, recompute_flops=flops)
+    return Candidate(site=site, block=0, nbytes=64, block_input=block_input, recompute_flops=flops)
 
 
 def test_naive_bytes_are_the_distinct_storages_saved_in_blocks_without_weights() -> None:

@@ -170,10 +170,10 @@ class _KeepsSome(_Alternates):
 
     def choose(self, candidate: Candidate) -> Action:
         self.asked.append(candidate)
-        return Action.KEEP if candidate.kept_bytes + candidate.bytes_ <= self.most_bytes else Action.OFFLOAD
+        return Action.KEEP if candidate.kept_bytes + candidate.nbytes <= self.most_bytes else Action.OFFLOAD
 
     def stands_until(self, candidate: Candidate) -> int | None:
-        most = self.most_bytes - candidate.bytes_
+        most = self.most_bytes - candidate.nbytes
         return most if candidate.kept_bytes <= most else None
 
 

@@ -97,7 +97,7 @@ class Run:
 
 def unit(nbytes: int = 8, name: str = "a") -> Candidate:
     site = Site("Layer", name, "Node", 0)
-    return Candidate(site=site, block_name="x", block=0, bytes_=nbytes, block_input=False, recompute_flops=1)
+    return Candidate(site=site, block_name="x", block=0, nbytes=nbytes, block_input=False, recompute_flops=1)
 
 
 def storage() -> torch.UntypedStorage:

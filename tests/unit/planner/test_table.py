@@ -32,7 +32,7 @@ def ask(found: TablePlan, module: str, block: str = "layers.1", *, flops: float 
     site = Site("Layer", module, "Node", 0)
     return found.choose(
         Candidate(
-            site=site, block_name=block, block=1, bytes_=100, block_input=False, recompute_flops=flops, kept_bytes=kept
+            site=site, block_name=block, block=1, nbytes=100, block_input=False, recompute_flops=flops, kept_bytes=kept
         )
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def needs(found: TablePlan, module: str, *, block: str = "layers.1", kept: int =
     site = Site("Layer", module, "Node", 0)
     return found.needs_recipe(
         Candidate(
-            site=site, block_name=block, block=1, bytes_=100, block_input=False, recompute_flops=None, kept_bytes=kept
+            site=site, block_name=block, block=1, nbytes=100, block_input=False, recompute_flops=None, kept_bytes=kept
         )
     )  # fmt: skip
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from ebbtide.base.errors import DiskError, TargetError
-from ebbtide.planner.machines import machine_named
+from ebbtide.base.errors import DataError, DiskError, TargetError
+from ebbtide.planner.machines import MACHINES, machine_named
 from ebbtide.profiling import hardware as here
 from ebbtide.store.location import filesystem_of
 from ebbtide.store.speed import Speed
@@ -125,6 +127,16 @@ def test_this_machine_can_be_written_and_read(monkeypatch: pytest.MonkeyPatch, t
     assert (machine.out_bytes_per_second, machine.in_bytes_per_second) == (2e9, 1e9)
     machine.save(tmp_path / "machine.json")
     assert machine_named(tmp_path / "machine.json") == machine
+
+
+def test_a_machine_file_may_have_the_field_that_said_that_the_store_is_a_disk_by_its_old_name(tmp_path: Path) -> None:
+    path, fields = tmp_path / "machine.json", asdict(MACHINES["h200"])
+    del fields["stores_on_disk"]
+    path.write_text(json.dumps(fields | {"can_cancel": True}))
+    assert machine_named(path) == replace(MACHINES["h200"], stores_on_disk=True)
+    path.write_text(json.dumps(fields | {"can_cancel": True, "stores_on_disk": False}))
+    with pytest.raises(DataError, match="can_cancel"):
+        machine_named(path)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

@@ -22,9 +22,9 @@ from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.minimal import MinimalPlan
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.counters import TierCounters
-from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.slots import small_disk
 from tests.unit.planner.test_table import plan as table
 
 MB = 10**6
@@ -64,7 +64,7 @@ def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action
     site = Site("Layer", module, "Node", 0)
     return plan.choose(
         Candidate(
-            site=site, block_name="layers.1", block=1, bytes_=100 * MB, block_input=False, recompute_flops=flops
+            site=site, block_name="layers.1", block=1, nbytes=100 * MB, block_input=False, recompute_flops=flops
         )
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action
 def test_a_store_without_room_for_a_probe_has_some_rate(kind: str, tmp_path: Path) -> None:
     """Its tensors stay, and training goes on."""
     if kind == "disk":
-        store: Any = DiskTier(tmp_path, budget_bytes=1 << 20)
+        store: Any = small_disk(tmp_path, 1 << 20)
     else:
         store = HostTier(FakeDevice(1e12, 1e12), budget_bytes=1 << 20)
     rates = measured_rates(store)
@@ -131,7 +131,7 @@ def test_larger_steps_are_measured_under_the_heuristic() -> None:
 def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     site = Site("Layer", "light", "Node", 0)
-    candidate = Candidate(site=site, block_name="layers.1", block=1, bytes_=8, block_input=False, recompute_flops=None)
+    candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=8, block_input=False, recompute_flops=None)
     assert plan.needs_recipe(candidate) and plan.recomputes_in("layers.1")
     plan._kept_under_hooks = frozenset({"layers.1"})
     assert not plan.needs_recipe(candidate) and plan.choose(candidate) is Action.KEEP

@@ -32,7 +32,7 @@ def action(plan: MinimalPlan, kind: str = "Layer") -> Action:
 def candidate(kind: str = "Layer", *, flops: float | None = 1.0) -> Candidate:
     site = Site(kind, "mlp", "MulBackward0", 0)
     return Candidate(
-        site=site, block_name=f"{kind}.0", block=0, bytes_=MB, block_input=False, recompute_flops=flops, kept_bytes=0
+        site=site, block_name=f"{kind}.0", block=0, nbytes=MB, block_input=False, recompute_flops=flops, kept_bytes=0
     )
 
 

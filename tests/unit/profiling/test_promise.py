@@ -1212,5 +1212,5 @@ def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warnin
 def test_what_the_table_does_not_know_goes_by_rule() -> None:
     plan = planned(Auto(max_slowdown=0.1))
     site = Site("Layer", "unknown", "Node", 0)
-    candidate = Candidate(site=site, block_name="layers.1", block=1, bytes_=MB, block_input=False, recompute_flops=None)
+    candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=MB, block_input=False, recompute_flops=None)
     assert plan.choose(candidate) is Action.OFFLOAD

@@ -448,6 +448,6 @@ def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:
     assert profile.rates.out_bytes_per_second == 52.8e9
     assert profile.store_bytes == (H200.host_memory_bytes - 8 * 1024**3) // 8
     on_disk = forecast(
-        Net(), torch.zeros(4, 64), dataclasses.replace(H200, can_cancel=True), options=Options(min_bytes=0)
+        Net(), torch.zeros(4, 64), dataclasses.replace(H200, stores_on_disk=True), options=Options(min_bytes=0)
     )
     assert on_disk.store_bytes is None

@@ -113,7 +113,7 @@ def measured(*, peak: int | None = 900 * MB) -> TimedStep:
 def test_what_a_mix_does_not_know_follows_the_policy() -> None:
     table = mixed(measured(), tier(), None, 1200 * MB)
     assert table is not None and 0 < table.predicted.peak_bytes * (1 + RESERVE) <= 1200 * MB + 1
-    foreign = Candidate(site=KEPT, block_name="?", block=0, bytes_=MB, block_input=False, recompute_flops=1e30)
+    foreign = Candidate(site=KEPT, block_name="?", block=0, nbytes=MB, block_input=False, recompute_flops=1e30)
     assert table.choose(foreign) is Action.RECOMPUTE
 
 
@@ -138,7 +138,7 @@ def mix() -> TablePlan:
 
 def candidate(site: Site, *, kept_bytes: int = 0) -> Candidate:
     return Candidate(
-        site=site, block_name="Layer.0", block=0, bytes_=100 * MB, block_input=False, recompute_flops=1.0,
+        site=site, block_name="Layer.0", block=0, nbytes=100 * MB, block_input=False, recompute_flops=1.0,
         kept_bytes=kept_bytes,
     )  # fmt: skip
 

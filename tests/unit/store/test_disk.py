@@ -22,6 +22,7 @@ from ebbtide.base.errors import ConfigError, DiskError, DiskFullError
 from ebbtide.store import diskwork
 from ebbtide.store.disk import DiskTier
 from tests.helpers.failing import failing
+from tests.helpers.slots import small_disk
 from tests.unit.store.conftest import Gate, noise
 
 MIB = 1 << 20
@@ -201,8 +202,9 @@ def test_memory_of_reads_goes_at_once_where_freed_memory_is_returned(tier: DiskT
 
 def test_threads_at_rest_serve_several_slots_at_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More bytes than the window: the caller waits for the writer, which has to be woken before."""
+    monkeypatch.setattr(diskwork, "_WINDOW_BYTES", 2 * MIB)
     monkeypatch.setattr(diskwork, "_WAKE_SECONDS", 600.0)  # nobody looks by himself whether there is work
-    tier = DiskTier(disk, in_flight_bytes=2 * MIB)
+    tier = DiskTier(disk)
     while not (tier._work._to_write._waiters and tier._work._to_read._waiters):
         time.sleep(0.001)
     sources, found = [noise(MIB + 4096 * i) for i in range(6)], list[torch.Tensor]()
@@ -224,7 +226,7 @@ def test_threads_at_rest_serve_several_slots_at_once(disk: Path, monkeypatch: py
 
 
 def test_of_several_of_which_one_does_not_fit_none_keeps_a_place(disk: Path) -> None:
-    tier = DiskTier(disk, budget_bytes=4 * MIB)
+    tier = small_disk(disk, 4 * MIB)
     with pytest.raises(DiskFullError, match=r"8\.0 MiB needed, 2\.0 MiB free"):
         tier.copy_out_all([noise(MIB), noise(MIB), noise(8 * MIB + 4096), noise(MIB)])
     assert tier.used_bytes == 0
@@ -245,7 +247,8 @@ def test_a_failed_write_of_one_is_an_error_for_all(tier: DiskTier, monkeypatch: 
 
 
 def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = DiskTier(disk, in_flight_bytes=2 * MIB)
+    monkeypatch.setattr(diskwork, "_WINDOW_BYTES", 2 * MIB)
+    tier = DiskTier(disk)
     slots = [tier.copy_out(noise(MIB)) for _ in range(6)]
     assert tier._work._out_bytes <= 2 * MIB
     slots[-1].wait_copied_out()
@@ -259,10 +262,10 @@ def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeyp
     tier.close()
 
 
-def test_budget_says_what_is_needed_and_free(disk: Path) -> None:
-    tier = DiskTier(disk, budget_bytes=4 * MIB)
+def test_a_full_disk_says_what_is_needed_and_free(disk: Path) -> None:
+    tier = small_disk(disk, 4 * MIB)
     slots = [tier.copy_out(noise(MIB)) for _ in range(3)]
-    with pytest.raises(DiskFullError, match=r"2\.0 MiB needed, 1\.0 MiB free in .*budget 4\.0 MiB") as caught:
+    with pytest.raises(DiskFullError, match=r"2\.0 MiB needed, 1\.0 MiB free in ") as caught:
         tier.copy_out(noise(2 * MIB + 4096))
     assert "hint: " in str(caught.value)
     assert tier.free_bytes == 4 * MIB - tier.used_bytes
@@ -354,7 +357,8 @@ def test_failed_read_is_raised_and_a_later_take_tries_again(tier: DiskTier, monk
 def test_a_thread_that_dies_hangs_nobody(
     disk: Path, monkeypatch: pytest.MonkeyPatch, place: str, thread: str, error: type[BaseException]
 ) -> None:
-    tier = DiskTier(disk, in_flight_bytes=MIB)
+    monkeypatch.setattr(diskwork, "_WINDOW_BYTES", MIB)
+    tier = DiskTier(disk)
 
     def die(*args: object) -> None:
         raise error("no more")

@@ -19,6 +19,7 @@ from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.extents import round_up
 from tests.helpers.handles import training
 from tests.helpers.interrupts import Fuse
+from tests.helpers.slots import small_disk
 from tests.unit.store.conftest import Gate, noise
 
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def test_what_is_read_for_a_dead_slot_is_never_another_slots_place(tier: DiskTie
 
 
 def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, gate = DiskTier(disk, budget_bytes=MIB), Gate(os.pwritev)
+    tier, gate = small_disk(disk, MIB), Gate(os.pwritev)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", gate)
         dying, source = tier.copy_out(noise(MIB)), noise(MIB)

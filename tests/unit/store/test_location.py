@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.base.errors import ConfigError, DiskError
+from ebbtide.base.errors import DiskError
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.location import check_directory, default_directory, filesystem_of
 
@@ -97,9 +97,3 @@ def _only(good: Path):
         return good
 
     return check
-
-
-@pytest.mark.parametrize("sizes", [{"budget_bytes": 0}, {"in_flight_bytes": -1}])
-def test_sizes_are_checked(tmp_path: Path, sizes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="above zero"):
-        DiskTier(tmp_path, **sizes)

@@ -9,8 +9,9 @@ import torch
 
 from ebbtide.base.errors import DiskFullError
 from ebbtide.store import DiskTier, HostTier
-from ebbtide.store.speed import PIECES, measure_speed, noise
+from ebbtide.store.speed import PIECES, incompressible, measure_speed
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.slots import small_disk
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -44,14 +45,14 @@ def test_a_fast_disk_is_measured_over_many_pieces(tier: DiskTier) -> None:
 
 
 def test_a_disk_that_is_nearly_full_is_measured_with_what_it_takes(disk: Path) -> None:
-    tier = DiskTier(disk, budget_bytes=3 * MIB)
+    tier = small_disk(disk, 3 * MIB)
     found = measure_speed(tier, CPU, most_bytes=16 * MIB)
     assert found.out_bytes_per_second > 0 and tier.used_bytes == 0
     tier.close()
 
 
 def test_a_disk_without_room_is_an_error(disk: Path) -> None:
-    tier = DiskTier(disk, budget_bytes=4096)
+    tier = small_disk(disk, 4096)
     with pytest.raises(DiskFullError, match="needed, 4.0 KiB free in"):
         measure_speed(tier, CPU, most_bytes=16 * MIB)
     tier.close()
@@ -59,7 +60,7 @@ def test_a_disk_without_room_is_an_error(disk: Path) -> None:
 
 def test_noise_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    one = noise(9 * MIB + 5, CPU)
+    one = incompressible(9 * MIB + 5, CPU)
     assert one.numel() == 9 * MIB + 5 and one.dtype is torch.uint8 and one.is_contiguous()
-    assert torch.equal(one, noise(9 * MIB + 5, CPU)) and one[: 4 * MIB].unique().numel() == 256
+    assert torch.equal(one, incompressible(9 * MIB + 5, CPU)) and one[: 4 * MIB].unique().numel() == 256
     assert torch.equal(before, torch.get_rng_state())
