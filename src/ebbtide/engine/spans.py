@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.store.meter import Meter, Timestamp
-
-Edges = tuple[Timestamp, Timestamp]
+from ebbtide.store.meter import Edges, Meter, Timestamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,9 +35,9 @@ import torch
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.engine.spans import Edges, SpanTimer
+from ebbtide.engine.spans import SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
-from ebbtide.store.meter import HostMeter, Meter, Timestamp
+from ebbtide.store.meter import Edges, HostMeter, Meter, Timestamp
 
 Prepare = Callable[[], Callable[[], object] | None]
 
