@@ -130,7 +130,7 @@ class MinimalPlan(PolicyPlan):
             meter, weakly(self.saw_span), memory=self._mixes,
             unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
         )  # fmt: skip
-        timer.outdated = weakly(self._is_outdated)
+        timer.outdated = weakly(self._take_outdated)
         self._timer = engine.timer = timer
         self._engine = watched
         timer.marks = True  # so all methods are measured in the same parts
@@ -244,8 +244,8 @@ class MinimalPlan(PolicyPlan):
             return peak_bytes
         return held_bytes + int((peak_bytes - held_bytes) / longer)
 
-    def _is_outdated(self) -> bool:
-        """Whether a step is to be measured again."""
+    def _take_outdated(self) -> bool:
+        """Return whether a step is to be measured again, once for each reason."""
         outdated, self._outdated = self._outdated, False
         return outdated
 
