@@ -49,7 +49,7 @@ def warn_of_unplanned(engine: Engine) -> None:
         )  # fmt: skip
 
 
-def unhook(engine: Engine) -> None:
+def let_kept_blocks_run_plain(engine: Engine) -> None:
     """Let the blocks of which a loaded plan keeps everything run without hooks once a pass has shown what they save."""
     plan = engine.plan
     if not isinstance(plan, TablePlan):
