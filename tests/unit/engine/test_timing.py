@@ -396,14 +396,15 @@ def test_passes_are_timed_and_reported_two_later() -> None:
 def test_a_pass_that_is_not_to_be_timed_stays_so_when_a_later_one_ends_without_blocks() -> None:
     clock, found = Clock(), list[Any]()
     clock.ahead = True
-    spans = SpanTimer(clock, lambda span: found.append(span) or True, memory=False)
+    timer = StepTimer(clock, lambda step: False, waited=dict[str, float], memory=False)
+    timer.spans = spans = SpanTimer(clock, lambda span: found.append(span) or True, memory=False)
     spans.want()
-    run = Run(Pass(), "a")
-    spans.block_begins(run, CPU, plain=False)
+    run: Any = Run(Pass(), "a")
+    timer.block_begins(run)
     spans.pass_ends(None)
-    spans.backward_begins(run)
-    spans.backward_leaves(run)
-    spans.backward_ends()
+    timer.backward_begins(run)
+    timer.backward_leaves(run)
+    timer.backward_ends()
     spans.pass_ends(0)  # a forward that calls no block
     spans.finish()
     assert found == [None]
