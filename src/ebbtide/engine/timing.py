@@ -146,8 +146,6 @@ class StepTimer:
         Args:
             name: Path of the block.
         """
-        self.finish()
-        self.spans.finish()
         if self.wanted:
             return name in self.plain
         return name in self.unhooked or (self.spans.wanted and name in self.yardsticks)
@@ -188,7 +186,7 @@ class StepTimer:
         """A block's forward begins."""
         self._where = run.where or self._where
         if self._pass is not None:
-            self.finish()
+            self.hand_over()
         if not self.wanted:
             self.spans.block_begins(run, self._where)
             return
@@ -249,9 +247,11 @@ class StepTimer:
         """Drop what was measured of the pass: no backward of it is expected any more."""
         self._pass = self.recomputes = None
 
-    def finish(self) -> None:
-        """End the step whose backward is over, if there is one: another begins, or none follows."""
-        if self._pass is not None and self._pass.tail is not None:
+    def hand_over(self) -> None:
+        """Hand over a step whose backward is over, or such spans: a plan may be made of it, or another one of them."""
+        if self._pass is None:
+            self.spans.finish()
+        elif self._pass.tail is not None:
             self._pass.cut(None, self._where)
             self._finish(self._pass, self._pass.tail)
 
