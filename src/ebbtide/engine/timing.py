@@ -35,7 +35,7 @@ import torch
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.engine.spans import SpanTimer
+from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.stretches import Stopwatch, Stretches
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.store.meter import HostMeter, Meter, Timestamp
@@ -102,15 +102,23 @@ class StepTimer:
         waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them, and as
             ``TAIL`` those in which the loop was made to wait between two steps.
         memory: Whether memory is measured too.
+        outdated: Returns whether the measurement is out of date.
+        saw_span: Called with each span: see ``SpanTimer``, also for the others.
+        resumes: Called when a pause of spans ends.
+        unsure: Returns how often a recipe had no verdict so far.
     """
 
     def __init__(
         self,
         meter: Meter,
-        done: Callable[[TimedStep], bool],
+        done: Callable[[TimedStep], bool] = lambda step: False,
         *,
-        waited: Callable[[], Mapping[str, float]],
-        memory: bool,
+        waited: Callable[[], Mapping[str, float]] = dict[str, float],
+        memory: bool = False,
+        outdated: Callable[[], bool] = lambda: False,
+        saw_span: Callable[[Span | None], bool] = lambda span: False,
+        resumes: Callable[[SpanTimer], bool] = lambda timer: True,
+        unsure: Callable[[], int] = lambda: 0,
     ) -> None:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
         self.wanted, self._largest_bytes = False, 0  # ``wanted``: passes are measured now
@@ -123,8 +131,9 @@ class StepTimer:
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in a timed pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
         self.yardsticks: frozenset[str] = frozenset()  # blocks that do, too, in passes that are timed as a whole
-        self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
-        self.outdated: Callable[[], bool] = lambda: False  # whether the measurement is out of date
+        # Times whole passes where none is measured.
+        self.spans = SpanTimer(meter, saw_span, memory=memory, resumes=resumes, unsure=unsure)
+        self.outdated = outdated
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
         self._enough_bytes = 0  # up to that size passes were measured often enough
         self.expected_bytes = 0  # of the pass that triggered the measurement, until a plan is made

@@ -65,5 +65,5 @@ def let_kept_blocks_run_plain(engine: Engine) -> None:
         return False
 
     if kept:
-        engine.timer = StepTimer(meter_for(engine.tier), saw_step, waited=dict[str, float], memory=False)
+        engine.timer = StepTimer(meter_for(engine.tier), saw_step)
         engine.timer.want()
