@@ -92,7 +92,7 @@ class SpanTimer:
         unsure: Returns how often a recipe had no verdict so far.
 
     Attributes:
-        open: The pass that is timed now.
+        open: The pass that is timed now, if there is one.
         tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
         paused: Passes until they are timed again; 0: they are timed now, or never again.
     """

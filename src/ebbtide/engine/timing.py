@@ -103,9 +103,9 @@ class StepTimer:
             ``TAIL`` those in which the loop was made to wait between two steps.
         memory: Whether memory is measured too.
         outdated: Returns whether the measurement is out of date.
-        saw_span: Called with each span: see ``SpanTimer``, also for the others.
-        resumes: Called when a pause of spans ends.
-        unsure: Returns how often a recipe had no verdict so far.
+        saw_span: Called with each span, and with None: see ``done`` of ``SpanTimer``.
+        resumes: See ``SpanTimer``.
+        unsure: See ``SpanTimer``.
     """
 
     def __init__(
@@ -150,11 +150,7 @@ class StepTimer:
         return self.marks if self.wanted else self.spans.wanted
 
     def runs_plain(self, name: str) -> bool:
-        """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
-
-        Args:
-            name: Path of the block.
-        """
+        """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks]."""
         if self.wanted:
             return name in self.plain
         return name in self.unhooked or (self.spans.wanted and name in self.yardsticks)
