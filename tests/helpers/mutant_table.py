@@ -823,7 +823,7 @@ MUTANTS = (
         "ebbtide/engine/stretches.py",
         "not isinstance(run, PlainRun) and run.checkpointed)",
         "False)",
-        MINIMAL,
+        (*MINIMAL, "tests/unit/engine/test_timing.py"),
     ),
     Mutant(
         "claims: nobody keeps them, so no death is noticed",

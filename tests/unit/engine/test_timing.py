@@ -494,6 +494,22 @@ def test_every_second_of_a_span_belongs_to_a_block_or_to_the_head() -> None:
     assert span.seconds == sum(block.seconds for block in span.blocks) + 0.5
 
 
+def test_a_checkpointed_block_is_noted_in_a_step_and_in_a_span() -> None:
+    for scene in (Scene(), Spans()):
+        scene.clock.ahead = True
+        one: Any = Pass()
+        runs: list[Any] = [Run(one, "a"), Run(one, "b")]
+        runs[1].checkpointed = True
+        for run in runs:
+            scene.timer.block_begins(run)
+            scene.timer.block_ends(run)
+        scene.timer.pass_ends(100)
+        scene.backward(runs)
+        scene.timer.hand_over()
+        (found,) = scene.told if isinstance(scene, Spans) else scene.found
+        assert [block.checkpointed for block in found.blocks] == [False, True]
+
+
 def test_the_rest_of_a_pass_whose_backward_came_in_between_is_no_span() -> None:
     scene = Spans()
     scene.clock.ahead = True
