@@ -28,7 +28,7 @@ from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
-from ebbtide.profiling.loaded import unhook, warn_of_unplanned
+from ebbtide.profiling.loaded import let_kept_blocks_run_plain, warn_of_unplanned
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
@@ -196,7 +196,7 @@ def enable_activation_offloading(
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
     engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
-    unhook(engine)
+    let_kept_blocks_run_plain(engine)
     try:
         watch = Watch(model, engine, chosen=blocks is not None, then=warn_of_unplanned)
         attachment = Attachment(model, pairs, engine, watch)

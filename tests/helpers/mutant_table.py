@@ -820,10 +820,10 @@ MUTANTS = (
     ),
     Mutant(
         "minimal: a checkpointed block is counted as one with recipes",
-        "ebbtide/engine/spans.py",
+        "ebbtide/engine/stretches.py",
         "not isinstance(run, PlainRun) and run.checkpointed)",
         "False)",
-        MINIMAL,
+        (*MINIMAL, "tests/unit/engine/test_timing.py"),
     ),
     Mutant(
         "claims: nobody keeps them, so no death is noticed",
@@ -1722,8 +1722,8 @@ MUTANTS = (
     Mutant(
         "plan: a dropped graph whose pass is held is forgotten",
         "ebbtide/engine/timing.py",
-        "return other is not self.measured() and (not self.by_run or (not self.turned and self.others >= OTHERS))",
-        "return self.measured() is None",
+        "return other is not self.pass_() and (not self.by_run or (not self.turned and self.others >= OTHERS))",
+        "return self.pass_() is None",
         ("tests/unit/engine/test_timing.py", "tests/unit/test_auto.py"),
     ),
     Mutant(

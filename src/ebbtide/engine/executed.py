@@ -19,12 +19,10 @@ from statistics import median
 import torch
 
 from ebbtide.base.actions import Site
-from ebbtide.store.meter import Meter, Timestamp
+from ebbtide.store.meter import Edges, Meter, Timestamp
 
 Kind = tuple[Site, int]
 """Where a tensor is saved, and its bytes."""
-
-Edges = tuple[Timestamp, Timestamp]
 
 
 class Execution:

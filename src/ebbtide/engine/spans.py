@@ -14,14 +14,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.store.meter import Meter, Timestamp
-
-Edges = tuple[Timestamp, Timestamp]
+from ebbtide.engine.stretches import Stopwatch
+from ebbtide.store.meter import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,41 +70,15 @@ class Span:
     held_bytes: int | None = None
 
 
-@dataclass(slots=True)
-class _Block:
-    name: str
-    plain: bool
-    checkpointed: bool
-    forward: list[Edges] = field(default_factory=list[Edges])
-    backward: list[Edges] = field(default_factory=list[Edges])
+class _Open(Stopwatch):
+    """A pass that is timed as a whole."""
 
-
-class _Open:
-    """A pass that is timed."""
-
-    def __init__(self, pass_: Pass, began: Timestamp, unsure: int) -> None:
-        self.pass_, self.began = weakref.ref(pass_), began
-        self.unsure = unsure  # how often a recipe had had no verdict when it began
-        self.reached: Timestamp | None = None  # the gradient of the first block's input is there
-        self.ended: Timestamp | None = None
-        self.peak_bytes: int | None = None
-        self.held_bytes: int | None = None  # when it began
-        self.system_seconds: float | None = None  # when it began; then its own
-        self.saved_bytes: int | None = None  # also None: not to be timed
-        self.counted = False  # whether its bytes were
-        self.verifies = False
-        self.alone = True  # no other pass or backward ran in between, and no backward raised
-        self.turned = False  # its backward came
-        self.blocks: list[_Block] = []
-        self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
-        self.stretch: tuple[list[Edges], Timestamp] | None = None
-        self.left: Timestamp | None = None  # the end of the latest forward, until the next one begins
-
-    def cut(self, now: Timestamp, then: list[Edges] | None) -> None:
-        """End the stretch that is open, and begin one of ``then``."""
-        if self.stretch is not None:
-            self.stretch[0].append((self.stretch[1], now))
-        self.stretch = None if then is None else (then, now)
+    unsure = 0  # how often a recipe had had no verdict when it began
+    system_seconds: float | None = None  # when it began; then its own
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None  # also None: not to be timed
+    counted = False  # whether its bytes were
+    verifies = False
 
 
 class SpanTimer:
@@ -119,6 +92,7 @@ class SpanTimer:
         unsure: Returns how often a recipe had no verdict so far.
 
     Attributes:
+        open: The pass that is timed now, if there is one.
         tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
         paused: Passes until they are timed again; 0: they are timed now, or never again.
     """
@@ -134,7 +108,7 @@ class SpanTimer:
     ) -> None:
         self._meter, self._done, self._memory, self._resumes, self._unsure = meter, done, memory, resumes, unsure
         self.wanted, self.paused = False, 0  # ``wanted``: passes are timed now
-        self._open: _Open | None = None
+        self.open: _Open | None = None
         self._closed: deque[_Open] = deque()
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
         self._dropped: weakref.ref[Pass] | None = None  # it began before passes were wanted anew
@@ -144,28 +118,22 @@ class SpanTimer:
 
     def want(self, *, wanted: bool = True) -> None:
         """Time passes from the next one on, or no longer; those that have begun do not count."""
-        if self._open is not None:
-            self._dropped = self._open.pass_
-        self.wanted, self._open = wanted, None
+        if self.open is not None:
+            self._dropped = self.open.pass_
+        self.wanted, self.open = wanted, None
         self._wants += 1
         self._closed.clear()
 
     def finish(self) -> None:
         """Close the span whose backward is over, and hand over the spans whose timestamps are reached."""
-        if self._open is not None and self._open.ended is not None:
-            self._closed.append(self._open)
-            self._latest, self._open = self._open.pass_, None
+        if self.open is not None and self.open.ended is not None:
+            self._closed.append(self.open)
+            self._latest, self.open = self.open.pass_, None
         while self.wanted and self._closed and (len(self._closed) > 1 or self._meter.reached(self._closed[0].ended)):
             self._hand_over(self._closed.popleft())
 
-    def block_begins(self, run: RunRecord | PlainRun, device: torch.device | None, *, plain: bool) -> None:
-        """Begin a block's forward.
-
-        Args:
-            run: Its run.
-            device: Its device.
-            plain: It runs without hooks.
-        """
+    def block_begins(self, run: RunRecord | PlainRun, device: torch.device | None) -> None:
+        """Begin a block's forward on a device."""
         wants = self._wants
         self.finish()
         if not self.wanted:
@@ -173,33 +141,21 @@ class SpanTimer:
         if self._wants != wants:
             self._dropped = weakref.ref(run.pass_)  # this block follows the plan before
         self._device = device
-        if self._open is None:
+        if self.open is not None and not self.open.by_run and self.open.pass_() is not run.pass_:
+            self.open = None  # its graph was dropped, and no backward came
+        if self.open is None:
             if any(known is not None and known() is run.pass_ for known in (self._latest, self._dropped)):
                 return  # the rest of a pass whose backward came in between, or that is dropped
             peak_bytes = self._meter.take_peak_bytes(device) if self._memory else None
             if self._latest is not None and peak_bytes is not None:
                 self.tail_peak_bytes = max(self.tail_peak_bytes or 0, peak_bytes)
-            self._open = _Open(run.pass_, self._meter.timestamp(device), self._unsure())
-            if self._memory:
-                self._open.system_seconds = self._meter.system_seconds()
-                self._open.held_bytes = self._meter.held_bytes(device)
-        now, before = self._open, self._open.pass_()
-        if before is not run.pass_:
-            if not now.by_run:  # its graph was dropped, and no backward came
-                self._open = None
-                self.block_begins(run, device, plain=plain)
-            else:
-                now.alone = False  # two graphs are alive: neither is timed
-            return
-        block = now.by_run[run] = _Block(run.block.name, plain, not isinstance(run, PlainRun) and run.checkpointed)
-        now.blocks.append(block)
-        now.cut(now.began if len(now.blocks) == 1 else self._meter.timestamp(device), block.forward)
-        now.left = None
-
-    def block_ends(self, run: RunRecord | PlainRun) -> None:
-        """A block's forward is over."""
-        if self._open is not None and run in self._open.by_run:
-            self._open.left = self._meter.timestamp(self._device)
+            self.open = _Open(self._meter, run.pass_, device, memory=self._memory)
+            self.open.unsure = self._unsure()
+            self.open.system_seconds = self._meter.system_seconds() if self._memory else None
+        if self.open.pass_() is run.pass_:
+            self.open.begin(run, device)
+        else:
+            self.open.alone = False  # two graphs are alive: neither is timed
 
     def pass_ends(self, saved_bytes: int | None) -> None:
         """A forward is over.
@@ -207,37 +163,16 @@ class SpanTimer:
         Args:
             saved_bytes: What its blocks saved; None: it is not to be timed.
         """
-        now = self._open  # blocks called without the model's forward: the next pass ends it, after its backward
+        now = self.open  # blocks called without the model's forward: the next pass ends it, after its backward
         if now is not None and (now.ended is None or not now.counted):
             now.saved_bytes, now.counted, now.verifies = saved_bytes, True, self._unsure() > now.unsure
         if self.paused and not self.wanted:
             self.paused -= 1
             self.wanted = not self.paused and self._resumes(self)
 
-    def backward_begins(self, run: RunRecord | PlainRun) -> None:
-        """Begin a block's backward."""
-        now = self._open
-        block = None if now is None else now.by_run.get(run)
-        if now is None or block is None or now.ended is not None:
-            return
-        now.turned = True
-        if now.left is not None:  # the head lies between the last forward and the first backward
-            now.cut(now.left, None)
-            now.left = None
-        now.cut(self._meter.timestamp(self._device), block.backward)
-
-    def is_first(self, run: RunRecord | PlainRun) -> bool:
-        """Whether a block that has begun is the first of a pass that is timed."""
-        return self._open is not None and run in self._open.by_run and self._open.by_run[run] is self._open.blocks[0]
-
-    def backward_leaves(self, run: RunRecord | PlainRun) -> None:
-        """The gradient of the first block's input is there."""
-        if self._open is not None and run in self._open.by_run:
-            self._open.reached = self._meter.timestamp(self._device)
-
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; the span of one that ``raised`` is not handed over."""
-        now = self._open
+        now = self.open
         if now is not None and (raised or not now.turned):  # not its own: graphs overlap
             now.alone = False
         if self._memory and self.wanted and (now is None or now.ended is not None):
@@ -245,9 +180,7 @@ class SpanTimer:
             if now is not None:
                 now.peak_bytes = max(now.peak_bytes or 0, peak or 0)
         if now is not None and now.ended is None:
-            last = now.stretch is not None and now.stretch[0] is now.blocks[0].backward
-            now.ended = now.reached if last and now.reached is not None else self._meter.timestamp(self._device)
-            now.cut(now.ended, None)
+            now.ended = now.end(None, self._device)
             now.peak_bytes = self._meter.take_peak_bytes(self._device) if self._memory else None
             if now.system_seconds is not None:
                 now.system_seconds = (self._meter.system_seconds() or 0.0) - now.system_seconds
@@ -258,13 +191,14 @@ class SpanTimer:
             self.want(wanted=False)
 
     def _span(self, found: _Open, saved_bytes: int) -> Span:
+        found.join()
         blocks = tuple(
             BlockSpan(
                 name=block.name,
                 plain=block.plain,
                 checkpointed=block.checkpointed,
-                forward_seconds=self._seconds(block.forward),
-                backward_seconds=self._seconds(block.backward),
+                forward_seconds=block.forward.seconds(self._meter),
+                backward_seconds=block.backward.seconds(self._meter),
             )
             for block in found.blocks
         )
@@ -277,6 +211,3 @@ class SpanTimer:
             verifies=found.verifies,
             held_bytes=found.held_bytes,
         )
-
-    def _seconds(self, edges: list[Edges]) -> float:
-        return sum(self._meter.seconds(begin, end) for begin, end in edges)

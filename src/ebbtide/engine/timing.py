@@ -28,14 +28,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.engine.spans import Edges, SpanTimer
+from ebbtide.engine.spans import Span, SpanTimer
+from ebbtide.engine.stretches import Stopwatch, Stretches
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.store.meter import HostMeter, Meter, Timestamp
 
@@ -54,65 +55,40 @@ OTHERS = 16
 """Backwards of other graphs after which a pass without its own is forgotten: its graph may be held for good."""
 
 
-@dataclass(slots=True)
-class _Stretches:
-    """Pieces of time that belong together, and the most memory in them."""
+class _Pass(Stopwatch):
+    """The pass that is measured; ``waited`` are the seconds that blocks had waited for copies before it."""
 
-    pieces: list[Edges] = field(default_factory=list[Edges])
-    peak_bytes: int | None = None
-    resident_bytes: int = 0
-
-    def add(self, pieces: list[Edges], peak_bytes: int | None, resident_bytes: int) -> None:
-        self.pieces += pieces
-        self.resident_bytes = max(self.resident_bytes, resident_bytes)
-        if peak_bytes is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
-
-    def seconds(self, meter: Meter) -> float:
-        return sum(meter.seconds(begin, end) for begin, end in self.pieces)
-
-
-@dataclass(slots=True)
-class _Block:
-    name: str
-    kind: str
-    plain: bool
-    checkpointed: bool = False
-    checkpointable: bool = False
-    input_bytes: int = 0
-    pack_seconds: float = 0.0
-    forward: _Stretches = field(default_factory=_Stretches)
-    backward: _Stretches = field(default_factory=_Stretches)
-    units: list[TimedUnit] = field(default_factory=list[TimedUnit])  # without their prices
-    aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what was spent on timing recomputes
-    left: Timestamp | None = None  # the gradient of the first block's input is there
-    beyond: list[Edges] = field(default_factory=list[Edges])  # of its backward, what is the tail's
-
-
-class _Pass:
-    """What is known so far of the pass that is measured."""
-
-    def __init__(self, measured: Pass, waited: dict[str, float], recomputes: RecomputeTimer, held: int | None) -> None:
-        self.measured, self.waited, self.recomputes, self.held_bytes = weakref.ref(measured), waited, recomputes, held
-        self.blocks: list[_Block] = []
-        self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
-        self.between = _Stretches()  # since the latest forward ended
-        self.tail: _Stretches | None = None
+    def __init__(
+        self, meter: Meter, pass_: Pass, device: torch.device | None, *, memory: bool, waited: Mapping[str, float]
+    ) -> None:
+        super().__init__(meter, pass_, device, memory=memory)
+        self.waited, self.recomputes = dict(waited), RecomputeTimer(meter)
+        self.tail: Stretches | None = None
         self.saved_bytes = 0
-        self.alone = True  # no block of another pass began before its backward was over
-        self.turned, self.others = False, 0  # whether its backward came, and how many others ended before
+        self.others = 0  # backwards of others that ended before its own came
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
+        self._known = 0  # how much of that was known when the open stretch began
 
     def is_dropped(self, other: Pass) -> bool:
         """Whether its graph died before the pass ``other``, and no backward came, or is not expected to come."""
-        return other is not self.measured() and (not self.by_run or (not self.turned and self.others >= OTHERS))
+        return other is not self.pass_() and (not self.by_run or (not self.turned and self.others >= OTHERS))
 
-    def resident_bytes(self, known: int) -> int:
-        """Return the bytes that were not kept but are resident; of those after the first ``known``, only inputs."""
+    def cut(self, then: Stretches | None, device: torch.device | None, now: Timestamp | None = None) -> None:
+        """End the stretch that is open, note its memory, and begin one of ``then``."""
+        ended = self._open
+        super().cut(then, device, now)
+        if self._memory:
+            peak_bytes = self._meter.take_peak_bytes(device)
+            if ended is not None:
+                ended[0].add_memory(peak_bytes, self._resident_bytes())
+        self._known = len(self.left)
+
+    def _resident_bytes(self) -> int:
+        """Return what was not kept but is resident; of what was saved since the stretch began, only inputs."""
         return sum(
             unit.nbytes
             for place, (storage, unit) in enumerate(self.left)
-            if (place < known or unit.block_input) and storage() is not None
+            if (place < self._known or unit.block_input) and storage() is not None
         )
 
 
@@ -126,31 +102,38 @@ class StepTimer:
         waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them, and as
             ``TAIL`` those in which the loop was made to wait between two steps.
         memory: Whether memory is measured too.
+        outdated: Returns whether the measurement is out of date.
+        saw_span: Called with each span, and with None: see ``done`` of ``SpanTimer``.
+        resumes: See ``SpanTimer``.
+        unsure: See ``SpanTimer``.
     """
 
     def __init__(
         self,
         meter: Meter,
-        done: Callable[[TimedStep], bool],
+        done: Callable[[TimedStep], bool] = lambda step: False,
         *,
-        waited: Callable[[], Mapping[str, float]],
-        memory: bool,
+        waited: Callable[[], Mapping[str, float]] = dict[str, float],
+        memory: bool = False,
+        outdated: Callable[[], bool] = lambda: False,
+        saw_span: Callable[[Span | None], bool] = lambda span: False,
+        resumes: Callable[[SpanTimer], bool] = lambda timer: True,
+        unsure: Callable[[], int] = lambda: 0,
     ) -> None:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
         self.wanted, self._largest_bytes = False, 0  # ``wanted``: passes are measured now
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
-        self._open: tuple[_Stretches, Timestamp] | None = None
         self.began: Timestamp | None = None  # the first block of the latest pass that is measured
-        self._known = 0  # how much of what was not kept was known when the open stretch began
         self.recomputes: RecomputeTimer | None = None  # of the pass that is measured, if there is one
         self.marks = False  # note when the gradient of a block's output is there
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in a timed pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
         self.yardsticks: frozenset[str] = frozenset()  # blocks that do, too, in passes that are timed as a whole
-        self.spans = SpanTimer(meter, lambda _: False, memory=memory)  # times whole passes where none is measured
-        self.outdated: Callable[[], bool] = lambda: False  # whether the measurement is out of date
+        # Times whole passes where none is measured.
+        self.spans = SpanTimer(meter, saw_span, memory=memory, resumes=resumes, unsure=unsure)
+        self.outdated = outdated
         self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
         self._enough_bytes = 0  # up to that size passes were measured often enough
         self.expected_bytes = 0  # of the pass that triggered the measurement, until a plan is made
@@ -167,13 +150,7 @@ class StepTimer:
         return self.marks if self.wanted else self.spans.wanted
 
     def runs_plain(self, name: str) -> bool:
-        """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
-
-        Args:
-            name: Path of the block.
-        """
-        self.finish()
-        self.spans.finish()
+        """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks]."""
         if self.wanted:
             return name in self.plain
         return name in self.unhooked or (self.spans.wanted and name in self.yardsticks)
@@ -213,83 +190,75 @@ class StepTimer:
     def block_begins(self, run: RunRecord | PlainRun) -> None:
         """A block's forward begins."""
         self._where = run.where or self._where
-        self.finish()
+        if self._pass is not None:
+            self.hand_over()
         if not self.wanted:
-            self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
+            self.spans.block_begins(run, self._where)
             return
-        if self._pass is None or self._pass.is_dropped(run.pass_):
-            self.recomputes = RecomputeTimer(self._meter)
-            held = self._meter.held_bytes(self._where) if self._memory else None
-            self._pass, self._open = _Pass(run.pass_, dict(self._waited()), self.recomputes, held), None
-            self.began = self._meter.timestamp(self._where)
         now = self._pass
-        if run.pass_ is not now.measured() or now.turned:
+        if now is None or now.is_dropped(run.pass_):
+            waited = self._waited()
+            now = self._pass = _Pass(self._meter, run.pass_, self._where, memory=self._memory, waited=waited)
+            self.began, self.recomputes = now.began, now.recomputes
+        if run.pass_ is now.pass_() and not now.turned:
+            now.begin(run, self._where)
+        else:
             now.alone = False
-            self._cut(None)
-            return
-        plain = isinstance(run, PlainRun)
-        block = _Block(run.block.name, run.block.kind, plain, checkpointed=not plain and run.checkpointed)
-        self._cut(block.forward)
-        if now.blocks:
-            now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes, now.between.resident_bytes)
-        now.between = _Stretches()
-        now.blocks.append(block)
-        now.by_run[run] = block
+            now.cut(None, self._where)
 
     def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
-        self.spans.block_ends(run)
-        block = None if self._pass is None else self._pass.by_run.get(run)
-        if self._pass is not None and block is not None:
+        now = self._pass or self.spans.open
+        block = None if now is None else now.by_run.get(run)
+        if now is not None and block is not None:
             if not isinstance(run, PlainRun):
                 block.checkpointable, block.input_bytes = run.checkpointable, run.tally.checkpoint_bytes
                 block.pack_seconds = run.pack_seconds
-            self._cut(self._pass.between)
+            now.cut(now.blocks[-1].after, self._where)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """Begin a block's backward."""
-        self.spans.backward_begins(run)
-        if self._pass is not None:
-            block = self._pass.by_run.get(run)
-            self._pass.turned = self._pass.turned or block is not None
-            self._cut(None if block is None else block.backward)
+        now = self._pass or self.spans.open
+        if now is not None and now.ended is None:
+            block = now.by_run.get(run)
+            now.turned = now.turned or block is not None
+            now.cut(None if block is None else block.backward, self._where)
 
     def is_first(self, run: RunRecord | PlainRun) -> bool:
         """Whether a block that has begun is the first of a pass that is timed."""
-        if self._pass is not None and run in self._pass.by_run:
-            return self._pass.by_run[run] is self._pass.blocks[0]
-        return self.spans.is_first(run)
+        now = self._pass or self.spans.open
+        return now is not None and run in now.by_run and now.by_run[run] is now.blocks[0]
 
     def backward_leaves(self, run: RunRecord | PlainRun) -> None:
         """The gradient of the first block's input is there."""
-        self.spans.backward_leaves(run)
-        block = None if self._pass is None else self._pass.by_run.get(run)
-        if block is not None:
-            block.left = self._meter.timestamp(self._where)
+        now = self._pass or self.spans.open
+        if now is not None and run in now.by_run:
+            now.reached = self._meter.timestamp(self._where)
 
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; what was measured of one that ``raised`` is dropped."""
-        self.spans.backward_ends(raised=raised)
-        if self._pass is not None and not self._pass.turned:
-            self._pass.others += 1
-        elif self._pass is not None and raised:
+        now = self._pass
+        if now is None:
+            self.spans.backward_ends(raised=raised)
+        elif not now.turned:
+            now.others += 1
+        elif raised:
             self.forget()
-        elif self._pass is not None and self._pass.tail is None:
-            self._pass.tail = _Stretches()
-            first, last = self._pass.blocks[0], None if self._open is None else self._open[0]
-            if first.left is not None and last is first.backward:
-                first.beyond.append((first.left, self._meter.timestamp(self._where)))
-            self._cut(self._pass.tail)
+        elif now.tail is None:
+            now.tail = Stretches()
+            now.end(now.tail, self._where)
 
     def forget(self) -> None:
         """Drop what was measured of the pass: no backward of it is expected any more."""
-        self._pass = self._open = self.recomputes = None
+        self._pass = self.recomputes = None
 
-    def finish(self) -> None:
-        """End the step whose backward is over, if there is one: another begins, or none follows."""
-        if self._pass is not None and self._pass.tail is not None:
-            self._cut(None)
-            self._finish(self._pass)
+    def hand_over(self) -> None:
+        """Hand over a step whose backward is over, or such spans: a plan may be made of it, or another one of them."""
+        if self._pass is None:
+            self.spans.finish()
+        elif self._pass.tail is not None:
+            self._pass.cut(None, self._where)
+            self._finish(self._pass, self._pass.tail)
 
     @property
     def measuring(self) -> bool:
@@ -340,26 +309,17 @@ class StepTimer:
 
     # Internals
 
-    def _cut(self, then: _Stretches | None) -> None:
-        """End the stretch that is open, and begin one of ``then``."""
-        now = self._meter.timestamp(self._where)
-        peak = self._meter.take_peak_bytes(self._where) if self._memory else None
-        if self._open is not None:
-            stretches, began = self._open
-            resident = self._pass.resident_bytes(self._known) if self._memory and self._pass is not None else 0
-            stretches.add([(began, now)], peak, resident)
-        self._open = None if then is None else (then, now)
-        self._known = 0 if self._pass is None else len(self._pass.left)
-
-    def _finish(self, found: _Pass) -> None:
-        meter, waited = self._meter, self._waited()
+    def _finish(self, found: _Pass, tail: Stretches) -> None:
+        meter, waited, head = self._meter, self._waited(), found.join()
         prices = found.recomputes.prices()
         executions = Counter(block.name for block in found.blocks)
+        for block in found.blocks[:-1]:
+            block.forward.add_memory(block.after.peak_bytes, block.after.resident_bytes)
 
-        def own(stretches: _Stretches, edge: str, name: str, aside: list[Edges]) -> float:
+        def own(stretches: Stretches, edge: str, name: str = "", aside: float = 0.0) -> float:
             where = f"{edge} {name}".strip()
             stall = (waited.get(where, 0.0) - found.waited.get(where, 0.0)) / max(executions[name], 1)
-            return max(stretches.seconds(meter) - stall - sum(meter.seconds(*edges) for edges in aside), 0.0)
+            return max(stretches.seconds(meter) - stall - aside, 0.0)
 
         def priced(unit: TimedUnit) -> TimedUnit:
             seconds = None if unit.recompute_flops is None else prices.get((unit.site, unit.nbytes))
@@ -371,8 +331,8 @@ class StepTimer:
                 name=block.name,
                 kind=block.kind,
                 units=tuple(map(priced, block.units)),
-                forward_seconds=own(block.forward, "forward", block.name, block.aside),
-                backward_seconds=own(block.backward, "backward", block.name, block.beyond),
+                forward_seconds=own(block.forward, "forward", block.name, block.aside.seconds(meter)),
+                backward_seconds=own(block.backward, "backward", block.name),
                 forward_peak_bytes=block.forward.peak_bytes,
                 backward_peak_bytes=block.backward.peak_bytes,
                 forward_resident_bytes=block.forward.resident_bytes,
@@ -387,11 +347,10 @@ class StepTimer:
         )  # fmt: skip
         step = TimedStep(
             blocks=blocks,
-            head_seconds=found.between.seconds(meter),
-            tail_seconds=sum(meter.seconds(*edges) for block in found.blocks for edges in block.beyond)
-            + (0.0 if found.tail is None else own(found.tail, TAIL, "", [])),
-            head_peak_bytes=found.between.peak_bytes,
-            head_resident_bytes=found.between.resident_bytes,
+            head_seconds=head.seconds(meter),
+            tail_seconds=own(tail, TAIL),
+            head_peak_bytes=head.peak_bytes,
+            head_resident_bytes=head.resident_bytes,
             saved_bytes=found.saved_bytes,
             held_bytes=found.held_bytes,
             alone=found.alone,

@@ -49,7 +49,7 @@ def warn_of_unplanned(engine: Engine) -> None:
         )  # fmt: skip
 
 
-def unhook(engine: Engine) -> None:
+def let_kept_blocks_run_plain(engine: Engine) -> None:
     """Let the blocks of which a loaded plan keeps everything run without hooks once a pass has shown what they save."""
     plan = engine.plan
     if not isinstance(plan, TablePlan):
@@ -65,5 +65,5 @@ def unhook(engine: Engine) -> None:
         return False
 
     if kept:
-        engine.timer = StepTimer(meter_for(engine.tier), saw_step, waited=dict[str, float], memory=False)
+        engine.timer = StepTimer(meter_for(engine.tier), saw_step)
         engine.timer.want()

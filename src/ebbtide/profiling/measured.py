@@ -90,8 +90,7 @@ class MeasuredPlan(Explained):
         self._warm = False
         self._kept_under_hooks = frozenset[str]()  # blocks that show the cost of hooks alone, in a measured step
         self._steps: list[TimedStep] = []
-        # Idle until an engine is watched.
-        self._timer = StepTimer(meter_for(tier), lambda _: False, waited=dict[str, float], memory=False)
+        self._timer = StepTimer(meter_for(tier))  # idle until an engine is watched
         self._check: Check | None = None
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
@@ -123,22 +122,19 @@ class MeasuredPlan(Explained):
         memory = self._memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
-        watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer; so do we
+        watched, trust, bus = weakref.ref(engine), engine.trust, self._bus  # the engine holds the timer; so do we
         self._engine = watched
 
         def waited() -> dict[str, float]:
             stalls = {} if (engine := watched()) is None else engine.stats().stalls
             return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
 
-        timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
-        timer.spans = SpanTimer(
-            meter, weakly(self.saw_span), memory=memory, resumes=weakly(self._looks_again),
-            unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
+        self._timer = engine.timer = StepTimer(
+            meter, weakly(self.saw_step), waited=waited, memory=memory, outdated=weakly(self._note_new_state),
+            saw_span=weakly(self.saw_span), resumes=weakly(self._looks_again), unsure=lambda: trust.unsure,
         )  # fmt: skip
-        timer.marks = True
-        timer.outdated = weakly(self._note_new_state)
-        self._timer = engine.timer = timer
-        timer.want()
+        self._timer.marks = True
+        self._timer.want()
 
     # The plan, as the engine uses it
 

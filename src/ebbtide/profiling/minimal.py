@@ -43,7 +43,7 @@ from ebbtide.base.weak import weakly
 from ebbtide.config import Auto, Minimal, Policy
 from ebbtide.engine import Engine
 from ebbtide.engine.marks import marked
-from ebbtide.engine.spans import Span, SpanTimer
+from ebbtide.engine.spans import Span
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
@@ -110,8 +110,7 @@ class MinimalPlan(PolicyPlan):
         self._measured: TimedStep | None = None  # of which the mix is made
         self._mix: TablePlan | None = None
         self._peaks: dict[bool, list[int]] = {True: [], False: []}  # of steps with the mix, and of others
-        # Idle until an engine is watched.
-        self._timer = StepTimer(meter_for(tier), lambda _: False, waited=dict[str, float], memory=False)
+        self._timer = StepTimer(meter_for(tier))  # idle until an engine is watched
         self._engine: Callable[[], Engine | None] = lambda: None
         self._kinds: dict[str, str] = {}  # path of a block → its kind
         self._methods: dict[str, Method] = {}  # kind → the method that was chosen, or is tried now
@@ -124,17 +123,13 @@ class MinimalPlan(PolicyPlan):
 
     def watch(self, engine: Engine) -> None:
         """Let an engine measure its steps for this plan."""
-        meter, watched = meter_for(self._tier), weakref.ref(engine)
-        timer = StepTimer(meter, weakly(self.saw_step), waited=dict[str, float], memory=self._mixes)
-        timer.spans = SpanTimer(
-            meter, weakly(self.saw_span), memory=self._mixes,
-            unsure=lambda: 0 if (engine := watched()) is None else engine.trust.unsure,
+        self._engine, trust = weakref.ref(engine), engine.trust
+        self._timer = engine.timer = StepTimer(
+            meter_for(self._tier), weakly(self.saw_step), memory=self._mixes, outdated=weakly(self._take_outdated),
+            saw_span=weakly(self.saw_span), unsure=lambda: trust.unsure,
         )  # fmt: skip
-        timer.outdated = weakly(self._is_outdated)
-        self._timer = engine.timer = timer
-        self._engine = watched
-        timer.marks = True  # so all methods are measured in the same parts
-        timer.want()
+        self._timer.marks = True  # so all methods are measured in the same parts
+        self._timer.want()
 
     @property
     def reads_kept_bytes(self) -> bool:
@@ -244,8 +239,8 @@ class MinimalPlan(PolicyPlan):
             return peak_bytes
         return held_bytes + int((peak_bytes - held_bytes) / longer)
 
-    def _is_outdated(self) -> bool:
-        """Whether a step is to be measured again."""
+    def _take_outdated(self) -> bool:
+        """Return whether a step is to be measured again, once for each reason."""
         outdated, self._outdated = self._outdated, False
         return outdated
 

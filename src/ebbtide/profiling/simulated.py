@@ -172,7 +172,7 @@ class _Task:
                 stack.enter_context(simulated)
                 simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
                 self._loss(twin, arguments).backward()  # the output is dropped before backward, as in most loops
-                timer.finish()
+                timer.hand_over()
         except NEEDS_VALUES as error:
             raise ConfigError(
                 f"the model's code reads a tensor's values ({type(error).__name__}: {error.func})",

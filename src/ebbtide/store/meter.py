@@ -25,6 +25,9 @@ from ebbtide.store.spill import SpillTier
 Timestamp = Any
 """A meter's timestamp, opaque to others."""
 
+Edges = tuple[Timestamp, Timestamp]
+"""When a stretch of time began and ended."""
+
 _STATUS, _CLEAR, _STATM = (Path("/proc/self") / name for name in ("status", "clear_refs", "statm"))
 _FORGET_PEAK = "5"
 """Makes Linux reset a process's peak resident size (proc_pid_clear_refs(5))."""

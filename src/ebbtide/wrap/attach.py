@@ -216,6 +216,8 @@ class Attachment:
             self._leave_to_checkpoint(kept, block, called.tensors)
             return called.run()
         refuse_around(block.name, pack)
+        if self.engine.timer is not None:
+            self.engine.timer.hand_over()  # a new plan may let this block run plain, or no longer
         if self._plain.wanted(block, called.tensors):
             scope.open = True
             try:

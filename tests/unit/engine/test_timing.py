@@ -349,7 +349,9 @@ def test_a_block_without_hooks_is_timed() -> None:
     scene.spend(1.5)
     scene.timer.block_ends(plain)
     scene.backward([*first, plain])
-    assert not scene.timer.runs_plain("b")  # which ends the step: no more is wanted
+    assert scene.timer.runs_plain("b") and not scene.found
+    scene.timer.hand_over()  # which ends the step: no more is wanted
+    assert not scene.timer.runs_plain("b")
     (step,) = scene.found
     assert [(block.plain, block.forward_seconds) for block in step.blocks] == [(False, 1.25), (True, 1.5)]
 
@@ -396,14 +398,15 @@ def test_passes_are_timed_and_reported_two_later() -> None:
 def test_a_pass_that_is_not_to_be_timed_stays_so_when_a_later_one_ends_without_blocks() -> None:
     clock, found = Clock(), list[Any]()
     clock.ahead = True
-    spans = SpanTimer(clock, lambda span: found.append(span) or True, memory=False)
+    timer = StepTimer(clock, lambda step: False, waited=dict[str, float], memory=False)
+    timer.spans = spans = SpanTimer(clock, lambda span: found.append(span) or True, memory=False)
     spans.want()
-    run = Run(Pass(), "a")
-    spans.block_begins(run, CPU, plain=False)
+    run: Any = Run(Pass(), "a")
+    timer.block_begins(run)
     spans.pass_ends(None)
-    spans.backward_begins(run)
-    spans.backward_leaves(run)
-    spans.backward_ends()
+    timer.backward_begins(run)
+    timer.backward_leaves(run)
+    timer.backward_ends()
     spans.pass_ends(0)  # a forward that calls no block
     spans.finish()
     assert found == [None]
@@ -443,7 +446,7 @@ def test_a_pass_is_reported_when_the_next_begins_if_the_device_has_finished_it()
     scene.step(1.0)
     scene.step(2.0)
     assert [span.seconds for span in scene.told] == [3.0]
-    scene.timer.runs_plain("a")  # its result is in force for the entire next pass
+    scene.timer.hand_over()  # its result is in force for the entire next pass
     assert [span.seconds for span in scene.told] == [3.0, 4.0]
 
 
@@ -467,7 +470,7 @@ def test_a_pass_that_began_before_passes_were_wanted_anew_is_no_span(place: int)
     scene.timer.pass_ends(100)
     scene.backward(runs)
     scene.step(5.0)
-    scene.timer.runs_plain("a")
+    scene.timer.hand_over()
     assert [span.seconds for span in scene.told] == [3.0, 7.0]
 
 
@@ -483,12 +486,28 @@ def test_every_second_of_a_span_belongs_to_a_block_or_to_the_head() -> None:
     scene.spend(0.5)  # the head
     scene.timer.pass_ends(100)
     scene.backward([*runs, plain], seconds=2.0)
-    assert not scene.timer.runs_plain("a")
+    scene.timer.hand_over()
     (span,) = scene.told
     assert [(b.name, b.plain, b.forward_seconds, b.backward_seconds) for b in span.blocks] == [
         ("a", False, 1.25, 2.0), ("b", False, 1.25, 2.0), ("c", True, 1.5, 2.0)
     ]  # fmt: skip
     assert span.seconds == sum(block.seconds for block in span.blocks) + 0.5
+
+
+def test_a_checkpointed_block_is_noted_in_a_step_and_in_a_span() -> None:
+    for scene in (Scene(), Spans()):
+        scene.clock.ahead = True
+        one: Any = Pass()
+        runs: list[Any] = [Run(one, "a"), Run(one, "b")]
+        runs[1].checkpointed = True
+        for run in runs:
+            scene.timer.block_begins(run)
+            scene.timer.block_ends(run)
+        scene.timer.pass_ends(100)
+        scene.backward(runs)
+        scene.timer.hand_over()
+        (found,) = scene.told if isinstance(scene, Spans) else scene.found
+        assert [block.checkpointed for block in found.blocks] == [False, True]
 
 
 def test_the_rest_of_a_pass_whose_backward_came_in_between_is_no_span() -> None:
@@ -585,6 +604,6 @@ def test_a_span_ends_with_the_first_blocks_backward() -> None:
     scene.timer.backward_leaves(runs[0])
     scene.spend(10.0)  # an embedding
     scene.timer.backward_ends()
-    scene.timer.runs_plain("a")
+    scene.timer.hand_over()
     (span,) = scene.told
     assert (span.seconds, span.blocks[0].backward_seconds) == (3.0, 2.0)
