@@ -89,6 +89,19 @@ def test_a_forked_child_is_left_alone(tmp_path: Path) -> None:
     assert len([note for note in run.notes if note["event"] == "end"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("when", "around", "missed"), [("before", "there", 0), ("after", "there", 0), ("after", "torch", 1)]
+)
+def test_a_scripts_own_patch_of_calls_stays(when: str, around: str, missed: int, tmp_path: Path) -> None:
+    """One that does not call the replacement displaces it, and the model is found in the second step."""
+    expected = run_switched(LOOP, "doubled", folder=tmp_path / "doubled", mode="plain")
+    run = run_switched(LOOP, "patched", when, around, folder=tmp_path / "patched", mode="ebbtide-minimal")
+    assert run.code == 0 and models(run.notes) == ["Layers"], run.output
+    assert len(expected.losses) == 6 and run.losses == expected.losses[missed:]
+    assert run.output == expected.output and run.checksum == expected.checksum
+    assert any(event["kept_bytes"] < event["unique_bytes"] for event in run.all("pass_end"))
+
+
 def test_a_script_that_ends_by_os_exit_is_recorded_to_its_end(tmp_path: Path) -> None:
     run = run_switched(LOOP, "abrupt", folder=tmp_path / "run", mode="ebbtide")
     assert run.code == 0 and "the script's last line" in run.output
