@@ -8,6 +8,7 @@ import pytest
 
 from ebbtide.cli.run import _ending
 from ebbtide.script.request import why_untrained
+from ebbtide.script.steps import MOST_LOSSES
 from tests.helpers.switched import run_switched
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -79,6 +80,16 @@ def test_a_later_stage_with_an_optimizer_of_its_own_counts(tmp_path: Path) -> No
     assert run.code == 0 and "the script's last line" not in run.output, run.output
     printed = [float(line.split()[1]) for line in run.output.splitlines() if line.startswith("loss ")]
     assert len(printed) == 5 and run.losses == [*printed[:2], *printed[3:]]
+
+
+def test_losses_of_training_that_does_not_count_do_not_pile_up(tmp_path: Path) -> None:
+    """Beyond a bound the step has no loss; the next ones have theirs."""
+    run = run_switched(LOOP, "probed", folder=tmp_path / "run", mode="plain")
+    assert run.code == 0, run.output
+    lines = [line.split() for line in run.output.splitlines()]
+    printed = [float(line[-1]) for line in lines if line[0] == "loss"]
+    assert run.losses == [*printed[:3], None, *printed[4:]] and len(printed) == 6
+    assert max(int(line[-1]) for line in lines if line[0] == "more") <= MOST_LOSSES + 8
 
 
 def test_a_forked_child_is_left_alone(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A training loop of a user, in the shape that the first argument names, without ebbtide."""
 
+import gc
 import os
 import sys
 import weakref
@@ -246,6 +247,25 @@ def compiled_function():
         loss_of(x).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def probed():
+    """A probe of the model's outputs, a single layer, trains for many steps in the middle."""
+    model, probe = Layers(), nn.Linear(8, 1)
+    optimizer, of_probe = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, probe))
+    for number, x in enumerate(batches()):
+        loss = model(x).square().mean()
+        print("loss", loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        before = sum(type(each) is torch.Tensor for each in gc.get_objects())
+        for _ in range(5000 if number == 2 else 0):
+            probe(torch.ones(1, 8)).sum().backward()
+            of_probe.step()
+        gc.collect()
+        print("more tensors:", sum(type(each) is torch.Tensor for each in gc.get_objects()) - before)
 
 
 def doubled():
