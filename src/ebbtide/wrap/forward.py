@@ -116,8 +116,9 @@ class StandIn:
             return self._followed
         for parent in type(module).__mro__:
             if name in parent.__dict__:
-                self._followed = parent.__dict__[name]
-                return self._followed
+                if not torch.compiler.is_compiling():  # Dynamo reports side effects
+                    self._followed = parent.__dict__[name]
+                return parent.__dict__[name]
         return self
 
     def _bind(self, found: Any) -> Callable[..., Any]:
