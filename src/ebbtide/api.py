@@ -17,7 +17,7 @@ from torch import nn
 from ebbtide.arguments import accelerator_of, check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, undone_on_error
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
@@ -197,12 +197,9 @@ def enable_activation_offloading(
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
     engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
     let_kept_blocks_run_plain(engine)
-    try:
+    with undone_on_error(engine.tier.close):
         watch = Watch(model, engine, chosen=blocks is not None, then=warn_of_unplanned)
         attachment = Attachment(model, pairs, engine, watch)
-    except BaseException:
-        engine.tier.close()
-        raise
     handle = Handle(engine, attachment, model)
     warn_of_idle(engine, model, host_budget=host_budget)
     warn_of_torch(engine)
@@ -337,7 +334,8 @@ class offload_saved_tensors(ContextDecorator):
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
         self._entered[get_ident()].append([(engine, hooks, idle)])
-        hooks.__enter__()
+        with undone_on_error(self.__exit__):  # torch refuses hooks under torch.func
+            hooks.__enter__()
         self._latest = engine
         return self
 
@@ -392,9 +390,6 @@ def _open_engine(policy: Policy | Plan, options: Options, home: torch.device | N
     plan = measured or (plan_for(policy) if isinstance(policy, Policy) else policy)
     engine = Engine(plan, tier, options, BUS, rules=_rules(), **settings)
     if measured is not None:
-        try:
+        with undone_on_error(tier.close):
             measured.watch(engine)
-        except BaseException:
-            tier.close()
-            raise
     return engine

@@ -8,6 +8,7 @@ import pytest
 
 from ebbtide.cli.run import _ending
 from ebbtide.script.request import why_untrained
+from ebbtide.script.steps import MOST_LOSSES
 from tests.helpers.switched import run_switched
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -81,12 +82,35 @@ def test_a_later_stage_with_an_optimizer_of_its_own_counts(tmp_path: Path) -> No
     assert len(printed) == 5 and run.losses == [*printed[:2], *printed[3:]]
 
 
+def test_losses_of_training_that_does_not_count_do_not_pile_up(tmp_path: Path) -> None:
+    """Beyond a bound the step has no loss; the next ones have theirs."""
+    run = run_switched(LOOP, "probed", folder=tmp_path / "run", mode="plain")
+    assert run.code == 0, run.output
+    lines = [line.split() for line in run.output.splitlines()]
+    printed = [float(line[-1]) for line in lines if line[0] == "loss"]
+    assert run.losses == [*printed[:3], None, *printed[4:]] and len(printed) == 6
+    assert max(int(line[-1]) for line in lines if line[0] == "more") <= MOST_LOSSES + 8
+
+
 def test_a_forked_child_is_left_alone(tmp_path: Path) -> None:
     run = run_switched(LOOP, "forked", folder=tmp_path / "run", mode="ebbtide-minimal", steps=6)
     assert run.code == 0 and "the child's last line" in run.output, run.output
     assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4, 5, 6]
     assert len(run.all("pass_end")) == 6
     assert len([note for note in run.notes if note["event"] == "end"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("when", "around", "missed"), [("before", "there", 0), ("after", "there", 0), ("after", "torch", 1)]
+)
+def test_a_scripts_own_patch_of_calls_stays(when: str, around: str, missed: int, tmp_path: Path) -> None:
+    """One that does not call the replacement displaces it, and the model is found in the second step."""
+    expected = run_switched(LOOP, "doubled", folder=tmp_path / "doubled", mode="plain")
+    run = run_switched(LOOP, "patched", when, around, folder=tmp_path / "patched", mode="ebbtide-minimal")
+    assert run.code == 0 and models(run.notes) == ["Layers"], run.output
+    assert len(expected.losses) == 6 and run.losses == expected.losses[missed:]
+    assert run.output == expected.output and run.checksum == expected.checksum
+    assert any(event["kept_bytes"] < event["unique_bytes"] for event in run.all("pass_end"))
 
 
 def test_a_script_that_ends_by_os_exit_is_recorded_to_its_end(tmp_path: Path) -> None:

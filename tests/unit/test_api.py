@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from ebbtide.base.errors import (
 )
 from ebbtide.base.events import BUS
 from ebbtide.engine import Expr, NodeView
+from ebbtide.engine.engine import Engine
 from ebbtide.wrap import find_blocks
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import build
@@ -541,6 +543,24 @@ def test_an_exception_closes_the_context() -> None:
     with pytest.raises(ZeroDivisionError), ebbtide.offload_saved_tensors():
         raise ZeroDivisionError
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("target", ["auto", "disk"])
+def test_of_a_context_that_cannot_be_entered_nothing_stays(target: Any) -> None:
+    context = ebbtide.offload_saved_tensors(policy="offload", min_bytes=0, target=target)
+    inside = context(lambda x: x.exp().sum())
+    x = torch.randn(8, 8, requires_grad=True)
+    inside(x).backward()
+    engines = lambda: sum(type(each) is Engine for each in gc.get_objects())  # noqa: E731
+    gc.collect()
+    before, figures = engines(), context.stats()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            torch.func.grad(inside)(x.detach())
+    gc.collect()
+    assert engines() == before and not any(context._entered.values())
+    assert context.stats().packs == figures.packs
+    inside(x).backward()
 
 
 def test_a_change_in_place_under_the_context_is_found() -> None:

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -138,6 +139,16 @@ def note_place(error: BaseException, place: str) -> None:
         error.places.append(place)
     else:
         error.add_note(place)
+
+
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Generator[None, None, None]:
+    """Call ``undo`` if the code inside raises, also by an interrupt."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def first_line(error: BaseException) -> str:

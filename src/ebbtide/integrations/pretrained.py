@@ -129,6 +129,12 @@ def _has_own_names(model: Any, mapping: Sequence[Any] | None, quantiser: Any) ->
 
 
 def _check(model: Any, options: Callable[[str], Any]) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "the checkpoint is an adapter of PEFT",
+            expected="one of a whole model",
+            hint="load the base model here, and after its weights PeftModel.from_pretrained(model, folder)",
+        )
     device_map, quantiser = options("device_map"), options("hf_quantizer")
     if device_map is not None and quantiser is None:  # a quantiser chooses one device by itself
         raise ConfigError(

@@ -16,6 +16,7 @@ and transformer) are switched one by one. A single layer without submodules, suc
 first, is not switched.
 
 For this ``nn.Module.__call__`` is replaced, but only outside of calls and until every optimizer has taken a step:
-during an outermost call torch's own is restored, so neither the layers nor Dynamo see the replacement. A global module
-hook would run too late (after ``forward`` was looked up) and for each layer.
+during an outermost call torch's own is restored, so neither the layers nor Dynamo see the replacement (unless the
+script patches it, too: [Note: patches of calls]). A global module hook would run too late (after ``forward`` was looked
+up) and for each layer.
 """

@@ -5,6 +5,7 @@ A step ends when an optimizer with parameters of a switched model has taken a st
 counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. As in a
 recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins, with the loss
 computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no loss is recorded.
+Training that does not count, such as a probe's, adds to the sum of the step around it; if that lasts, none is recorded.
 Of a loss that torch.amp's ``GradScaler`` or FSDP1's has scaled, the unscaled one is recorded, and none of a step that
 it skips.
 """
@@ -40,6 +41,9 @@ from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
 STEPS_TO_TRIM = 3
 """From this many steps on, the last one measures memory on a trimmed heap: see [Note: steady steps]."""
+
+MOST_LOSSES = 4096
+"""Most losses of one step; of a step with more, none is recorded."""
 
 
 class ScriptSteps:
@@ -108,7 +112,10 @@ class ScriptSteps:
                 return plain(tensors, *args, **kwargs)
             if not isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge)):
                 tensors = tuple(tensors)  # an iterator yields them once
-            self._losses.append(_loss(tensors, args, kwargs, self._unscaled))
+            if len(self._losses) < MOST_LOSSES:
+                self._losses.append(_loss(tensors, args, kwargs, self._unscaled))
+            else:
+                self._losses[-1] = None
             if self._phase == "forward":
                 if self._trims():
                     trim_heap()

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ebbtide.engine.untraced import untraced
+from ebbtide.script.calls import OutermostCalls
 from ebbtide.script.request import Request
 from ebbtide.script.steps import ScriptSteps
-from ebbtide.wrap.forward import in_backward, while_tracing
+from ebbtide.wrap.forward import in_backward
 
 MOST_MODELS = 4
 """Most models switched in one process; each has its own store and plan."""
@@ -39,7 +40,7 @@ class ScriptSwitch:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._steps = ScriptSteps(request)
-        self._call = nn.Module.__call__
+        self._calls = OutermostCalls(self._outermost_call, lambda: self._note_once("traced"))
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # switched models and all their parts
@@ -61,31 +62,12 @@ class ScriptSwitch:
             made(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
             self._note_once("optimizer")
-            self._look()
+            self._calls.look()
 
         Optimizer.__init__ = initialise  # pyright: ignore[reportAttributeAccessIssue]
         register_optimizer_step_pre_hook(untraced(lambda optimizer, *_: self._steps.optimizer_begins(optimizer)))
         register_optimizer_step_post_hook(untraced(lambda optimizer, *_: self._step_ends(optimizer)))
         self._note_once("torch")
-
-    def _look(self) -> None:
-        """Replace torch's ``__call__`` until every optimizer has taken a step."""
-        plain, switch, traced = self._call, self, while_tracing(lambda: self._note_once("traced"))
-
-        @functools.wraps(plain)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                traced()
-                return plain(module, *args, **kwargs)
-            nn.Module.__call__ = plain
-            try:
-                switch._outermost_call(module)
-                return plain(module, *args, **kwargs)
-            finally:
-                if not switch._all_stepped():
-                    nn.Module.__call__ = call
-
-        nn.Module.__call__ = call
 
     def _all_stepped(self) -> bool:
         return all(optimizer in self._stepped for optimizer in self._optimizers)
@@ -174,7 +156,7 @@ class ScriptSwitch:
         self._note_once("step")
         self._stepped.add(optimizer)
         if self._all_stepped():
-            nn.Module.__call__ = self._call
+            self._calls.rest()
         self._steps.step_ends(optimizer)
 
     def _leave(self) -> None:

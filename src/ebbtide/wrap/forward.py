@@ -11,9 +11,11 @@ Accelerate copies a module's ``__dict__`` itself (regional compilation) and rebi
 A class may get another ``forward`` at any time (a method that is patched or reloaded, ``torch.fx`` that recompiles a
 graph), and a module another class. So a stand-in holds only a ``forward`` that the instance had; that of the class is
 looked up at each call, and so is each attribute that a stand-in does not have itself: ``inspect`` and ``torch.export``
-read the original's code. The class's new ``forward`` may be a wrapper around that of an instance, and so call the
-stand-in (accelerate, on a graph's class): the one that it replaced runs then. ``torch.jit.script`` accepts only
-functions and methods; it compiles modules without stand-ins, which share the weights.
+read the original's code. Code that wraps a module's ``forward`` keeps the bound method of that time, which a later one
+of the class does not change. So under a wrapper the stand-in follows the class no further: the ``forward`` that was
+looked up last runs. The class's new ``forward`` may be a wrapper around that of an instance, and so call the stand-in
+(accelerate, on a graph's class): the one that it replaced runs then. ``torch.jit.script`` accepts only functions
+and methods; it compiles modules without stand-ins, which share the weights.
 
 [Note: wrappers that forward]
 A wrapper may forward attribute assignments to the inner module: Lightning Fabric's does for each name that the module
@@ -81,7 +83,7 @@ class StandIn:
         self._module, self._name, self._call = module, name, call
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
-        self._known = self._find()  # a later one of the class may call the stand-in
+        self._known = self._followed = self._find()  # a later one of the class may call the stand-in
         for method, without in _COPIED_BY.items():
             if method not in module.__dict__:
                 module.__dict__[method] = MethodType(without, module)
@@ -103,12 +105,19 @@ class StandIn:
         return self._first if getattr(found, "__wrapped__", None) is self else self._bind(found)
 
     def _find(self) -> Any:
-        """Return the original as the instance or its class holds it."""
+        """Return the original as the instance or its class holds it, or held it before the stand-in was wrapped."""
         if self._own is not None:
             return self._own
         module, name = self._module, self._name
+        above = module.__dict__.get(name, self)
+        while above is not self and _is_stand_in(above):
+            above = above._own
+        if above is not self:
+            return self._followed
         for parent in type(module).__mro__:
             if name in parent.__dict__:
+                if not torch.compiler.is_compiling():  # Dynamo reports side effects
+                    self._followed = parent.__dict__[name]
                 return parent.__dict__[name]
         return self
 
@@ -137,6 +146,7 @@ class StandIn:
     @property
     def __func__(self) -> Callable[..., Any]:
         """The forward as a function of a module; of another module it is the original. See [Note: copies]."""
+        self._find()  # a wrapper is made of it
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is self._module:

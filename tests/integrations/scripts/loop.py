@@ -1,5 +1,6 @@
 """A training loop of a user, in the shape that the first argument names, without ebbtide."""
 
+import gc
 import os
 import sys
 import weakref
@@ -244,6 +245,60 @@ def compiled_function():
 
     for x in batches():
         loss_of(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def probed():
+    """A probe of the model's outputs, a single layer, trains for many steps in the middle."""
+    model, probe = Layers(), nn.Linear(8, 1)
+    optimizer, of_probe = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, probe))
+    for number, x in enumerate(batches()):
+        loss = model(x).square().mean()
+        print("loss", loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        before = sum(type(each) is torch.Tensor for each in gc.get_objects())
+        for _ in range(5000 if number == 2 else 0):
+            probe(torch.ones(1, 8)).sum().backward()
+            of_probe.step()
+        gc.collect()
+        print("more tensors:", sum(type(each) is torch.Tensor for each in gc.get_objects()) - before)
+
+
+def doubled():
+    """The head's output is doubled, by a hook."""
+    model = Layers()
+    model.head.register_forward_hook(lambda module, inputs, output: output * 2)
+    descend(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def patched():
+    """The same by a patch of ``__call__``: before or after the optimizer is made, around what is there or torch's."""
+    when, around = sys.argv[2:]
+    call, model = nn.Module.__call__, Layers()
+    if when == "after":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = nn.Module.__call__ if around == "there" else call
+
+    def doubling(module, *args, **kwargs):
+        output = call(module, *args, **kwargs)
+        return output * 2 if module is model.head else output
+
+    nn.Module.__call__ = doubling
+    if when == "before":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    descend(model, optimizer)
+    assert nn.Module.__call__ is doubling
+
+
+def descend(model, optimizer):
+    for x in batches():
+        loss = model(x).square().mean()
+        print("loss", loss.item())
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

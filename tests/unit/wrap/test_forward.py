@@ -126,6 +126,33 @@ def test_a_forward_that_changes_after_enabling_is_followed(name: str) -> None:
     check(make, step)
 
 
+READ = ("__name__", "__func__")
+"""Attributes of what they wrap that wrappers read: functools' and accelerate's."""
+
+
+@pytest.mark.parametrize(
+    ("first", "read"),
+    [("wrapped", "nothing"), ("stepped", "nothing"), *((f, r) for f in ("wrapped", "patched") for r in READ)],
+)
+def test_a_forward_that_is_wrapped_is_the_one_of_its_time(first: str, read: str) -> None:
+    """The class gets another one after the blocks are wrapped, or before, with a step in between or not."""
+
+    def wrap(model: Any) -> None:
+        for block in model.blocks:
+            inner = block.forward
+            getattr(inner, read, None)
+            block.forward = lambda x, inner=inner: 2 * inner(x)
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        if number == 2:
+            (wrap if first == "wrapped" else patch_the_class)(model)
+        if number == (3 if first == "stepped" else 2):
+            (patch_the_class if first == "wrapped" else wrap)(model)
+        return square(model, number)
+
+    check(fresh, step)
+
+
 @pytest.mark.parametrize("how", ["disable", "close"])
 def test_a_forward_that_changes_after_the_end_is_followed(how: str) -> None:
     model: Any = fresh()
