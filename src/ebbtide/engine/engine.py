@@ -110,13 +110,17 @@ class Engine:
         self._closed = False
 
     def close(self) -> None:
-        """Close the store, at once or at the end of the backward after which no graph needs it; may be called again."""
+        """Close the store: at once, or once neither a live graph nor an open block needs it. May be called again."""
         self._closed = True
         self.close_if_idle()
 
     def close_if_idle(self) -> None:
-        """Close the store if ``close`` was called and no graph needs it any more."""
-        if self._closed and not self.live_entries:
+        """Close the store, if ``close`` was called, at once or when nobody needs it any more."""
+        if not self._closed:
+            return
+        if self.live_entries:
+            self.tier.close_unused(self.live_entries.__len__)
+        else:
             self.tier.close()
 
     def plan_changed(self) -> None:

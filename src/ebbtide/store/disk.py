@@ -229,6 +229,10 @@ class DiskTier(Streamless):
             return_large_blocks()
         trim_heap()
 
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Close once ``in_use()`` is false; see ``Tier.close_unused``."""
+        self._work.close_unused(in_use)
+
     def close(self) -> None:
         """Drop queued work, join the threads, free the disk. May be called repeatedly."""
         self._work.close(join=True)

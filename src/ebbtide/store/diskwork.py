@@ -67,6 +67,7 @@ class DiskWork:
         self._out_bytes = self._ahead_bytes = 0
         self._closed, self._running = False, 2
         self._broken: Fault | None = None
+        self._in_use: Callable[[], object] | None = None  # see ``close_unused``
         self._threads = [
             threading.Thread(target=self._run, args=(name, loop), name=f"ebbtide-disk-{name}", daemon=True)
             for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
@@ -195,6 +196,10 @@ class DiskWork:
         if parcel.state is not ParcelState.DEAD and self.usable:
             self._freed.append(parcel)
 
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Close once ``in_use()`` is false, which the threads look at every few seconds."""
+        self._in_use = in_use
+
     def close(self, *, join: bool) -> None:
         """End the threads after their current work, and ``join`` them, except in a finalizer, which could deadlock."""
         if os.getpid() != self._pid:
@@ -245,6 +250,9 @@ class DiskWork:
             self._release_place(self._freed[0])
             self._freed.popleft()  # last: an interrupted release is repeated
         self.claims.settle(self._release_place)
+        if self._in_use is not None and not self._in_use():
+            self._closed = True
+            self._wake_all()
 
     def _audit(self) -> int:
         """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""

@@ -233,6 +233,12 @@ class SpillTier:
             self._disk.trim()
         self.host.trim()
 
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Close once ``in_use()`` is false; see ``Tier.close_unused``."""
+        if self._disk is not None:
+            self._disk.close_unused(in_use)
+        self.host.close_unused(in_use)
+
     def close(self) -> None:
         """Stop threads and free everything. May be called repeatedly."""
         if self._disk is not None:
