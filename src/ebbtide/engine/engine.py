@@ -88,7 +88,7 @@ class Engine:
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
-        self.live_tickets, self.live_entries = LiveCount(), LiveCount()
+        self.live_tickets, self.live_entries = LiveCount(), LiveCount()  # open hooks count as an entry
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
@@ -184,6 +184,8 @@ class Engine:
             self._stalls.flush()
             if self.timer is not None:
                 self.timer.block_ends(run)
+            if self._closed:
+                self.close_if_idle()
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if self.bus.active:

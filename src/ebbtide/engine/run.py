@@ -124,7 +124,7 @@ class BlockRun(Replay):
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
-        self.is_open = False
+        self.is_open, self.mark = False, None
         self._count()
         self.builder = None
         self._inputs.forget()

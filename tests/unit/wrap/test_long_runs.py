@@ -190,6 +190,24 @@ def test_the_disk_of_a_handle_that_an_exception_closed_is_freed_after_its_last_g
     handle.close()
 
 
+def test_a_handle_closed_inside_a_block_closes_its_store_after_that_blocks_forward(tmp_path: Path) -> None:
+    class Closes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if handles:
+                handles.pop().close()
+            return x.tanh().exp()
+
+    model, handles = nn.Sequential(Closes(), nn.Linear(WIDTH, WIDTH)), list[ebbtide.Handle]()
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    tier = DiskTier(tmp_path)
+    handles.append(enable_over(tier, model, policy="offload", min_bytes=0, blocks=["0"]))
+    loss = model(x).sum()
+    assert tier._work.usable
+    assert torch.equal(*expected, *torch.autograd.grad(loss, x))
+    assert not tier._work.usable
+
+
 def test_the_block_that_a_backward_reads_last_has_its_order_learned() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     with enable_over(HostTier(NoDevice()), model, policy="offload", min_bytes=0) as handle:
