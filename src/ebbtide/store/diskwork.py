@@ -72,6 +72,9 @@ class DiskWork:
             threading.Thread(target=self._run, args=(name, loop), name=f"ebbtide-disk-{name}", daemon=True)
             for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
         ]
+
+    def start(self) -> None:
+        """Start the threads. Raises RuntimeError if one cannot be started."""
         for thread in self._threads:
             thread.start()
 
@@ -210,9 +213,8 @@ class DiskWork:
                 self._wake_all()
             finally:
                 self._lock.release()
-        if join:
-            for thread in self._threads:
-                thread.join()
+        for thread in filter(threading.Thread.is_alive, self._threads if join else ()):
+            thread.join()
 
     # The lock is held from here to the threads.
     def _wait_until(self, happened: Callable[[], bool]) -> None:

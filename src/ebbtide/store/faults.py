@@ -63,6 +63,12 @@ def closed_error(tier: str, kind: type[TargetError] = TargetError) -> TargetErro
     return kind(f"the {tier} tier is closed", expected="an open one", hint=hint)
 
 
+def unstarted_error(cause: RuntimeError) -> DiskError:
+    """Return the error for threads of the disk tier that cannot be started."""
+    hint = "raise the limit of processes (`ulimit -u`, or the container's), or free memory"
+    return DiskError(f"the disk tier cannot start its threads: {cause}", expected="two more threads", hint=hint)
+
+
 def ended_error() -> DiskError:
     """Return the error for a thread of the disk tier that ended without a word."""
     hint = "close this handle and open a new one"

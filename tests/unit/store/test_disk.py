@@ -419,6 +419,22 @@ def test_a_read_without_memory_does_not_blame_the_disk(cause: Exception, tier: D
     assert "disk_path" not in str(caught.value)
 
 
+@pytest.mark.parametrize("missing", ["ebbtide-disk-writer", "ebbtide-disk-reader"])
+def test_a_thread_that_cannot_start_leaves_nothing(missing: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, known = threading.Thread.start, threading.enumerate()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == missing:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(DiskError, match=r"(?s)can't start new thread.*hint: raise the limit"):
+        DiskTier(disk)
+    assert not {*threading.enumerate()} - {*known}
+    assert not [fd for fd in os.listdir("/proc/self/fd") if str(disk) in os.path.realpath(f"/proc/self/fd/{fd}")]
+
+
 def test_after_close(disk: Path) -> None:
     tier = DiskTier(disk)
     slot = tier.copy_out(noise(MIB))
