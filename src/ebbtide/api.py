@@ -101,7 +101,7 @@ class Handle:
     def close(self) -> None:
         """Remove the hooks and close the store: at once or, if a graph needs it, after that graph's backward.
 
-        May be called repeatedly: after a graph was dropped without a backward, the next call closes the store.
+        With a graph that is dropped, the store's memory is freed, and its disk in seconds. May be called repeatedly.
         """
         attachment, self._attachment = self._attachment, None
         if attachment is not None:

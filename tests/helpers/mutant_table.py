@@ -9,6 +9,7 @@ TRUST = ("tests/unit/engine/test_trust.py",)
 HOOKED = ("tests/unit/planner/test_hooked.py",)
 REST = ("tests/unit/wrap/test_rest.py",)
 BUFFERS = ("tests/unit/store/test_buffers.py",)
+SPILL = ("tests/unit/store/test_spill.py",)
 CLAIMS = ("tests/unit/store/test_claims.py",)
 TRIALS = ("tests/unit/profiling/test_trials.py",)
 MINIMAL = ("tests/unit/profiling/test_minimal.py", "tests/unit/test_promise.py")
@@ -1809,5 +1810,47 @@ MUTANTS = (
         "(self._folder / index).unlink(missing_ok=True)",
         "pass",
         ("tests/unit/load/test_load.py",),
+    ),
+    Mutant(
+        "spill: a storage larger than the stage is not split",
+        "ebbtide/store/spill.py",
+        "source.split(self._stage_bytes or source.numel())",
+        "[source]",
+        SPILL,
+    ),
+    Mutant(
+        "spill: a piece is larger than its place",
+        "ebbtide/store/spill.py",
+        "stage_bytes // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES",
+        "stage_bytes",
+        SPILL,
+    ),
+    Mutant(
+        "spill: only the first piece is waited for",
+        "ebbtide/store/spill.py",
+        "for piece in slot.pieces if (stage",
+        "for piece in slot.pieces[:1] if (stage",
+        SPILL,
+    ),
+    Mutant(
+        "spill: a staged piece is copied in before it has arrived",
+        "ebbtide/store/spill.py",
+        "                self.host.wait_copied(stage)\n                self._copy_in",
+        "                self._copy_in",
+        SPILL,
+    ),
+    Mutant(
+        "spill: a staged piece is prefetched to the device",
+        "ebbtide/store/spill.py",
+        "                    self._prefetch_pieces(slot)\n",
+        "                    [self._prefetch(piece) for piece in slot.pieces]\n",
+        SPILL,
+    ),
+    Mutant(
+        "spill: an error keeps the pieces before it",
+        "ebbtide/store/spill.py",
+        "return error.with_traceback(None)  # whose",
+        "return error  # whose",
+        SPILL,
     ),
 )

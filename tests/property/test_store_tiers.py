@@ -90,16 +90,19 @@ def test_host(steps: list[tuple[str, int]], out: float, into: float, pauses: lis
 
 
 @settings(max_examples=40)
-@given(STEPS, RATES, RATES, st.lists(st.floats(0, 50), min_size=1, max_size=10), st.booleans())
+@given(STEPS, RATES, RATES, st.lists(st.floats(0, 50), min_size=1, max_size=10), st.booleans(), st.booleans())
 def test_host_with_most_on_disk(
-    steps: list[tuple[str, int]], out: float, into: float, pauses: list[float], asynchronous: bool
+    steps: list[tuple[str, int]], out: float, into: float, pauses: list[float], asynchronous: bool, split: bool
 ) -> None:
+    """Split: a storage of 333 bytes is larger than the stage, an eighth of the budget."""
     device = FakeDevice(out, into, asynchronous_copies=asynchronous)
     with tempfile.TemporaryDirectory() as directory:
         if filesystem_of(directory) == "tmpfs":
             pytest.skip("the temporary directory lies in RAM")
         host = HostTier(device, budget_bytes=1024)
-        check_host(steps, pauses, device, SpillTier(host, lambda: DiskTier(directory), budget_bytes=4096))
+        check_host(
+            steps, pauses, device, SpillTier(host, lambda: DiskTier(directory), budget_bytes=1024 if split else 4096)
+        )
 
 
 def check_host(

@@ -88,7 +88,7 @@ class Engine:
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
-        self.live_tickets, self.live_entries = LiveCount(), LiveCount()
+        self.live_tickets, self.live_entries = LiveCount(), LiveCount()  # open hooks count as an entry
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
@@ -110,13 +110,17 @@ class Engine:
         self._closed = False
 
     def close(self) -> None:
-        """Close the store, at once or at the end of the backward after which no graph needs it; may be called again."""
+        """Close the store: at once, or once neither a live graph nor an open block needs it. May be called again."""
         self._closed = True
         self.close_if_idle()
 
     def close_if_idle(self) -> None:
-        """Close the store if ``close`` was called and no graph needs it any more."""
-        if self._closed and not self.live_entries:
+        """Close the store, if ``close`` was called, at once or when nobody needs it any more."""
+        if not self._closed:
+            return
+        if self.live_entries:
+            self.tier.close_unused(self.live_entries.__len__)
+        else:
             self.tier.close()
 
     def plan_changed(self) -> None:
@@ -180,6 +184,8 @@ class Engine:
             self._stalls.flush()
             if self.timer is not None:
                 self.timer.block_ends(run)
+            if self._closed:
+                self.close_if_idle()
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if self.bus.active:

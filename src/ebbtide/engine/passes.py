@@ -142,6 +142,7 @@ class RunRecord:
         self.checkpointable = False  # noted in a measured step only: whether it might run again
         self.pack_seconds = 0.0  # the host's, in the pack hook where nothing is replayed, as in a measured step
         self.where: torch.device | None = None  # of its inputs; None: of none that is offloaded
+        self.mark: object = None  # of the engine's live entries, while its hooks are open
         self.is_open = False  # its forward runs and holds what ``close`` releases
         self.entries: list[weakref.ref[Any]] = []  # of what it did not keep, in the order of the forward
         self.task = -1  # the backward in which this block showed last

@@ -19,6 +19,8 @@ from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
 from ebbtide.engine.views import shows
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
+_QUANTIZED = frozenset(getattr(torch, name, None) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4"))
+
 
 class BlockRun(Replay):
     """The forward of one block, open while it runs."""
@@ -124,7 +126,7 @@ class BlockRun(Replay):
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
-        self.is_open = False
+        self.is_open, self.mark = False, None
         self._count()
         self.builder = None
         self._inputs.forget()
@@ -175,7 +177,7 @@ class BlockRun(Replay):
             or owner.last != nbytes
             or tensor.is_conj()
             or tensor.is_neg()
-            or tensor.is_quantized
+            or tensor.dtype in _QUANTIZED  # also without a quantizer, which `new_empty` would add
             or tensor._is_zerotensor()
             # Attributes that somebody gave it: torch's own saving of what needs no gradient hands them on. Those of
             # dynamo, on what compiled code with dynamic shapes saves, are hints for a compilation: they may be lost.

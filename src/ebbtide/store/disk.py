@@ -15,7 +15,7 @@ from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
-from ebbtide.store.faults import freed_error
+from ebbtide.store.faults import freed_error, unstarted_error
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.protocol import Streamless
 from ebbtide.store.room import Room
@@ -118,6 +118,14 @@ class DiskTier(Streamless):
         self._trims_heap: Callable[[], bool] = lambda: False
         self._room = Room(file)
         self._work = DiskWork(file, self._room, self.counters)
+        try:
+            self._work.start()
+        except BaseException as error:
+            self._work.close(join=True)
+            self._room.close()
+            if isinstance(error, RuntimeError):
+                raise unstarted_error(error) from error
+            raise
         # The threads reference the work, not the tier: they end with a tier that is dropped without being closed.
         weakref.finalize(self, self._work.close, join=False).atexit = False
         _LOG.debug("disk tier in %s, %s I/O", file.directory, "direct" if file.direct else "buffered")
@@ -228,6 +236,10 @@ class DiskTier(Streamless):
         if at_once:
             return_large_blocks()
         trim_heap()
+
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Close once ``in_use()`` is false; see ``Tier.close_unused``."""
+        self._work.close_unused(in_use)
 
     def close(self) -> None:
         """Drop queued work, join the threads, free the disk. May be called repeatedly."""

@@ -67,10 +67,14 @@ class DiskWork:
         self._out_bytes = self._ahead_bytes = 0
         self._closed, self._running = False, 2
         self._broken: Fault | None = None
+        self._in_use: Callable[[], object] | None = None  # see ``close_unused``
         self._threads = [
             threading.Thread(target=self._run, args=(name, loop), name=f"ebbtide-disk-{name}", daemon=True)
             for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
         ]
+
+    def start(self) -> None:
+        """Start the threads. Raises RuntimeError if one cannot be started."""
         for thread in self._threads:
             thread.start()
 
@@ -195,6 +199,10 @@ class DiskWork:
         if parcel.state is not ParcelState.DEAD and self.usable:
             self._freed.append(parcel)
 
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Close once ``in_use()`` is false, which the threads look at every few seconds."""
+        self._in_use = in_use
+
     def close(self, *, join: bool) -> None:
         """End the threads after their current work, and ``join`` them, except in a finalizer, which could deadlock."""
         if os.getpid() != self._pid:
@@ -205,9 +213,8 @@ class DiskWork:
                 self._wake_all()
             finally:
                 self._lock.release()
-        if join:
-            for thread in self._threads:
-                thread.join()
+        for thread in filter(threading.Thread.is_alive, self._threads if join else ()):
+            thread.join()
 
     # The lock is held from here to the threads.
     def _wait_until(self, happened: Callable[[], bool]) -> None:
@@ -245,6 +252,9 @@ class DiskWork:
             self._release_place(self._freed[0])
             self._freed.popleft()  # last: an interrupted release is repeated
         self.claims.settle(self._release_place)
+        if self._in_use is not None and not self._in_use():
+            self._closed = True
+            self._wake_all()
 
     def _audit(self) -> int:
         """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from ebbtide.base.errors import DiskError, DiskFullError, TargetError
@@ -17,7 +18,7 @@ class Fault:
     Args:
         doing: The failed operation, for the message.
         cause: The caught exception.
-        hint: What to do; ``None``: advice for a bad or full disk.
+        hint: What to do; ``None``: advice for a bad or full disk, or short memory.
     """
 
     def __init__(self, doing: str, cause: BaseException, *, hint: str | None = None) -> None:
@@ -27,11 +28,16 @@ class Fault:
         """Return the error to raise, chained to the system's."""
         cause = self._cause
         full = isinstance(cause, OSError) and cause.errno in FULL_ERRNOS
+        expected = "a disk that writes and reads every byte" if isinstance(cause, OSError) else ""
+        hint = f"{'free some space there' if full else 'check the system log'}, or use another disk_path"
+        short = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+        if short and self._hint is None:
+            expected = "memory for these bytes"
+            hint = "memory, or the address space (`ulimit -v`), is short: set a smaller window, which reads less ahead"
         made = (DiskFullError if full else DiskError)(
             f"{self._doing} failed: {cause}" if isinstance(cause, OSError) else f"{self._doing} failed: {cause!r}",
-            expected="a disk that writes and reads every byte" if isinstance(cause, OSError) else "",
-            hint=self._hint
-            or f"{'free some space there' if full else 'check the system log'}, or use another disk_path",
+            expected=expected,
+            hint=self._hint or hint,
         )
         made.__cause__ = self._cause
         return made
@@ -55,6 +61,12 @@ def closed_error(tier: str, kind: type[TargetError] = TargetError) -> TargetErro
     """Return the error for a closed tier that is used."""
     hint = "keep it open until the last backward is done"
     return kind(f"the {tier} tier is closed", expected="an open one", hint=hint)
+
+
+def unstarted_error(cause: RuntimeError) -> DiskError:
+    """Return the error for threads of the disk tier that cannot be started."""
+    hint = "raise the limit of processes (`ulimit -u`, or the container's), or free memory"
+    return DiskError(f"the disk tier cannot start its threads: {cause}", expected="two more threads", hint=hint)
 
 
 def ended_error() -> DiskError:

@@ -8,7 +8,7 @@ import operator
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ class HostTier:
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead slots whose copy-out is running
         self._waits_for_device = False  # a dead slot may hold memory of the device
-        self._closed = False
+        self._closed = self._closes_unused = False
 
     @property
     def stalls(self) -> Stalls:
@@ -256,10 +256,12 @@ class HostTier:
         self._dead.append(slot)
         if slot.ahead is not None or slot.source is not None:
             self._waits_for_device = True
-        if self._closed and self._lock.acquire(blocking=False):  # there may be no next holder
+        if (self._closed or self._closes_unused) and self._lock.acquire(blocking=False):  # there may be no next holder
             try:
                 self._settle()
-                self._arena.clear()
+                if self._closed or not self._arena.used_bytes:
+                    self._arena.clear()
+                    self._settle()
             finally:
                 self._lock.release()
 
@@ -272,6 +274,10 @@ class HostTier:
             self.copies.harvest()
             self._settle()
             self._arena.trim(self.copies.streams)
+
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Free host memory when no slot is alive; see ``Tier.close_unused``."""
+        self._closes_unused = True
 
     def close(self) -> None:
         """Wait for copies and free host memory; does nothing in a forked child. May be called repeatedly."""

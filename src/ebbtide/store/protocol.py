@@ -13,7 +13,7 @@ protocol; tiers are independent of autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -147,6 +147,15 @@ class Tier(Protocol):
 
     def trim(self) -> None:
         """Free spare buffers; called between a backward and the next forward."""
+
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Stop threads and free everything once nothing is in use, even if nobody calls the tier any more.
+
+        Host memory is freed when the last slot dies, the disk a few seconds after ``in_use`` returns false.
+
+        Args:
+            in_use: Whether somebody may still call the tier. Called in any thread, under the tier's lock.
+        """
 
     def close(self) -> None:
         """Stop threads and free everything. May be called repeatedly."""

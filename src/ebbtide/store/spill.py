@@ -5,6 +5,10 @@ of the budget, the *stage*. From there a writer takes it to disk, which frees it
 that: staged bytes are passed on in every call of the tier, and only a full stage makes the host wait. Bytes that are
 read while staged come from the stage; others are read from disk into host memory and copied in from there. If the disk
 fails, staged bytes stay staged.
+
+A storage larger than the stage goes through it in pieces, each a slot of its own, while the host waits for room. Its
+bytes are copied in piece by piece, straight into their target, so that the device needs no memory besides. If a piece
+finds no room, the earlier ones are freed, and the storage stays on the device.
 """
 
 from __future__ import annotations
@@ -20,52 +24,18 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import CapError, DiskError, DiskFullError, TargetError
+from ebbtide.store.arena import PLACE_ALIGN_BYTES
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
-from ebbtide.store.disk import DiskSlot, DiskTier
+from ebbtide.store.disk import DiskTier
 from ebbtide.store.faults import freed_error
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
+from ebbtide.store.spillslot import SpillSlot, SplitSlot
 
 _LOG = logging.getLogger("ebbtide.store")
 _MOST_STAGE_BYTES = 512 << 20
 _STAGE_DIVISOR = 8
-
-
-class SpillSlot:
-    """One storage on its way to disk; made by ``SpillTier``, who owns its fields."""
-
-    __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "_tier", "wanted", "where")
-
-    def __init__(self, tier: SpillTier, stage: HostSlot) -> None:
-        self._tier, self.nbytes, self.where = tier, stage.nbytes, stage.where
-        self.stage: HostSlot | None = stage
-        self.on_disk: DiskSlot | None = None
-        self.wanted = self.freed = False
-
-    def cancel(self) -> bool:
-        """Return False: a copy queued on a stream cannot be cancelled."""
-        return False
-
-    def discard(self) -> None:
-        """Discard an unused copy-in or read."""
-        self._tier.discard(self)
-
-    def take(self) -> torch.Tensor:
-        """Return the bytes on the device they came from.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-            DiskError: They cannot be read.
-        """
-        return self._tier.take(self)
-
-    def free(self) -> None:
-        """Free its places; at any time, in any thread, repeatedly. If it dies, they die with it."""
-        self.freed = True
-        for slot in (self.stage, self.on_disk):
-            if slot is not None:
-                slot.free()
 
 
 class SpillTier:
@@ -87,7 +57,8 @@ class SpillTier:
         self.owns, self.capturing, self.stream_of = host.owns, host.capturing, host.stream_of
         self.follow, self.expect = host.follow, host.expect
         self._open_disk = open_disk
-        self._stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
+        stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
+        self._stage_bytes = stage_bytes // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES  # so a piece as large finds room
         self.unspilled_bytes = budget_bytes - self._stage_bytes
         self._disk: DiskTier | None = None
         self._refused: str | None = None
@@ -123,7 +94,7 @@ class SpillTier:
 
     def copy_out_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
-    ) -> list[HostSlot | SpillSlot | CapError]:
+    ) -> list[HostSlot | SpillSlot | SplitSlot | CapError]:
         """Begin to copy out several sources, see ``Tier.copy_out_all``: to host memory, and the rest to disk."""
         if self._disk is not None:
             with self._lock:
@@ -134,15 +105,20 @@ class SpillTier:
             for source, slot in zip(sources, staged, strict=True)
         ]
 
-    def _spill(self, source: torch.Tensor, full: CapError, compute: StreamHandle | None) -> SpillSlot | CapError:
+    def _spill(
+        self, source: torch.Tensor, full: CapError, compute: StreamHandle | None
+    ) -> SpillSlot | SplitSlot | CapError:
+        pieces: list[SpillSlot] = []
         try:
             disk = self._usable_disk(full)
-            with self._lock:
-                slot = SpillSlot(self, self._stage(source, disk, compute))
-                self._staged.append(weakref.ref(slot))
+            for piece in source.split(self._stage_bytes or source.numel()):
+                with self._lock:
+                    slot = SpillSlot(self, self._stage(piece, disk, compute))
+                    self._staged.append(weakref.ref(slot))
+                pieces.append(slot)
         except CapError as error:
-            return error.with_traceback(None)
-        return slot
+            return error.with_traceback(None)  # whose frames would keep the pieces alive
+        return pieces[0] if len(pieces) == 1 else SplitSlot(self, pieces)
 
     def are_copied_out(self, slots: Sequence[Any]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
@@ -160,6 +136,8 @@ class SpillTier:
             try:
                 if isinstance(slot, SpillSlot):
                     self._prefetch(slot)
+                elif isinstance(slot, SplitSlot):
+                    self._prefetch_pieces(slot)
                 else:
                     self.host.prefetch([slot])
             except torch.OutOfMemoryError:
@@ -178,6 +156,14 @@ class SpillTier:
                 self.host.prefetch([stage])
         if stage is None and slot.on_disk is not None:
             slot.on_disk.prefetch()
+
+    def _prefetch_pieces(self, slot: SplitSlot) -> None:
+        """Begin the reads from disk; staged pieces stay there: on the device they would need memory twice."""
+        for piece in slot.pieces:
+            self._check(piece)
+            piece.wanted = True
+            if piece.stage is None and piece.on_disk is not None:
+                piece.on_disk.prefetch()
 
     def discard(self, slot: SpillSlot) -> None:
         """Discard an unused copy-in or read of ``slot``."""
@@ -205,12 +191,39 @@ class SpillTier:
             place = self.host.fill(content, slot.where)
         except CapError:  # the stage is full: directly from pageable memory, in order with compute
             target = self.host.device.allocate(slot.nbytes, slot.where)
-            self.host.device.copy_now(target, content)
-            self.host.counters.in_bytes += slot.nbytes
+            self._copy_in(target, content)
             return target
         target = place.take()
         place.free()
         return target
+
+    def take_pieces(self, slot: SplitSlot) -> torch.Tensor:
+        """Return the bytes of ``slot``."""
+        for piece in slot.pieces:
+            self._check(piece)
+        target = self.host.device.allocate(slot.nbytes, slot.where)
+        parts = target.split([piece.nbytes for piece in slot.pieces])
+        for piece, part in zip(slot.pieces, parts, strict=True):
+            if not self._take_staged(piece, part):
+                if piece.on_disk is None:
+                    raise freed_error()
+                self._copy_in(part, piece.on_disk.take())
+        return target
+
+    def _take_staged(self, piece: SpillSlot, target: torch.Tensor) -> bool:
+        """Copy a piece in from the stage, if it is there."""
+        with self._lock:
+            if self._disk is not None:
+                self._pass_on(self._disk)
+            piece.wanted, stage = False, piece.stage
+            if stage is not None:
+                self.host.wait_copied(stage)
+                self._copy_in(target, stage.content())
+        return stage is not None
+
+    def _copy_in(self, target: torch.Tensor, content: torch.Tensor) -> None:
+        self.host.device.copy_now(target, content)
+        self.host.counters.in_bytes += target.numel()
 
     def trim(self) -> None:
         """Free memory that the last backwards did not need."""
@@ -219,6 +232,12 @@ class SpillTier:
                 self._pass_on(self._disk)
             self._disk.trim()
         self.host.trim()
+
+    def close_unused(self, in_use: Callable[[], object]) -> None:
+        """Close once ``in_use()`` is false; see ``Tier.close_unused``."""
+        if self._disk is not None:
+            self._disk.close_unused(in_use)
+        self.host.close_unused(in_use)
 
     def close(self) -> None:
         """Stop threads and free everything. May be called repeatedly."""
@@ -320,9 +339,15 @@ class SpillTier:
         return slot.freed
 
 
-def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
+def _stages(slots: Sequence[HostSlot | SpillSlot | SplitSlot]) -> list[HostSlot]:
     """Return the slots in host memory; one that was passed on to disk has none any more."""
-    return [stage for slot in slots if (stage := slot if isinstance(slot, HostSlot) else slot.stage) is not None]
+    found: list[HostSlot] = []
+    for slot in slots:
+        if isinstance(slot, HostSlot):
+            found.append(slot)
+        else:
+            found += [stage for piece in slot.pieces if (stage := piece.stage) is not None]
+    return found
 
 
 def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:

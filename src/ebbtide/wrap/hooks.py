@@ -31,6 +31,7 @@ class offloading:
 
     def __enter__(self) -> BlockRun:
         run = self._run = begin_block(self._engine, self._block, self._inputs, checkpointed=self._checkpointed)
+        run.mark = self._engine.live_entries.mark  # the store stays open as long as the hooks
         saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
         return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,19 @@ def sparse_coo(v: Leaves) -> list[Tensor]:
 def sparse_csr(v: Leaves) -> list[Tensor]:
     with_rows = v["x"].detach().relu().to_sparse_csr()
     return [with_rows @ v["w"]]
+
+
+class SavesPlainQuantized(torch.autograd.Function):
+    """Saves its input in eight bits, as a tensor with a quantized element type and no quantizer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward((x * 10).abs().to(torch.uint8).view(torch.quint8))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].view(torch.uint8)
 
 
 def with_its_transpose(v: Leaves) -> list[Tensor]:
@@ -144,6 +158,22 @@ KINDS: dict[str, Callable[[Leaves], list[Tensor]]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_tensor_comes_back_as_it_was(name: str) -> None:
     check_everywhere(KINDS[name], {"x": leaf(6, 8), "w": leaf(8, 8, parameter=True)})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_quantized_elements_without_a_quantizer_stay(policy: str) -> None:
+    """Not a kind above: the oracle's own copies would have a quantizer."""
+
+    class Saves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return SavesPlainQuantized.apply(super().forward(x).exp())
+
+    model, x = nn.Sequential(Saves(8, 8), Saves(8, 8)), torch.randn(6, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0) as handle:
+        for _ in range(2):
+            assert torch.equal(*torch.autograd.grad(model(x).sum(), x), expected)
+        assert handle.stats().kept_bytes >= 2 * 6 * 8
 
 
 def moved(program: Callable[[Leaves], list[Tensor]], leaves: dict[str, Tensor]) -> int:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -406,6 +407,32 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
     slot.free()
     assert tier.used_bytes == 0
     assert tier.counters.in_bytes == MIB  # the interrupted read was continued, not done twice
+
+
+@pytest.mark.parametrize("cause", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError()])
+def test_a_read_without_memory_does_not_blame_the_disk(cause: Exception, tier: DiskTier) -> None:
+    slot = tier.copy_out(noise(MIB))
+    slot.wait_copied_out()
+    with mock.patch.object(tier._work.pool, "chunk_for", side_effect=cause), pytest.raises(DiskError) as caught:
+        slot.take()
+    assert "expected memory for these bytes" in str(caught.value) and "smaller window" in str(caught.value)
+    assert "disk_path" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["ebbtide-disk-writer", "ebbtide-disk-reader"])
+def test_a_thread_that_cannot_start_leaves_nothing(missing: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, known = threading.Thread.start, threading.enumerate()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == missing:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(DiskError, match=r"(?s)can't start new thread.*hint: raise the limit"):
+        DiskTier(disk)
+    assert not {*threading.enumerate()} - {*known}
+    assert not [fd for fd in os.listdir("/proc/self/fd") if str(disk) in os.path.realpath(f"/proc/self/fd/{fd}")]
 
 
 def test_after_close(disk: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import logging
 import os
 import random
@@ -27,6 +28,7 @@ from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
 from tests.helpers.models import build
 from tests.helpers.oracle import same_bits
+from tests.helpers.sizes import Size
 from tests.helpers.slots import copy_out
 from tests.unit.store.test_host import produce
 
@@ -35,8 +37,10 @@ BUDGET = 64 * KIB  # 8 KiB of it are the staging buffer
 
 
 @contextlib.contextmanager
-def spilling(folder: Path, *, budget: int = BUDGET, rate: float = 1e6, **given: Any) -> Iterator[tuple[Any, SpillTier]]:
-    device = FakeDevice(rate, rate, **given)
+def spilling(
+    folder: Path, *, budget: int = BUDGET, rate: float = 1e6, rate_in: float | None = None, **given: Any
+) -> Iterator[tuple[Any, SpillTier]]:
+    device = FakeDevice(rate, rate_in or rate, **given)
     tier = SpillTier(HostTier(device, budget_bytes=budget), lambda: DiskTier(folder), budget_bytes=budget)
     yield device, tier
     tier.close()
@@ -138,6 +142,90 @@ def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_n
             each.free()
 
 
+def test_a_storage_larger_than_the_stage_goes_to_disk_in_pieces(disk: Path) -> None:
+    with spilling(disk) as (device, tier):
+        kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        for nbytes in (8 * KIB + 1, 20_001, 3 * BUDGET):
+            for prefetched in (False, True):
+                source = produce(device, nbytes)
+                device.peak_bytes = 0
+                slot = copy_out(tier, source)
+                assert device.host_bytes <= BUDGET and not slot.cancel()
+                tier.wait_copied_out([slot])
+                assert tier.are_copied_out([slot])
+                if prefetched:
+                    tier.prefetch([slot])
+                    slot.discard()
+                    tier.prefetch([slot])
+                for _ in range(2):
+                    taken = slot.take()
+                    assert torch.equal(taken, source) and taken.untyped_storage().nbytes() == nbytes
+                    assert device.peak_bytes == nbytes
+                    del taken
+                slot.free()
+                slot.free()
+                for ask in (slot.take, slot.discard, lambda slot=slot: tier.prefetch([slot])):
+                    with pytest.raises(TargetError, match="freed"):
+                        ask()
+        tier.trim()
+        assert tier.used_bytes == 7 * 8 * KIB
+        assert tier.counters.out_bytes == device.out_bytes and tier.counters.in_bytes == device.in_bytes
+        for each in kept:
+            each.free()
+
+
+def test_the_copies_out_of_all_pieces_are_waited_for(disk: Path) -> None:
+    with spilling(disk, rate=1.0, rate_in=1e6) as (device, tier):
+        kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        source = produce(device, 12 * KIB)
+        assert torch.equal(copy_out(tier, source).take(), source)
+        slot = copy_out(tier, source)
+        assert [piece.nbytes for piece in slot.pieces] == [8 * KIB, 4 * KIB]
+        assert slot.pieces[0].stage is None and slot.pieces[1].stage is not None
+        assert not tier.are_copied_out([slot])
+        tier.wait_copied_out([slot])
+        assert tier.are_copied_out([slot])
+        del slot
+        for each in kept:
+            each.free()
+        assert tier.used_bytes == 0
+
+
+def test_a_piece_finds_room_in_a_stage_of_any_size(disk: Path) -> None:
+    """Places are a multiple of 64 bytes, and this budget and an eighth of it are not."""
+    budget = BUDGET + 312
+    with spilling(disk, budget=budget) as (device, tier):
+        kept, source = copy_out(tier, produce(device, 57_600)), produce(device, 20_000)
+        assert isinstance(kept, HostSlot) and budget - 57_600 - budget // 8 < 64
+        slot = copy_out(tier, source)
+        assert torch.equal(slot.take(), source)
+        slot.free()
+        kept.free()
+
+
+def test_a_disk_that_fails_within_a_storage_leaves_it_on_the_device(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pieces before the one that fails are freed."""
+    with spilling(disk) as (device, tier):
+        kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        copy_out(tier, produce(device, 20 * KIB)).free()
+        write, count = os.pwritev, itertools.count()
+
+        def third(*args: Any) -> int:
+            if next(count) >= 2:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return write(*args)
+
+        monkeypatch.setattr(os, "pwritev", third)
+        (found,) = tier.copy_out_all([produce(device, 48 * KIB)])
+        assert isinstance(found, CapError) and "Input/output error" in str(found)
+        assert tier.used_bytes == 7 * 8 * KIB and next(count) == 3
+        for each in kept:
+            each.free()
+        assert tier.used_bytes == 0
+
+
 @pytest.mark.parametrize("reason", ["no directory", "disk full"])
 def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
     reason: str, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -221,8 +309,10 @@ def test_a_dead_slot_holds_nothing(disk: Path) -> None:
         assert torch.equal(copy_out(tier, source := produce(device, 8 * KIB)).take(), source)
 
 
-def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) -> None:
-    tiny = build("mlp")
+@pytest.mark.parametrize("tokens", [16, 256])
+def test_gradients_are_those_of_plain_training_when_most_is_spilled(tokens: int, disk: Path) -> None:
+    """With more tokens, most storages are larger than the stage."""
+    tiny = build("mlp", size=Size(tokens=tokens))
     weights = list(tiny.model.parameters())
 
     def step() -> list[torch.Tensor]:
@@ -236,15 +326,18 @@ def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) 
         for _ in range(4):
             assert all(map(same_bits, step(), expected))
         assert handle.stats().live_tickets == handle.stats().store_bytes == 0
-        assert tier.gauges()["disk_written_bytes"] > 40 * KIB
+        assert handle.stats().kept_bytes == 0 and tier.gauges()["disk_written_bytes"] > 40 * KIB
 
 
-def test_an_interrupt_anywhere_loses_nothing(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [[4 * KIB] * 22, [20 * KIB] * 5])
+def test_an_interrupt_anywhere_loses_nothing(
+    sizes: list[int], disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # a destructor was interrupted
     with spilling(disk) as (device, tier):
 
         def work() -> None:
-            offloaded = [(copy_out(tier, source := produce(device, 4 * KIB)), source) for _ in range(22)]
+            offloaded = [(copy_out(tier, source := produce(device, size)), source) for size in sizes]
             for slot, source in reversed(offloaded):
                 tier.wait_copied_out([slot])
                 tier.prefetch([slot])

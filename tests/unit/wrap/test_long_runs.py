@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -20,6 +21,7 @@ from ebbtide.engine.passes import MOST_ORDERS, Pass, RunRecord
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import REMAKE
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.unit.wrap.test_replay import WIDTH, batch, stack
 
@@ -156,6 +158,54 @@ def test_a_closed_handle_closes_its_store_once_no_graph_is_left() -> None:
     del dropped
     handle.close()
     assert place._closed
+
+
+def leave_by_an_exception(tier: DiskTier | HostTier) -> ebbtide.Handle:
+    """Return a handle whose ``with`` an exception left while a graph was alive; that graph is dropped now."""
+    model = stack()
+    with contextlib.suppress(ZeroDivisionError), enable_over(tier, model, policy="offload", min_bytes=0) as handle:
+        loss = model(batch(5, 0)).sum()
+        assert handle.stats().store_bytes > 0 and loss.requires_grad
+        raise ZeroDivisionError
+    return handle
+
+
+def test_host_memory_of_a_handle_that_an_exception_closed_is_freed_with_its_last_graph() -> None:
+    device = FakeDevice(1e9, 1e9)
+    handle = leave_by_an_exception(HostTier(device))
+    assert device.host_bytes == 0 and not handle.enabled
+
+
+def test_the_disk_of_a_handle_that_an_exception_closed_is_freed_after_its_last_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.store.diskwork._WAKE_SECONDS", 0.1)
+    tier = DiskTier(tmp_path)
+    threads = tier._work._threads
+    handle = leave_by_an_exception(tier)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert tier._work._file.fd == -1 and handle.stats().store_bytes == 0
+    handle.close()
+
+
+def test_a_handle_closed_inside_a_block_closes_its_store_after_that_blocks_forward(tmp_path: Path) -> None:
+    class Closes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if handles:
+                handles.pop().close()
+            return x.tanh().exp()
+
+    model, handles = nn.Sequential(Closes(), nn.Linear(WIDTH, WIDTH)), list[ebbtide.Handle]()
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    tier = DiskTier(tmp_path)
+    handles.append(enable_over(tier, model, policy="offload", min_bytes=0, blocks=["0"]))
+    loss = model(x).sum()
+    assert tier._work.usable
+    assert torch.equal(*expected, *torch.autograd.grad(loss, x))
+    assert not tier._work.usable
 
 
 def test_the_block_that_a_backward_reads_last_has_its_order_learned() -> None:
