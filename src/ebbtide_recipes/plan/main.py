@@ -92,7 +92,7 @@ def _machine(config: PlanConfig, begin: Callable[[str], None]) -> Machine:
 
     if config.gpu is None:
         begin("measuring this machine (--gpu names another)")
-    machine = measured_machine() if config.gpu is None else machine_named(config.gpu)
+    machine = measured_machine() if config.gpu is None else machine_named(config.gpu, name="gpu")
     _check_machine(config, machine)
     return machine
 

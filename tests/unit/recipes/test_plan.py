@@ -413,7 +413,7 @@ def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(
         found("./nothing")
     with pytest.raises(DataError, match="\nhint: without a network use a local folder, or a model fetched before$"):
         found("nofolder")  # does not name --use_hf, which plan lacks
-    with pytest.raises(ConfigError, match="machine is 'h2000'"):
+    with pytest.raises(ConfigError, match="gpu is 'h2000'"):
         found("./nothing", gpu="h2000")
 
 
