@@ -147,6 +147,13 @@ def test_a_budget_is_what_must_be_fitted_into(qwen: str) -> None:
     assert (asked.recommended.peak_bytes or 0) <= int(peak * 0.97)
 
 
+def test_a_budget_keeps_its_unit(qwen: str) -> None:
+    asked = known(qwen, memory_budget="10GiB")
+    assert "--memory_budget 10GiB" in page.command(asked, asked.options[-1])
+    asked = dataclasses.replace(asked, options=asked.options[-1:])  # recommended
+    assert 'ebbtide.Auto(memory_budget="10GiB")' in page.text(asked)
+
+
 def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
     one, eight = known(qwen), found(qwen, gpus=8, host_memory="1GiB")
     assert (named(eight, "plain").peak_bytes or 0) < (named(one, "plain").peak_bytes or 0)
