@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.base.extras import installed
 from ebbtide.base.units import format_size
-from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
+from ebbtide.config import MIN_BYTES, Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
@@ -65,6 +65,7 @@ class Result:
         room: The memory to fit into.
         options: The cost of each option.
         pareto: The points of the picture; None: not requested.
+        too_small: Whether blocks save nothing that is large enough for ebbtide.
     """
 
     config: PlanConfig
@@ -74,6 +75,7 @@ class Result:
     room: Limits
     options: Sequence[Option]
     pareto: Pareto | None = None
+    too_small: bool = False
 
     @property
     def recommended(self) -> Option | None:
@@ -274,6 +276,11 @@ def _take(result: Result) -> list[str]:
 def _notes(result: Result) -> list[str]:
     """Return the simplifications for this model and machine."""
     lines: list[str] = []
+    if result.too_small:
+        lines.append(
+            f"Each tensor that blocks save is smaller than {format_size(MIN_BYTES)}, and ebbtide leaves those on the "
+            f"device: it needs a longer {result.config.length_flag} or a larger --per_device_train_batch_size."
+        )
     if result.outline.sees:
         lines.append("The batch is text only: images, in the vision part and as tokens, need more.")
     if result.outline.experts:
