@@ -28,6 +28,7 @@ from ebbtide.cli.parsing import Parser, check_folder_name, count
 from ebbtide.cli.signals import handled
 from ebbtide.cli.starting import started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
+from ebbtide.planner.table import load_plan
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
@@ -165,8 +166,6 @@ def _policy(policy: str | None) -> str | None:
     if not Path(policy).is_file():
         hint = "handle.plan.save(path) writes one"
         raise DataError(f"plan file {policy!r} does not exist", expected="a file that a plan was saved to", hint=hint)
-    from ebbtide.planner.table import load_plan  # imports torch
-
     load_plan(policy)
     return str(Path(policy).absolute())
 
