@@ -97,6 +97,8 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
         (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' does not exist; .*\nhint: "),
+        (["run", "--policy", "../bad.json", "--", "true"], "'../bad.json' is no plan file of this release .*\nhint: "),
+        (["run", "--out", "", "--", "true"], "--out is ''; expected a folder\nhint: "),
         (
             ["run", "--disk_path", "~/no", "--", "true"],
             "disk path '/.*/no' does not exist; .*\nhint: name a .* as disk_path",
@@ -125,6 +127,7 @@ def test_bad_input_is_refused_before_anything_runs(
         (tmp_path / "bin" / name).symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "here").mkdir()
+    (tmp_path / "bad.json").write_text("{")
     monkeypatch.chdir(tmp_path / "here")
     assert ebbtide.cli.main(argv) == 2
     assert re.search(f"(?s)error: .*{words}", capsys.readouterr().err)

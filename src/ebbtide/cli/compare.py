@@ -15,7 +15,7 @@ from typing import Any
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
 from ebbtide.cli.modes import MODES
-from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.parsing import Parser, check_folder_name, count
 from ebbtide.cli.progress import plain_console
 from ebbtide.cli.recipe import RECIPES, check, names, read
 from ebbtide.cli.rounds import (
@@ -137,8 +137,7 @@ def run(argv: Sequence[str]) -> int:
     parser = _parser(next((word for word in rest if word in RECIPES), DEFAULT_RECIPE))
     own, arguments = (parser.read(rest), []) if is_script else parser.parse_known_args(rest)
     modes = [mode.strip() for mode in str(own.modes).split(",") if mode.strip()]
-    if not own.out.strip():
-        raise ConfigError(f"--out is {own.out!r}", expected="a folder", hint="leave --out out for its default")
+    check_folder_name(own.out)
     rounds, out = count("--rounds", own.rounds), Path(own.out)
     if is_script:
         steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS + more_steps(modes)))

@@ -69,3 +69,13 @@ def count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ConfigError(f"{name} is {text!r}", expected="an integer, 1 or more", hint=f"such as {name} 3")
     return int(text)
+
+
+def check_folder_name(out: str) -> None:
+    """Check that ``--out`` names a folder.
+
+    Raises:
+        ConfigError: It is empty.
+    """
+    if not out.strip():
+        raise ConfigError(f"--out is {out!r}", expected="a folder", hint="leave --out out for its default")

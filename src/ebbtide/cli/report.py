@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -111,7 +112,9 @@ def _loaded(folder: Path, force: bool) -> Run:
     """Read a run; a killed one has no summary yet, and one that trains has gone on since its last one."""
     events, summary = folder / EVENTS_FILE, folder / SUMMARY_FILE
     place = folder.resolve()  # OUT/round-N/MODE in a comparison, which sets the warm-up
-    modes = (_comparison(place.parent.parent) or {"modes": ()})["modes"]
+    modes: list[dict[str, Any]] = []
+    with contextlib.suppress(DataError):  # a damaged one is another folder's
+        modes = (_comparison(place.parent.parent) or {"modes": []})["modes"]
     warm_up = next((mode.get("warm_up_steps") for mode in modes if mode["mode"] == place.name), None)
     if events.exists() and (force or not summary.exists() or events.stat().st_mtime_ns > summary.stat().st_mtime_ns):
         try:
@@ -140,7 +143,11 @@ def _put(words: str, target: Path | None) -> Path | None:
 
 
 def _comparison(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of a comparison; ``None`` if the folder holds none."""
+    """Return the summary of a comparison; ``None`` if the folder holds none.
+
+    Raises:
+        DataError: It is damaged.
+    """
     path = folder / SUMMARY_FILE
     if (folder / EVENTS_FILE).exists() or not path.exists():
         return None
@@ -150,7 +157,15 @@ def _comparison(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(summary, dict) or "modes" not in summary:
         return None
-    return cast("dict[str, Any]", summary)
+    found = cast("dict[str, Any]", summary)
+    modes = cast("list[object]", found["modes"] if isinstance(found["modes"], list) else [])
+    if not modes or not all(isinstance(mode, dict) and isinstance(mode.get("mode"), str) for mode in modes):
+        raise DataError(
+            f"{path} is damaged: its modes are {found['modes']!r:.60}",
+            expected="a list of objects, each with a mode's name",
+            hint=f"for one run name its folder, such as {folder}/round-1/plain",
+        )
+    return found
 
 
 def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, target: Path | None) -> Path | None:

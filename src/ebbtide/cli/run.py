@@ -24,10 +24,11 @@ from types import FrameType
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event, of_kind, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
-from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.parsing import Parser, check_folder_name, count
 from ebbtide.cli.signals import handled
 from ebbtide.cli.starting import started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
+from ebbtide.planner.table import load_plan
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: No command, one that does not exist, or a flag that cannot be read.
-        DataError: ``--out`` cannot be created, or another run writes into it.
+        DataError: ``--out`` cannot be created, or another run writes into it; the plan file cannot be read.
         DiskError: ``--disk_path`` cannot hold offloaded bytes.
     """
     parser = Parser(
@@ -69,6 +70,8 @@ def run(argv: Sequence[str]) -> int:
         raise no_command(f"there is no -- before {command[0]!r}", "run", command, flags=before)
     own = parser.read(flags)
     check_command(command, verb="run")
+    if own.out is not None:
+        check_folder_name(own.out)
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
     disk_path = None if own.disk_path is None else _directory(own.disk_path, command[0])
@@ -149,7 +152,12 @@ def no_command(
 
 
 def _policy(policy: str | None) -> str | None:
-    """Return a policy's name, or the absolute path of a plan file: the script may change its directory."""
+    """Return a policy's name, or the absolute path of a plan file: the script may change its directory.
+
+    Raises:
+        ConfigError: There is no such policy.
+        DataError: The plan file cannot be read.
+    """
     if policy is None:
         return None
     if not policy.endswith(".json"):
@@ -158,6 +166,7 @@ def _policy(policy: str | None) -> str | None:
     if not Path(policy).is_file():
         hint = "handle.plan.save(path) writes one"
         raise DataError(f"plan file {policy!r} does not exist", expected="a file that a plan was saved to", hint=hint)
+    load_plan(policy)
     return str(Path(policy).absolute())
 
 

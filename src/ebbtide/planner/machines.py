@@ -143,12 +143,13 @@ _ALSO = {"a100-40gb": "a100-40g", "a100-80g": "a100", "a100-80gb": "a100"}
 _MAKERS = re.compile(r"^(?:(?:nvidia|geforce|rtx|amd|instinct)[ _-]*)+")
 
 
-def machine_named(named: str | PathLike[str] | Machine) -> Machine:
+def machine_named(named: str | PathLike[str] | Machine, *, name: str = "machine") -> Machine:
     """Return a machine of the table, or the one in a file.
 
     Args:
         named: A name in ``MACHINES``, also with its maker's (``RTX 4090``); the path of a JSON file with the fields of
             ``Machine``; or a machine.
+        name: Name of the setting in errors.
 
     Raises:
         ConfigError: There is no such machine.
@@ -157,13 +158,13 @@ def machine_named(named: str | PathLike[str] | Machine) -> Machine:
     if isinstance(named, Machine):
         return named
     text = fspath(named)
-    name = re.sub("[ _]+", "-", _MAKERS.sub("", text.strip().lower()))
-    known = MACHINES.get(_ALSO.get(name, name))
+    device = re.sub("[ _]+", "-", _MAKERS.sub("", text.strip().lower()))
+    known = MACHINES.get(_ALSO.get(device, device))
     if known is not None:
         return known
     if not text.endswith(".json"):
         raise ConfigError(
-            f"machine is {text!r}",
+            f"{name} is {text!r}",
             expected="one of " + ", ".join(MACHINES) + ", or a JSON file that describes one",
             hint=nearest(text.lower(), MACHINES) or "`ebbtide doctor --out machine.json` writes the one it runs on",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,9 @@ logger = logging.getLogger("ebbtide")
 
 SCHEMA = 2
 """Schema of the plan file."""
+
+NOISE_PERCENT = 1e-9
+"""A smaller overhead is the rounding of sums of seconds."""
 
 MILLISECONDS_PER_MB = 1e3 * 1e6
 """Milliseconds per MB in one second per byte."""
@@ -200,9 +204,10 @@ def table_plan(solution: Solution, name: str) -> TablePlan:
     for place, number, unit in profile.units():
         actions[profile.blocks[place].name, unit.site] = solution.assignment[place][number]
     step = profile.step_seconds or 1.0
+    overhead = 100 * found.overhead_seconds / step
     predicted = Prediction(
         step_seconds=found.step_seconds,
-        overhead_percent=100 * found.overhead_seconds / step,
+        overhead_percent=overhead if abs(overhead) > NOISE_PERCENT else 0.0,
         bound_percent=100 * solution.bound_seconds / step,
         peak_bytes=found.peak_bytes,
         peak_everything_kept_bytes=solution.everything_kept.peak_bytes,
@@ -224,10 +229,15 @@ def load_plan(path: str | Path) -> TablePlan:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']!r}")
+        for name in ("actions", "reasons"):
+            if not isinstance(document[name], list):
+                raise TypeError(f"{name} is {document[name]!r:.60}")
+        if not document["actions"]:
+            raise ValueError("actions is empty")
         return TablePlan(
             name=str(document["name"]),
             actions={_key(row): Action(row[5]) for row in document["actions"]},
-            predicted=Prediction(**document["predicted"]),
+            predicted=_prediction(document["predicted"]),
             reasons=tuple(map(str, document["reasons"])),
         )
     except OSError as error:
@@ -236,12 +246,26 @@ def load_plan(path: str | Path) -> TablePlan:
             expected="a plan file",
             hint="handle.plan.save(path) writes one once the plan is made",
         ) from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
             f"{str(path)!r} is no plan file of this release ({type(error).__name__}: {error})",
             expected=f"a file that handle.plan.save(path) wrote (schema {SCHEMA})",
             hint="make the plan again on the machine that trains",
         ) from error
+
+
+def _prediction(figures: dict[str, Any]) -> Prediction:
+    """Return the predicted cost of a plan file.
+
+    Raises:
+        TypeError: Figures are missing or unknown.
+        ValueError: One is no number, or is infinite; or it is negative and no percentage.
+    """
+    for name, value in figures.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or (value < 0 and not name.endswith("_percent")):
+            raise ValueError(f"{name} is {value!r:.60}")
+    return Prediction(**figures)
 
 
 def _key(row: list[Any]) -> tuple[str, Site]:

@@ -42,6 +42,10 @@ NO_WINDOW = 1
 """Copy rates and window while a simulated step is recorded; the copies of a plan are simulated later."""
 
 
+class NothingSaved(ConfigError):
+    """Blocks save nothing that is large enough to be offloaded."""
+
+
 class _UnverifiedTrust(Trust):
     """Verification without bytes: a recipe passes if it runs and has the right shape.
 
@@ -114,6 +118,7 @@ def forecast(
 
     Raises:
         ConfigError: The model is sharded or quantised, or its code reads values that fake tensors lack.
+        NothingSaved: Blocks save nothing of ``min_bytes`` or more.
         BlocksError: The model has no parameters, or a glob matches nothing.
     """
     task = _Task(model, batch, machine, job or Job(), loss, blocks, options or Options(), rules or rule_table())
@@ -187,7 +192,7 @@ class _Task:
         finally:
             attachment.remove()
         if not found:
-            raise ConfigError(
+            raise NothingSaved(
                 f"no block saved anything of {format_size(self.options.min_bytes)} or more that the backward read",
                 expected="a batch of the trained size, and a loss that depends on the outputs of the blocks",
                 hint="pass the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",

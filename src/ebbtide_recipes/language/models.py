@@ -313,6 +313,13 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
     except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         if isinstance(error, EbbtideError):
             raise
+        if "attn_implementation" in str(error) and config.attn_impl != "eager":
+            raise ConfigError(
+                f"{config.model} cannot be made with attn_impl {config.attn_impl!r}: "
+                + first_line(error).partition(". ")[0],  # the rest is about Python code
+                expected="an attention that this kind of model has",
+                hint="use --attn_impl eager",
+            ) from error
         raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_hint(config.model)) from error
 
 

@@ -139,6 +139,11 @@ class PlanConfig:
         """The model, or the recipe's default."""
         return self.model or ("builtin:small-wan" if self.recipe == "video" else "builtin:smollm2")
 
+    @property
+    def length_flag(self) -> str:
+        """The flag that sets how long a sequence or clip is."""
+        return "--num_frames" if self.recipe == "video" else "--max_length"
+
     def as_recipe(self) -> SftConfig | VideoConfig:
         """Return the config of the recipe that would train this.
 

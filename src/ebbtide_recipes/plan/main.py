@@ -13,6 +13,7 @@ from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError, first_li
 from ebbtide.base.extras import check_installed
 from ebbtide.base.files import check_replaceable, write_text
 from ebbtide.base.units import format_size
+from ebbtide.config import Options
 from ebbtide_recipes.skeleton.logging import quiet_bitsandbytes
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def main(
     from ebbtide.report.style import BEGINNING
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised
-    from ebbtide_recipes.plan.options import limits, options
+    from ebbtide_recipes.plan.options import limits, options, plain_options
     from ebbtide_recipes.plan.page import Result
     from ebbtide_recipes.plan.picture import pareto
 
@@ -66,7 +67,7 @@ def main(
     begin(f"making {config.name} without weights")
     outline = subject.outline(_dtype(config, machine))
     begin(f"simulating a step of {outline.amount} on {machine.name}")
-    profile = _simulated(config, outline.module, subject.batch(), machine)
+    profile, too_small = _simulated(config, outline.module, subject.batch, machine)
     begin("comparing the options")
     if config.train_type == "qlora":
         profile = quantised(profile, outline.module, machine)
@@ -78,10 +79,11 @@ def main(
         machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
     )
     profile = replace(profile, store_bytes=room.store_bytes)
-    found = options(profile, room, config.max_slowdown)
+    found = plain_options(profile, room) if too_small else options(profile, room, config.max_slowdown)
+    points = pareto(profile, found, planned=not too_small) if config.json or config.svg is not None else None
     return Result(
         config=config, outline=outline, machine=machine, profile=profile, room=room, options=found,
-        pareto=pareto(profile, found) if config.json or config.svg is not None else None,
+        pareto=points, too_small=too_small,
     )  # fmt: skip
 
 
@@ -92,19 +94,31 @@ def _machine(config: PlanConfig, begin: Callable[[str], None]) -> Machine:
 
     if config.gpu is None:
         begin("measuring this machine (--gpu names another)")
-    machine = measured_machine() if config.gpu is None else machine_named(config.gpu)
+    machine = measured_machine() if config.gpu is None else machine_named(config.gpu, name="gpu")
     _check_machine(config, machine)
     return machine
 
 
-def _simulated(config: PlanConfig, module: nn.Module, batch: dict[str, torch.Tensor], machine: Machine) -> Profile:
-    from ebbtide.profiling.simulated import Job, forecast
+def _simulated(
+    config: PlanConfig, module: nn.Module, batch: Callable[[], dict[str, torch.Tensor]], machine: Machine
+) -> tuple[Profile, bool]:
+    """Return the step, and whether blocks save too little for ebbtide; it then has all that they save."""
+    from ebbtide.profiling.simulated import Job, NothingSaved, forecast
     from ebbtide_recipes.plan.job import state_ratio
 
     try:
         state = state_ratio(config.optim, module)
         job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
-        return forecast(module, batch, machine, job=job)
+        try:
+            return forecast(module, batch(), machine, job=job), False
+        except NothingSaved:
+            return forecast(module, batch(), machine, job=job, options=Options(min_bytes=0)), True
+    except NothingSaved as error:
+        raise ConfigError(
+            f"no block of {config.name} saved anything that the backward read",
+            expected="a loss that depends on what the blocks train",
+            hint=f"a longer {config.length_flag} or a larger --per_device_train_batch_size saves more",
+        ) from error
     except EbbtideError:
         raise
     except Exception as error:
@@ -166,7 +180,7 @@ def draw(result: Result, path: str) -> str:
     """
     from ebbtide_recipes.plan import picture
 
-    points = result.pareto or picture.pareto(result.profile, result.options)
+    points = result.pareto or picture.pareto(result.profile, result.options, planned=not result.too_small)
     drawn = picture.svg(points, f"{result.config.name}, {result.outline.amount}, {result.machine.name}")
     write_text(Path(path).expanduser(), drawn + "\n")
     return f"drawn    {path}: slowdown over peak memory"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.extras import require
 from ebbtide.wrap import find_blocks
 from ebbtide_recipes.language import adapters, models, smollm2
@@ -102,8 +102,9 @@ class Subject:
         )
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """Return a batch of full sequences of text, each token to be learned."""
-        tokens = torch.ones(self._config.per_device_train_batch_size, self._config.max_length, dtype=torch.long)
+        """Return a batch of full sequences of text, each token to be learned: one token in memory."""
+        one = torch.ones(1, 1, dtype=torch.long)
+        tokens = one.expand(self._config.per_device_train_batch_size, self._config.max_length)
         return {"input_ids": tokens, "labels": tokens}
 
 
@@ -138,6 +139,16 @@ def _explained(name: str) -> Generator[None]:
             error.found,
             expected=f"a folder with config.json, such a file, a hub name, or one of {', '.join(models.BUILTIN)}",
             hint=enough if Path(name).expanduser().exists() else error.hint.removesuffix(f"; {hubs.ON_MODELSCOPE}"),
+        ) from error
+    except EbbtideError:
+        raise
+    except Exception as error:  # of any kind: the model's own code computes with the values of the file
+        path = Path(name).expanduser()
+        raise DataError(
+            f"{path / 'config.json' if path.is_dir() else name} describes no model "
+            f"({type(error).__name__}: {' '.join(str(error).split()):.300})",
+            expected="sizes of which transformers can make the model",
+            hint="compare the file with that of the published model",
         ) from error
 
 

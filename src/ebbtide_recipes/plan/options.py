@@ -123,7 +123,7 @@ def options(profile: Profile, room: Limits, max_slowdown: float) -> list[Option]
         max_slowdown: For ebbtide-auto.
     """
     plain = keep_everything(profile)
-    found = [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, room)]
+    found = plain_options(profile, room)
     found += [_minimal(profile, room, found[1])]
     found += [_ebbtide("ebbtide-offload", Offload(), profile, room)]
     slow = Auto(max_slowdown=max_slowdown)
@@ -132,6 +132,16 @@ def options(profile: Profile, room: Limits, max_slowdown: float) -> list[Option]
         name = f"ebbtide-auto, within {format_size(room.aim_bytes)}"
         found += [_ebbtide(name, Auto(memory_budget=room.aim_bytes), profile, room)]
     return found
+
+
+def plain_options(profile: Profile, room: Limits) -> list[Option]:
+    """Return the cost of each option without ebbtide.
+
+    Args:
+        profile: The step that keeps everything.
+        room: The memory to fit into.
+    """
+    return [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, room)]
 
 
 def best(found: Sequence[Option]) -> Option | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.base.extras import installed
 from ebbtide.base.units import format_size
-from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
+from ebbtide.config import MIN_BYTES, Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
@@ -65,6 +65,7 @@ class Result:
         room: The memory to fit into.
         options: The cost of each option.
         pareto: The points of the picture; None: not requested.
+        too_small: Whether blocks save nothing that is large enough for ebbtide.
     """
 
     config: PlanConfig
@@ -74,6 +75,7 @@ class Result:
     room: Limits
     options: Sequence[Option]
     pareto: Pareto | None = None
+    too_small: bool = False
 
     @property
     def recommended(self) -> Option | None:
@@ -163,7 +165,7 @@ def command(result: Result, option: Option) -> str:
         else:
             flags.append(("nproc_per_node", str(config.gpus)))
         flags.append(("fsdp_strategy", "full_shard"))
-    flags += _mode_flags(option)
+    flags += _mode_flags(option, config.memory_budget)
     for name, value in flags:
         words += [f"--{name}", *(value.split() if name == "target_modules" else [shlex.quote(value)])]
     return " ".join(words)
@@ -175,7 +177,7 @@ def _trained(config: PlanConfig) -> str:
     return str(path.parent) if config.recipe != "video" and path.name == "config.json" else config.name
 
 
-def _mode_flags(option: Option) -> list[tuple[str, str]]:
+def _mode_flags(option: Option, written: str | None) -> list[tuple[str, str]]:
     on = ("activation_cpu_offload", "true")
     match option.policy:
         case None:
@@ -187,17 +189,17 @@ def _mode_flags(option: Option) -> list[tuple[str, str]]:
         case Auto(budget_bytes=None, max_slowdown=slowdown):
             return [on, ("max_slowdown", f"{slowdown:g}")]
         case Auto(budget_bytes=int(budget)):
-            return [on, ("memory_budget", _size(budget))]
+            return [on, ("memory_budget", written or _size(budget))]
         case _:
             return []
 
 
-def _in_python(policy: Policy) -> str:
+def _in_python(policy: Policy, written: str | None) -> str:
     match policy:
         case Auto(budget_bytes=None, max_slowdown=slowdown):
             code = f"ebbtide.Auto(max_slowdown={slowdown:g})"
         case Auto(budget_bytes=int(budget)):
-            code = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
+            code = f'ebbtide.Auto(memory_budget="{written or _size(budget)}")'
         case _:
             code = f"ebbtide.{type(policy).__name__}()"
     return f"ebbtide.enable_activation_offloading(model, policy={code})"
@@ -267,13 +269,18 @@ def _take(result: Result) -> list[str]:
         lines[0] += ": all saved tensors fit, and nothing needs to be offloaded"
     lines.append(f"             {command(result, option)} --dataset YOURS")
     if option.policy is not None and not isinstance(option.policy, Keep):
-        lines.append(f"             {_in_python(option.policy)}")
+        lines.append(f"             {_in_python(option.policy, result.config.memory_budget)}")
     return lines
 
 
 def _notes(result: Result) -> list[str]:
     """Return the simplifications for this model and machine."""
     lines: list[str] = []
+    if result.too_small:
+        lines.append(
+            f"Each tensor that blocks save is smaller than {format_size(MIN_BYTES)}, and ebbtide leaves those on the "
+            f"device: it needs a longer {result.config.length_flag} or a larger --per_device_train_batch_size."
+        )
     if result.outline.sees:
         lines.append("The batch is text only: images, in the vision part and as tokens, need more.")
     if result.outline.experts:

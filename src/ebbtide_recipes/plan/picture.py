@@ -51,13 +51,21 @@ class Pareto:
     bound: Sequence[Point]
 
 
-def pareto(profile: Profile, options: Sequence[Option]) -> Pareto:
+def pareto(profile: Profile, options: Sequence[Option], *, planned: bool = True) -> Pareto:
     """Return the points of the picture.
 
     Args:
         profile: The step that keeps everything.
         options: The rows of the table.
+        planned: Whether ebbtide has anything to plan; if not, the options are all.
     """
+    points = [
+        Point(name=option.name, peak_bytes=option.peak_bytes, step_ratio=option.step_ratio)
+        for option in options
+        if option.peak_bytes is not None and option.step_ratio is not None
+    ]
+    if not planned:
+        return Pareto(options=points, auto=(), bound=())
     search, step = Search(profile), profile.step_seconds
     bound = Bound(replace(profile, store_bytes=None))  # options may need more than the store has
     least, most = search.smallest.predicted.peak_bytes, search.everything.predicted.peak_bytes
@@ -74,11 +82,6 @@ def pareto(profile: Profile, options: Sequence[Option]) -> Pareto:
         peak = floor + (most - floor) * part // SAMPLES
         seconds = bound.least(peak - profile.head_base_bytes)[0]
         line.append(Point(name="bound", peak_bytes=peak, step_ratio=1 + seconds / step))
-    points = [
-        Point(name=option.name, peak_bytes=option.peak_bytes, step_ratio=option.step_ratio)
-        for option in options
-        if option.peak_bytes is not None and option.step_ratio is not None
-    ]
     return Pareto(options=points, auto=auto, bound=[p for p in line if p.step_ratio < float("inf")])
 
 

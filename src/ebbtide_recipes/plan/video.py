@@ -88,20 +88,21 @@ class VideoSubject:
         )
 
     def batch(self) -> dict[str, Any]:
-        """Return a micro-batch: latents, timesteps, and the tensors of captions."""
+        """Return a micro-batch without memory: latents, timesteps, and the tensors of captions."""
         clips, family = self._config.per_device_train_batch_size, self._source.family
         settings = self._source.transformer_config or {}
         length = self._config.text_length or family.text_length
         text: dict[str, torch.Tensor] = {}
         for name in family.text:
             if name == _MASK:
-                text[name] = torch.ones(clips, length, dtype=torch.long)
+                text[name] = torch.ones(1, 1, dtype=torch.long).expand(clips, length)
                 continue
             projected = settings.get("use_crossattn_projection")  # as in every published Cosmos 2.5
             width = int(settings["crossattn_proj_in_channels" if projected else _TEXT[family.name][name]])
-            text[name] = torch.zeros(clips, width) if name == _POOLED else torch.zeros(clips, length, width)
-        latents = torch.zeros(clips, self._source.channels, *self._latents)
-        return {"latents": latents, "timestep": torch.full((clips,), 500.0), "text": text}
+            shape = (clips, width) if name == _POOLED else (clips, length, width)
+            text[name] = torch.zeros(shape, device="meta")
+        latents = torch.zeros(clips, self._source.channels, *self._latents, device="meta")
+        return {"latents": latents, "timestep": torch.zeros(clips, device="meta"), "text": text}
 
     @property
     def _latents(self) -> tuple[int, int, int]:

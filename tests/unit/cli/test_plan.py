@@ -82,7 +82,8 @@ def test_progress_is_no_part_of_what_is_printed_and_ends_with_an_error(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu", "h201"], "machine is 'h201'; expected one of b200, h200, h100"),
+        (["--gpu", "h201"], "gpu is 'h201'; expected one of b200, h200, h100"),
+        (["--gpu", "h1000"], "hint: did you mean 'h100'"),
         (["--dataset", "x"], "--max_length"),
         (["--gups", "8"], "did you mean 'gpus'"),
         (["--gpus", "many"], "--gpus is 'many'; expected an integer"),

@@ -211,3 +211,13 @@ def test_a_killed_run_in_a_folder_that_may_only_be_read_is_reported(tmp_path, ca
     monkeypatch.setattr("ebbtide.cli.report.write_summary", refuse)
     report(tmp_path)
     assert capsys.readouterr().out.startswith("plain")
+
+
+@pytest.mark.parametrize("modes", [[{}], [1], {}, [], None, [{"mode": None}]])
+def test_a_damaged_comparison_is_an_error(tmp_path, modes):
+    (tmp_path / "summary.json").write_text(json.dumps({"modes": modes}))
+    for flags in (["--format", "text"], []):
+        with pytest.raises(DataError, match=r"summary\.json .*\nhint: "):
+            run([str(tmp_path), *flags])
+    write_run(tmp_path / "round-1" / "plain")
+    assert run([str(tmp_path / "round-1" / "plain"), "--format", "text"]) == 0  # its comparison is another matter

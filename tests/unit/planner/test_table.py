@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,11 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
         load_plan(path)
 
 
+def saved(folder: Path) -> dict[str, Any]:
+    plan().save(folder / "plan.json")
+    return json.loads((folder / "plan.json").read_text())
+
+
 def test_a_wrong_action_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan().save(path)
@@ -176,6 +182,42 @@ def test_a_wrong_action_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(DataError, match="burn"):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kept_bytes", "12"), ("kept_bytes", None), ("peak_bytes", None), ("kept_bytes", -5), ("moved_bytes", True),
+        ("step_seconds", float("nan")), ("bound_percent", float("inf")), ("overhead_percent", [1]),
+    ],
+)  # fmt: skip
+def test_figures_that_are_none_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    document = saved(tmp_path)
+    document["predicted"][name] = value
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(DataError, match=rf"no plan file of this release .*{name} is .*\n?.*hint: "):
+        load_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("actions", []), ("actions", {}), ("reasons", "abc"), ("actions", [["a"] * 4 + [float("inf")]])]
+)
+def test_rows_that_are_none_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({**saved(tmp_path), name: value}))
+    with pytest.raises(DataError, match="no plan file of this release"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_lists_without_end_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="no plan file of this release"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_rounding_is_no_overhead() -> None:
+    solution = shrink(PROFILE, 0.05)
+    found = replace(solution, predicted=replace(solution.predicted, overhead_seconds=-1e-17 * PROFILE.step_seconds))
+    assert str(table_plan(found, "auto").predicted.overhead_percent) == "0.0"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

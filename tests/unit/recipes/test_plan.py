@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError, ConfigError, DataError
 from ebbtide.config import Auto, Minimal
 from ebbtide.planner.machines import MACHINES
@@ -145,6 +146,13 @@ def test_a_budget_is_what_must_be_fitted_into(qwen: str) -> None:
     assert asked.options[-1].fits == "yes"
     assert asked.recommended is not None
     assert (asked.recommended.peak_bytes or 0) <= int(peak * 0.97)
+
+
+def test_a_budget_keeps_its_unit(qwen: str) -> None:
+    asked = known(qwen, memory_budget="10GiB")
+    assert "--memory_budget 10GiB" in page.command(asked, asked.options[-1])
+    asked = dataclasses.replace(asked, options=asked.options[-1:])  # recommended
+    assert 'ebbtide.Auto(memory_budget="10GiB")' in page.text(asked)
 
 
 def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
@@ -402,6 +410,54 @@ def test_a_model_that_cannot_be_made_says_what_is_needed(write: Write, tmp_path:
         assert caught.value.hint == "the config.json of a text or vision-language model is enough; no weights are read"
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 7, "model_type": "llama"}, "is not a multiple of the number of attention heads (7)"),
+        ({"hidden_size": "64"}, "'hidden_size' expected int, got str (value: '64')"),
+        ({"num_hidden_layers": None}, "'num_hidden_layers' expected int, got NoneType"),
+        ({"hidden_size": 0, "head_dim": None, "model_type": "llama"}, "ZeroDivisionError: "),
+        ({"hidden_size": -64}, "RuntimeError: Trying to create tensor with negative dimension -64"),
+    ],
+)
+def test_sizes_that_make_no_model_are_errors_about_the_file(write: Write, changes: dict[str, Any], said: str) -> None:
+    name = write(**changes)
+    with pytest.raises(DataError) as caught:
+        found(name)
+    assert str(caught.value).startswith(f"{name}/config.json describes no model (") and said in caught.value.found
+    assert caught.value.expected and caught.value.hint
+
+
+def test_attention_that_a_model_lacks_names_the_flag(write: Write) -> None:
+    mamba = write(model_type="mamba", state_size=8)
+    with pytest.raises(ConfigError, match=r"with attn_impl 'sdpa'.*\nhint: use --attn_impl eager$") as caught:
+        found(mamba)
+    assert "attn_implementation" not in str(caught.value)
+
+
+@pytest.mark.parametrize("batch", [10**9, 10**30])
+def test_a_batch_takes_no_memory(qwen: str, batch: int) -> None:
+    if batch < 2**63:
+        assert "hint: " in page.text(found(qwen, per_device_train_batch_size=batch))
+    else:
+        with pytest.raises(ConfigError, match="cannot be simulated"):
+            found(qwen, per_device_train_batch_size=batch)
+
+
+def test_blocks_that_save_too_little_have_the_options_without_ebbtide(qwen: str, tmp_path: Path) -> None:
+    out, drawn = tmp_path / "plan.json", tmp_path / "plan.svg"
+    asked = known(qwen, max_length=16)
+    assert [option.name for option in asked.options] == ["plain", "checkpointing"]
+    assert asked.recommended is named(asked, "plain") and named(asked, "plain").peak_bytes
+    assert "smaller than 64.0 KiB" in page.text(asked) and "--max_length" in page.text(asked)
+    values = page.as_values(dataclasses.replace(asked, config=dataclasses.replace(asked.config, json=True)))
+    assert any("64.0 KiB" in note for note in values["notes"])
+    recipe.save(asked, str(out))
+    assert set(load_plan(out).actions.values()) == {Action.KEEP}
+    recipe.draw(asked, str(drawn))
+    ElementTree.fromstring(drawn.read_text())
+
+
 def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(write: Write) -> None:
     with pytest.raises(ConfigError, match="are already quantised"):
         found(write(quantization_config={"quant_method": "gptq", "bits": 4}))
@@ -413,7 +469,7 @@ def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(
         found("./nothing")
     with pytest.raises(DataError, match="\nhint: without a network use a local folder, or a model fetched before$"):
         found("nofolder")  # does not name --use_hf, which plan lacks
-    with pytest.raises(ConfigError, match="machine is 'h2000'"):
+    with pytest.raises(ConfigError, match="gpu is 'h2000'"):
         found("./nothing", gpu="h2000")
 
 
