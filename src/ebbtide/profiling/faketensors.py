@@ -14,7 +14,7 @@ really computed, so the model can branch on them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -242,6 +242,9 @@ class FakeTensorTier(Streamless):
         return 0
 
     def trim(self) -> None:
+        pass
+
+    def close_unused(self, in_use: Callable[[], object]) -> None:
         pass
 
     def close(self) -> None:
