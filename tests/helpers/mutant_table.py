@@ -1743,10 +1743,24 @@ MUTANTS = (
     ),
     Mutant(
         "plan: steps that run other blocks in turn",
-        "ebbtide/profiling/measured.py",
-        "and self._unlike < UNLIKE:",
-        "and True:",
+        "ebbtide/profiling/unlike.py",
+        "return self.differed >= UNLIKE and",
+        "return False and",
         ("tests/unit/test_auto.py",),
+    ),
+    Mutant(
+        "plan: a kind of block that never ran without hooks has no baseline",
+        "ebbtide/profiling/unlike.py",
+        "known=self._has_baseline(),",
+        "known=True,",
+        ("tests/unit/profiling/test_unlike.py",),
+    ),
+    Mutant(
+        "plan: a block without a row keeps everything within max_slowdown",
+        "ebbtide/profiling/measured.py",
+        "keeps_others=check.budget_bytes is None)",
+        "keeps_others=False)",
+        ("tests/unit/profiling/test_unlike.py",),
     ),
     Mutant(
         "plan: one for another model is refused",
