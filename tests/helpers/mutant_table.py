@@ -1651,6 +1651,13 @@ MUTANTS = (
         REST,
     ),
     Mutant(
+        "rest: sites are those of the latest pass with hooks",
+        "ebbtide/wrap/rest.py",
+        "done = self._engine.last_pass = Pass()",
+        "done = Pass()",
+        REST,
+    ),
+    Mutant(
         "rest: blocks that rest are not counted",
         "ebbtide/wrap/rest.py",
         "        pass_.tally.add_all(total)\n",
