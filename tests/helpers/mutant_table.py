@@ -617,6 +617,20 @@ MUTANTS = (
         BUFFERS,
     ),
     Mutant(
+        "minimal: blocks without a backward are tried",
+        "ebbtide/profiling/trials.py",
+        "return [block for block in step.blocks if block.units or block.backward_seconds]",
+        "return list(step.blocks)",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: the times of blocks without a backward count",
+        "ebbtide/profiling/minimal.py",
+        "[block for block in span.blocks if block.name in self._with_backward]",
+        "list(span.blocks)",
+        MINIMAL,
+    ),
+    Mutant(
         "minimal: offloading is tried where it needs more memory than checkpointing",
         "ebbtide/profiling/trials.py",
         "if fits and block.saved_bytes)",
@@ -1712,6 +1726,13 @@ MUTANTS = (
         "                self._rest.pass_begins_without_model(self._scopes, self._put_on)\n",
         "",
         REST,
+    ),
+    Mutant(
+        "second run: a block whose output takes no gradient is checkpointed",
+        "ebbtide/wrap/attach.py",
+        "checkpointed = any(map(REQUIRES_GRAD, (state or State(scope.module.modules())).tensors))",
+        "checkpointed = True",
+        ("tests/unit/wrap/test_checkpointable.py",),
     ),
     Mutant(
         "rest: a block rests whose forward somebody has wrapped",
