@@ -617,6 +617,20 @@ MUTANTS = (
         BUFFERS,
     ),
     Mutant(
+        "minimal: blocks without a backward are tried",
+        "ebbtide/profiling/trials.py",
+        "return [block for block in step.blocks if block.units or block.backward_seconds]",
+        "return list(step.blocks)",
+        MINIMAL,
+    ),
+    Mutant(
+        "minimal: the times of blocks without a backward count",
+        "ebbtide/profiling/minimal.py",
+        "[block for block in span.blocks if block.name in self._with_backward]",
+        "list(span.blocks)",
+        MINIMAL,
+    ),
+    Mutant(
         "minimal: offloading is tried where it needs more memory than checkpointing",
         "ebbtide/profiling/trials.py",
         "if fits and block.saved_bytes)",
@@ -1651,6 +1665,13 @@ MUTANTS = (
         REST,
     ),
     Mutant(
+        "rest: sites are those of the latest pass with hooks",
+        "ebbtide/wrap/rest.py",
+        "done = self._engine.last_pass = Pass()",
+        "done = Pass()",
+        REST,
+    ),
+    Mutant(
         "rest: blocks that rest are not counted",
         "ebbtide/wrap/rest.py",
         "        pass_.tally.add_all(total)\n",
@@ -1707,6 +1728,13 @@ MUTANTS = (
         REST,
     ),
     Mutant(
+        "second run: a block whose output takes no gradient is checkpointed",
+        "ebbtide/wrap/attach.py",
+        "checkpointed = any(map(REQUIRES_GRAD, (state or State(scope.module.modules())).tensors))",
+        "checkpointed = True",
+        ("tests/unit/wrap/test_checkpointable.py",),
+    ),
+    Mutant(
         "rest: a block rests whose forward somebody has wrapped",
         "ebbtide/wrap/rest.py",
         " and _ours(scope):",
@@ -1743,10 +1771,24 @@ MUTANTS = (
     ),
     Mutant(
         "plan: steps that run other blocks in turn",
-        "ebbtide/profiling/measured.py",
-        "and self._unlike < UNLIKE:",
-        "and True:",
+        "ebbtide/profiling/unlike.py",
+        "return self.differed >= UNLIKE and",
+        "return False and",
         ("tests/unit/test_auto.py",),
+    ),
+    Mutant(
+        "plan: a kind of block that never ran without hooks has no baseline",
+        "ebbtide/profiling/unlike.py",
+        "known=self._has_baseline(),",
+        "known=True,",
+        ("tests/unit/profiling/test_unlike.py",),
+    ),
+    Mutant(
+        "plan: a block without a row keeps everything within max_slowdown",
+        "ebbtide/profiling/measured.py",
+        "keeps_others=check.budget_bytes is None)",
+        "keeps_others=False)",
+        ("tests/unit/profiling/test_unlike.py",),
     ),
     Mutant(
         "plan: one for another model is refused",

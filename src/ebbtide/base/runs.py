@@ -55,6 +55,7 @@ class KeptBecause(StrEnum):
     GAINS_NOTHING = "gains_nothing"  # no plan saves memory within max_slowdown
     SMALL = "small"  # all storages that blocks save are below min_bytes
     FITS = "fits"  # the budget holds everything
+    UNLIKE = "unlike"  # steps run other blocks each time, and the time of ordinary training could not be measured
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TablePlan(Explained):
-    """Looks up the action of a site; unknown sites follow the heuristic.
+    """Looks up the action of a site; unknown sites follow the heuristic, but for those of ``keeps_others``.
 
     A batch that saves more than the profiled one keeps no more bytes: the excess is offloaded.
 
@@ -74,6 +74,7 @@ class TablePlan(Explained):
         actions: Path of the block and site → action.
         predicted: Its predicted cost.
         reasons: One line per site kind.
+        keeps_others: Blocks without a row keep everything; else they follow the heuristic. Not in a plan file.
     """
 
     recomputes = True
@@ -81,11 +82,14 @@ class TablePlan(Explained):
     actions: Mapping[tuple[str, Site], Action]
     predicted: Prediction
     reasons: tuple[str, ...] = ()
+    keeps_others: bool = field(default=False, compare=False)
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
     _inputs: Mapping[str, Action] = field(init=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
     _without_recomputes: Set[str] = field(init=False, compare=False)
     """Blocks in which nothing is recomputed."""
+    _planned: Set[str] = field(init=False, compare=False)
+    """Blocks that have a row."""
 
     def __post_init__(self) -> None:
         checkpointed = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
@@ -95,7 +99,8 @@ class TablePlan(Explained):
                 inputs[name] = action
         object.__setattr__(self, "_inputs", inputs)
         recomputing = {name for (name, _), action in self.actions.items() if action is Action.RECOMPUTE}
-        object.__setattr__(self, "_without_recomputes", {name for name, _ in self.actions} - recomputing)
+        object.__setattr__(self, "_planned", {name for name, _ in self.actions})
+        object.__setattr__(self, "_without_recomputes", self._planned - recomputing)
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
@@ -105,6 +110,8 @@ class TablePlan(Explained):
             if candidate.block_input and not candidate.site.module:
                 return self._inputs[candidate.block_name]
             action = None
+        if self._keeps(candidate.block_name):
+            return Action.KEEP
         if action is None:
             return self.by_rule.choose(candidate)
         if action is Action.RECOMPUTE and candidate.recompute_flops is None:
@@ -112,6 +119,10 @@ class TablePlan(Explained):
         if action is Action.KEEP and candidate.kept_bytes + candidate.nbytes > self.predicted.kept_bytes:
             return self.by_rule.choose(candidate)
         return action
+
+    def _keeps(self, block_name: str) -> bool:
+        """Whether a block keeps everything because it has no row."""
+        return self.keeps_others and block_name not in self._planned
 
     def stands_until(self, candidate: Candidate) -> int | None:
         """Return up to how many kept bytes ``choose`` gives the same answer. See ``StandingPlan``."""
@@ -125,12 +136,12 @@ class TablePlan(Explained):
         """Whether ``choose`` may answer RECOMPUTE for the candidate."""
         action = self.actions.get((candidate.block_name, candidate.site))
         if candidate.block_name in self._inputs or action not in (Action.KEEP, Action.OFFLOAD):
-            return True
+            return not self._keeps(candidate.block_name)
         return action is Action.KEEP and candidate.kept_bytes + candidate.nbytes > self.predicted.kept_bytes
 
     def recomputes_in(self, block_name: str) -> bool:
-        """Whether anything in a block is recomputed; True for an unknown block, which follows the heuristic."""
-        return block_name not in self._without_recomputes
+        """Whether anything in a block is recomputed; True for an unknown block that follows the heuristic."""
+        return block_name not in self._without_recomputes and not self._keeps(block_name)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: saved tensors are decided one by one."""
@@ -197,8 +208,14 @@ class TablePlan(Explained):
         write_text(Path(path), json.dumps(document, indent=1) + "\n")
 
 
-def table_plan(solution: Solution, name: str) -> TablePlan:
-    """Return a solution as a plan."""
+def table_plan(solution: Solution, name: str, *, keeps_others: bool = False) -> TablePlan:
+    """Return a solution as a plan.
+
+    Args:
+        solution: The solution.
+        name: Short name for logs and reports.
+        keeps_others: See ``TablePlan``.
+    """
     profile, found = solution.profile, solution.predicted
     actions: dict[tuple[str, Site], Action] = {}
     for place, number, unit in profile.units():
@@ -216,7 +233,9 @@ def table_plan(solution: Solution, name: str) -> TablePlan:
         moved_bytes=found.moved_bytes,
         recomputed_bytes=found.recomputed_bytes,
     )
-    return TablePlan(name=name, actions=actions, predicted=predicted, reasons=_reasons(solution))
+    return TablePlan(
+        name=name, actions=actions, predicted=predicted, reasons=_reasons(solution), keeps_others=keeps_others
+    )
 
 
 def load_plan(path: str | Path) -> TablePlan:

@@ -82,6 +82,23 @@ class PlainBlock:
         return hooked - self.forward_seconds - self.backward_seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a plan is made from.
+
+    Attributes:
+        step: The step, as it ran with hooks.
+        plain: Kind → times of its blocks without hooks.
+        noise: Relative difference in time of the steps that were measured.
+        known: Whether the time of ordinary training is known.
+    """
+
+    step: TimedStep
+    plain: Mapping[str, PlainBlock]
+    noise: float
+    known: bool = True
+
+
 def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST) -> frozenset[str]:
     """Return the blocks to run without hooks in the next step. See [Note: the baseline].
 
@@ -124,8 +141,8 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
             for block, first in zip(step.blocks, before.blocks, strict=True)
             if not block.plain and block.kind == kind and _equal(first.saved_bytes, self_before.saved_bytes)
         ]
-        equals = [block for block in hooked if _treated(block)] or hooked
-        kept = [block for block in hooked if not _treated(block)] if equals is not hooked else []
+        equals = [block for block in hooked if treated(block)] or hooked
+        kept = [block for block in hooked if not treated(block)] if equals is not hooked else []
         forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
         backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
         # Removing hooks cannot make a block slower, so a slower time is a disturbance.
@@ -145,7 +162,7 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
     return found
 
 
-def _treated(block: TimedBlock) -> bool:
+def treated(block: TimedBlock) -> bool:
     """Whether anything of a block was offloaded or recomputed."""
     return not keeps_all(unit.action for unit in block.units)
 
@@ -201,6 +218,12 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
     return [(block.name, block.kind) for block in one.blocks] == [(block.name, block.kind) for block in other.blocks]
 
 
+def baseline_of(steps: list[TimedStep]) -> Baseline:
+    """Return what a plan is made from, of steps that ran the same blocks; the first had hooks on all."""
+    first, last = steps[0], steps[-1]
+    return Baseline(step=undisturbed(steps), plain=plain_blocks(first, last), noise=noise(first, last))
+
+
 def undisturbed(steps: list[TimedStep]) -> TimedStep:
     """Return a step whose every part is the shortest of several, where it had hooks and saved as much in all of them.
 
@@ -212,27 +235,34 @@ def undisturbed(steps: list[TimedStep]) -> TimedStep:
     equal_steps = [step for step in steps if abs(_size(base, step) - 1) <= EQUAL]
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):
-        others = [step.blocks[place] for step in equal_steps if not step.blocks[place].plain]
-        equals = [other for other in others if _equal(other.saved_bytes, block.saved_bytes)]
-        equals = [other for other in equals if _treated(other) == _treated(block)]
-        recomputes = [{unit.site: unit.recompute_seconds for unit in other.units} for other in equals]
-        units = tuple(
-            replace(unit, recompute_seconds=_least(seconds.get(unit.site) for seconds in recomputes))
-            for unit in block.units
-        )
-        blocks.append(
-            replace(
-                block,
-                units=units,
-                forward_seconds=min(other.forward_seconds for other in equals),
-                backward_seconds=min(other.backward_seconds for other in equals),
-            )
-        )
+        blocks.append(shortest(block, [step.blocks[place] for step in equal_steps if not step.blocks[place].plain]))
     return replace(
         base,
         blocks=tuple(blocks),
         head_seconds=min(step.head_seconds for step in equal_steps),
         tail_seconds=min(step.tail_seconds for step in equal_steps),
+    )
+
+
+def shortest(block: TimedBlock, others: Iterable[TimedBlock]) -> TimedBlock:
+    """Return a block with the shortest times of itself and others that saved as much in the same way.
+
+    Args:
+        block: The block.
+        others: Its executions with hooks, this one included.
+    """
+    equals = [other for other in others if _equal(other.saved_bytes, block.saved_bytes)]
+    equals = [other for other in equals if treated(other) == treated(block)]
+    recomputes = [{unit.site: unit.recompute_seconds for unit in other.units} for other in equals]
+    units = tuple(
+        replace(unit, recompute_seconds=_least(seconds.get(unit.site) for seconds in recomputes))
+        for unit in block.units
+    )
+    return replace(
+        block,
+        units=units,
+        forward_seconds=min(other.forward_seconds for other in equals),
+        backward_seconds=min(other.backward_seconds for other in equals),
     )
 
 

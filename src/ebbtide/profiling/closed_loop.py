@@ -73,6 +73,7 @@ KEEPS = "everything stays, so blocks run without hooks, as in ordinary training:
 REASONS = {
     KeptBecause.GAINS_NOTHING: "nothing is gained within max_slowdown",
     KeptBecause.SMALL: "all storages that blocks save are below min_bytes",
+    KeptBecause.UNLIKE: "what a plan costs cannot be measured",
     KeptBecause.FITS: "it fits",
 }
 
@@ -90,7 +91,7 @@ class ClosedLoop:
 
     def __init__(self, policy: Auto, tier: Tier) -> None:
         self._policy, self._tier = policy, tier
-        self._noise, self._corrections, self._loosened = 0.0, 0, 0
+        self._noise, self._corrections, self._loosened, self._known = 0.0, 0, 0, True
         self._aim = 1.0  # share of the promised slowdown that plans are made for
         self._before: Check | None = None  # the plan that kept its promise, while one that keeps less is tried
         self._warned = False
@@ -120,25 +121,26 @@ class ClosedLoop:
     def _reserve(self) -> float:
         return RESIDENT_RESERVE if self._device_bytes is None else RESERVE
 
-    def first(self, profile: Profile, noise: float) -> Check:
+    def first(self, profile: Profile, noise: float, *, known: bool = True) -> Check:
         """Return the first plan of a profile.
 
         Args:
             profile: The step.
             noise: Relative difference of the equal steps that were measured.
+            known: Whether its times are those of ordinary training.
         """
         # On a CPU a budget lets only the second of them keep its heap: they differ without noise.
         resident = self.budget_bytes is not None and self._device_bytes is None
         self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
-        self._before, self.story = None, []
+        self._before, self.story, self._known = None, [], known
         profile = replace(profile, store_bytes=store_bytes(self._tier))
         check = marked("plan", lambda: self._check(*self._first(profile)))
         if self.budget_bytes != self._policy.budget_bytes:
             self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room_in_words}, is the budget")
         elif check.budget_bytes is not None and self.budget_bytes is None:
             self._record(f"the plan for max_slowdown does not fit {self._room_in_words}")
-        return (self._try_looser(check) or check) if check.keeps else check
+        return (self._try_looser(check) or check) if check.keeps and known else check
 
     def after(self, check: Check) -> Check | None:
         """Return the plan that follows a judged one; None: the judged one stays."""
@@ -230,7 +232,9 @@ class ClosedLoop:
     def _solution(self, profile: Profile, budget_bytes: int | None) -> tuple[Solution, int | None]:
         """Return a plan and its memory limit; if none fits, the plan with the least memory."""
         if budget_bytes is None:
-            found = shrink_hooked(profile, self._aim * self._policy.max_slowdown)
+            found = Search(profile).everything
+            if self._known:
+                found = shrink_hooked(profile, self._aim * self._policy.max_slowdown)
             budget_bytes = self._device_bytes
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
@@ -255,7 +259,9 @@ class ClosedLoop:
     def _check(self, solution: Solution, budget_bytes: int | None) -> Check:
         promised = solution.profile.step_seconds * (1 + self._policy.max_slowdown)
         allowed = promised if budget_bytes is None else solution.predicted.step_seconds
-        return Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget_bytes)
+        check = Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget_bytes)
+        check.known = self._known
+        return check
 
 
 def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]:
@@ -274,6 +280,8 @@ def why_kept(check: Check) -> KeptBecause:
     """Return why a plan keeps everything."""
     if check.budget_bytes is not None:
         return KeptBecause.FITS
+    if not check.known:
+        return KeptBecause.UNLIKE
     return KeptBecause.GAINS_NOTHING if check.solution.profile.saved_bytes else KeptBecause.SMALL
 
 
@@ -295,10 +303,8 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
     Raises:
         BudgetError: No plan fits the memory budget, or the device.
     """
-    if isinstance(policy, Minimal):
-        mix = minimal_mix(profile, memory_bytes)
-        if mix is not None:
-            return mix
+    if isinstance(policy, Minimal) and (mix := minimal_mix(profile, memory_bytes)) is not None:
+        return mix
     if not isinstance(policy, Auto):
         return follow(profile, plan_for(policy))
     budget = _budget_within(policy.budget_bytes, memory_bytes)

@@ -7,7 +7,8 @@ are measured, still under the heuristic; in the second of them some blocks run w
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
 whose saved tensors are all kept runs without hooks. Passes that save clearly more than the measured one are measured,
 too, again under the heuristic, and get a new plan, for which at most ``SHORTER`` shorter ones are passed over; so does
-the pass after the first optimizer step, where memory counts and the measured passes came before it.
+the pass after the first optimizer step, where memory counts and the measured passes came before it. Steps that run
+other blocks each time are joined: see [Note: unlike steps].
 
 [Note: a budget of resident memory]
 On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
@@ -40,10 +41,11 @@ from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import against_plain, alike, kept_sample, noise, plain_blocks, sample, undisturbed
+from ebbtide.profiling.baseline import Baseline, against_plain, alike, baseline_of, kept_sample, sample
 from ebbtide.profiling.closed_loop import KEEPS, REASONS, ClosedLoop, kept_blocks, outside_plans, why_kept
-from ebbtide.profiling.promise import UNJUDGED, Check
+from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Check
 from ebbtide.profiling.step_profile import measured_rates, profile_of
+from ebbtide.profiling.unlike import UnlikeSteps
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
 from ebbtide.store.protocol import Tier
@@ -58,9 +60,6 @@ SPARE = 0.02
 
 IN_PIECES = 3
 """Plans that exceeded the budget until freed memory is returned after each step."""
-
-UNLIKE = 8
-"""Measured steps that run other blocks than the one before until a plan is made from a single one."""
 
 STATES = 3
 """Times that steps are measured again because another optimizer has made its state."""
@@ -94,7 +93,7 @@ class MeasuredPlan(Explained):
         self._check: Check | None = None
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
-        self._unlike = 0  # measured steps that did not run the blocks of the one before
+        self._unlike = UnlikeSteps()
         self._longer = 0  # measured steps that were longer than the one before, so that no block ran without hooks
         self._shorter = 0  # steps that were shorter than the one that made us measure
         self._outside: list[str] = []  # a warning of what no plan lowers
@@ -250,12 +249,17 @@ class MeasuredPlan(Explained):
             return True
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
-            self._unlike += 1
-        timer = self._timer
+            self._unlike.differed += 1
+        timer, unlike = self._timer, self._unlike
         wanted_plain, timer.plain, self._kept_under_hooks = timer.plain, frozenset(), frozenset()
         ran_plain = any(block.plain for block in step.blocks)
-        if ran_plain and not self._steps:
-            return True  # the bytes of blocks without hooks are not known
+        unlike.add(step)
+        if unlike.suffice():
+            return self._plan(unlike.baseline())
+        if ran_plain and not self._steps:  # the bytes of blocks without hooks are not known
+            if unlike.lack_plain():
+                self._let_run_plain(unlike.joined(), step)
+            return True
         if not self._steps and step.saved_bytes * GROWTH < timer.expected_bytes and self._shorter < SHORTER:
             self._shorter += 1
             return True
@@ -264,21 +268,25 @@ class MeasuredPlan(Explained):
             self._longer += 1
             self._steps.clear()
         self._steps.append(step)
-        if len(self._steps) < MEASURED_STEPS and self._unlike < UNLIKE:
-            room = self._room_bytes(step)
-            # Without one, ordinary training would be steps with hooks: in one step a block may exceed a budget.
-            plain = sample(step.blocks, room) or sample(step.blocks, room_bytes(self._tier), most=1)
-            timer.plain, self._kept_under_hooks = plain, kept_sample(step.blocks, plain, room)
+        if len(self._steps) < MEASURED_STEPS:
+            self._let_run_plain(unlike.joined() if unlike.differed else step, step)
             return True
-        first, last, base = self._steps[0], self._steps[-1], undisturbed(self._steps)
-        profile = profile_of(base, measured_rates(self._tier), self._window_bytes)
-        profile = against_plain(profile, plain_blocks(first, last))
-        if self._unlike >= UNLIKE:
-            logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
+        return self._plan(baseline_of(self._steps))
+
+    def _let_run_plain(self, known: TimedStep, latest: TimedStep) -> None:
+        """Let some of the known blocks run plain in the next step."""
+        room, blocks = self._room_bytes(latest), known.blocks
+        # Without one, ordinary training would be steps with hooks: in one step a block may exceed a budget.
+        plain = sample(blocks, room) or sample(blocks, room_bytes(self._tier), most=1)
+        self._timer.plain, self._kept_under_hooks = plain, kept_sample(blocks, plain, room)
+
+    def _plan(self, found: Baseline) -> bool:
+        """Make a plan and carry it out; return that no further step is to be measured."""
+        profile = profile_of(found.step, measured_rates(self._tier), self._window_bytes)
         self._steps.clear()
-        self._unlike = self._longer = self._shorter = 0
-        timer.planned(base.saved_bytes)
-        self._carry_out(self._loop.first(profile, noise(first, last)))
+        self._unlike, self._longer, self._shorter = UnlikeSteps(), 0, 0
+        self._timer.planned(found.step.saved_bytes)
+        self._carry_out(self._loop.first(against_plain(profile, found.plain), found.noise, known=found.known))
         return False
 
     def _stepped_optimizers(self) -> int:
@@ -333,7 +341,8 @@ class MeasuredPlan(Explained):
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""
         solution, self._check = check.solution, check
-        self.profile, self.table = solution.profile, table_plan(solution, self.name)
+        self.profile = solution.profile
+        self.table = table_plan(solution, self.name, keeps_others=check.budget_bytes is None)
         if (engine := self._engine()) is not None:
             engine.plan_changed()
         self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(check)
@@ -350,6 +359,9 @@ class MeasuredPlan(Explained):
                 "has the memory of checkpointing, or a larger limit: policy=ebbtide.Auto(max_slowdown=%g)",
                 *(self._policy.max_slowdown, min(2 * self._policy.max_slowdown or 0.05, 1)),
             )
+        if not check.known and not self._warned:
+            self._warned = True
+            logger.warning("%s%s", UNLIKE_BLOCKS, "" if check.budget_bytes else ", and Auto keeps everything")
 
     def _looks_again(self, spans: SpanTimer) -> bool:
         """Whether there is memory now for the blocks without hooks that another verdict needs; else it comes later."""

@@ -49,7 +49,7 @@ from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.rules import PolicyPlan
 from ebbtide.profiling.measured import MeasuredPlan
-from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials
+from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials, with_backward
 from ebbtide.store.meter import device_bytes, meter_for
 from ebbtide.store.protocol import Tier
 
@@ -113,6 +113,7 @@ class MinimalPlan(PolicyPlan):
         self._timer = StepTimer(meter_for(tier))  # idle until an engine is watched
         self._engine: Callable[[], Engine | None] = lambda: None
         self._kinds: dict[str, str] = {}  # path of a block → its kind
+        self._with_backward = frozenset[str]()  # blocks that are compared
         self._methods: dict[str, Method] = {}  # kind → the method that was chosen, or is tried now
         self._why: dict[str, str] = {}  # kind → the times of each method
         self._trials: list[Trial] = []  # of each round
@@ -187,6 +188,7 @@ class MinimalPlan(PolicyPlan):
             self._end({})  # it grew while a method was tried
             return True
         self._kinds = {block.name: block.kind for block in step.blocks}
+        self._with_backward = frozenset(block.name for block in with_backward(step))
         self._trials = trials(step, self._tier, mixes=self._mixes)
         self.judged = not self._trials
         if self._trials:
@@ -254,10 +256,11 @@ class MinimalPlan(PolicyPlan):
         """Note the times of a step with a trial."""
         self._saved_bytes.append(span.saved_bytes)
         mixes = any(Method.MIXED in one.methods.values() for one in self._trials)
-        kinds = [self._kinds.get(block.name, "") for block in span.blocks]
-        repeated = {kind for kind, block in zip(kinds, span.blocks, strict=True) if block.checkpointed}
+        blocks = [block for block in span.blocks if block.name in self._with_backward]
+        kinds = [self._kinds.get(block.name, "") for block in blocks]
+        repeated = {kind for kind, block in zip(kinds, blocks, strict=True) if block.checkpointed}
         found: defaultdict[tuple[str, Method], list[float]] = defaultdict(list)
-        for kind, block in zip(kinds, span.blocks, strict=True):
+        for kind, block in zip(kinds, blocks, strict=True):
             checkpointed = kind in repeated if mixes else block.checkpointed
             method = trial.methods.get(kind, Method.CHECKPOINT if checkpointed else Method.RECIPES)
             found[kind, method].append(block.seconds / span.saved_bytes)

@@ -64,6 +64,8 @@ LOWER = 0.8
 LEAST_NOISE = 0.01
 """Steps that differ by at most this share are equal on any machine."""
 
+UNLIKE_BLOCKS = "blocks differ from step to step, so ordinary training was not measured, and no slowdown is promised"
+
 UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks than the measured one"
 
 VERIFYING = 5
@@ -219,6 +221,7 @@ class Check:
         self.looks = 0  # later ones, after the first verdict
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
+        self.known = True  # whether the profile's times are those of ordinary training
         self._unused = 0
         self.too_slow = False  # steps took longer than promised, beyond noise
         self.by_blocks = False  # judged by blocks without hooks in the same passes
@@ -331,9 +334,11 @@ class Check:
         plain = solution.profile.step_seconds or 1.0
 
         def slower(seconds: float) -> str:
-            return f"{seconds:.4g} s ({100 * (seconds / plain - 1):+z.1f} %)"
+            return f"{seconds:.4g} s" + (f" ({100 * (seconds / plain - 1):+z.1f} %)" if self.known else "")
 
-        parts = [f"plain step {plain:.4g} s"]
+        parts = [f"plain step {plain:.4g} s" if self.known else UNLIKE_BLOCKS]
+        if self.keeps and not self.known and self.budget_bytes is None:
+            return parts[0]
         if self.budget_bytes is None:
             parts.append(f"promised at most {slower(self.allowed_seconds)}")
         else:
@@ -355,7 +360,8 @@ class Check:
                 parts.append(
                     f"{measured.system_seconds:.2g} core seconds of a step are the kernel's (files, fresh pages)"
                 )
-        parts.append(f"bound {100 * solution.bound_seconds / plain:+z.1f} %")
+        if self.known:
+            parts.append(f"bound {100 * solution.bound_seconds / plain:+z.1f} %")
         return "; ".join(parts)
 
 

@@ -9,7 +9,7 @@ from math import sqrt
 from statistics import median
 
 from ebbtide.config import Minimal
-from ebbtide.engine.timed import TimedStep
+from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import quartile
@@ -63,7 +63,7 @@ class Range:
         """Return the range of a sample."""
         middle = median(values)
         notch = NOTCH * (quartile(values, upper=True) - quartile(values)) / sqrt(len(values))
-        return cls(middle - notch, middle, middle + notch)
+        return cls(max(middle - notch, 0.0), middle, middle + notch)
 
 
 def fastest(took: Mapping[Method, Range]) -> Method:
@@ -84,6 +84,7 @@ def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
         tier: The store.
         mixes: Whether a mix is tried, and not recipes alone.
     """
+    step = replace(step, blocks=tuple(with_backward(step)))
     kinds = dict.fromkeys(block.kind for block in step.blocks)
     if mixes and step.head_peak_bytes is not None:
         able = frozenset(block.name for block in step.blocks if block.checkpointable)
@@ -91,6 +92,11 @@ def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
     checkpointed, offloaded = every_other(step), may_offload(step, tier)
     found = [Trial(checkpointed=checkpointed, methods={})] if checkpointed or offloaded else []
     return [*found, Trial(methods=dict.fromkeys(offloaded, Method.OFFLOAD))] if offloaded else found
+
+
+def with_backward(step: TimedStep) -> list[TimedBlock]:
+    """Return the blocks that have a backward: of others, as of frozen first blocks, nothing is saved or restored."""
+    return [block for block in step.blocks if block.units or block.backward_seconds]
 
 
 def every_other(step: TimedStep) -> frozenset[str]:

@@ -34,6 +34,7 @@ LEAST_TIMED = 3
 _KEPT: dict[str | None, str] = {
     KeptBecause.GAINS_NOTHING: "no plan saves memory within max_slowdown",
     KeptBecause.SMALL: "all that blocks save is below min_bytes",
+    KeptBecause.UNLIKE: "blocks differ from step to step",
 }
 """Reason to keep everything → its words."""
 

@@ -27,7 +27,7 @@ from ebbtide.wrap.agreement import Agreement, Votes
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointable import Checkpointable
-from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
+from ebbtide.wrap.checkpointed import REQUIRES_GRAD, ForwardContext, run_checkpointed
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.foreign_checkpoints import (
     Kept,
@@ -52,6 +52,7 @@ from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.secondrun import runs_again
+from ebbtide.wrap.state import State
 from ebbtide.wrap.strategy import weights_move
 from ebbtide.wrap.threads import SerialCalls, serially
 from ebbtide.wrap.tree import Tree
@@ -236,6 +237,9 @@ class Attachment:
         checkpointed = block.name != ENTIRE_MODEL and self._checkpointable.decide(
             block, scope.module, seen, called, state, tried=tried
         )
+        if checkpointed and not any(map(REQUIRES_GRAD, called.tensors)):
+            # Without one that takes a gradient its output takes none.
+            checkpointed = any(map(REQUIRES_GRAD, (state or State(scope.module.modules())).tensors))
         self._check_room()
         hooks = offloading(engine, block, called.tensors, checkpointed=checkpointed)
         try:

@@ -38,7 +38,7 @@ _KERNELS = [
 """Of each kernel of attention: what reads whether it may be used, and what sets it."""
 
 _ALLOWED = [get for get, _ in _KERNELS]
-_REQUIRES_GRAD, _DEVICE, _TYPE = map(operator.attrgetter, ("requires_grad", "device", "type"))
+REQUIRES_GRAD, _DEVICE, _TYPE = map(operator.attrgetter, ("requires_grad", "device", "type"))
 _HOST = ("cpu", "meta")
 
 
@@ -59,7 +59,7 @@ class ForwardContext:
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
         self._leaves = [t for t in self._state.tensors if type(t) is nn.Parameter or _is_leaf(t)]
-        self._flags = list(map(_REQUIRES_GRAD, self._leaves))
+        self._flags = list(map(REQUIRES_GRAD, self._leaves))
         self._own = [] if moved else self._state.versioned()
         self._watched = engine.guard.watch_all(self._own, run.compared)
         self._moved = moved
@@ -82,7 +82,7 @@ class ForwardContext:
             ModifiedInPlaceError: A tensor of the modules has changed since.
         """
         instead = self._check_tensors(varies)
-        now, flags = self._state.now(), list(map(_REQUIRES_GRAD, self._leaves))
+        now, flags = self._state.now(), list(map(REQUIRES_GRAD, self._leaves))
         casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
         randoms, kernels, numerics = states(self._generators), _attention_kernels(), NumericsChange()
         try:
@@ -105,7 +105,7 @@ class ForwardContext:
         finally:
             torch.set_autocast_cache_enabled(caches)
             now.restore(tensors=not self._moved)
-            self._set_flags(flags, list(map(_REQUIRES_GRAD, self._leaves)))
+            self._set_flags(flags, list(map(REQUIRES_GRAD, self._leaves)))
             restore(self._generators, randoms, states(self._generators))
             _set_attention_kernels(kernels, _attention_kernels())
             numerics.undo()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.engine import Engine
+from ebbtide.engine.passes import Pass
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.timing import GROWTH
 from ebbtide.wrap.forward import is_compiled_inside
@@ -80,7 +81,9 @@ class Rest:
         if not self._resting or len(self._resting) < len(scopes):
             return False
         if self._sums is None or self._sums[0] != _elements(self._shapes):
-            self._engine.last_tally = self._count()[0]
+            done = self._engine.last_pass = Pass()
+            self._engine.last_tally = done.tally
+            self._add_to(done)
         return True
 
     def pass_begins(self) -> None:
@@ -90,7 +93,12 @@ class Rest:
         if any(scope.inside for scope in self._resting):  # compiled meanwhile: [Note: compiled blocks]
             self._resting = [scope for scope in self._resting if not scope.inside]
             self._sums = None
-        self._plain.ran, pass_, (total, sites) = True, self._engine.current_pass, self._count()
+        self._plain.ran = True
+        self._add_to(self._engine.current_pass)
+
+    def _add_to(self, pass_: Pass) -> None:
+        """Add what the blocks keep to a pass."""
+        total, sites = self._count()
         pass_.tally.add_all(total)
         for site, (count, nbytes) in sites.items():
             pass_.add_site(site, nbytes, Action.KEEP, count)

@@ -15,7 +15,7 @@ from ebbtide.config import Minimal
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.profiling.minimal import COMPARED, MOST_SKIPPED, ROUNDS, MinimalPlan
-from ebbtide.profiling.trials import Method, every_other
+from ebbtide.profiling.trials import Method, Range, every_other
 from ebbtide.store.disk import DiskTier
 from tests.unit.profiling.test_promise import MB, step, tier
 
@@ -107,6 +107,36 @@ def test_every_other_block_that_can_be_is_checkpointed() -> None:
     both = replace(found, blocks=found.blocks + stack(2, kind="Stem").blocks)
     assert every_other(both) == {"Layer.1", "Layer.3", "Stem.1"}
     assert every_other(stack(1)) == every_other(stack(5, able=False)) == frozenset()
+
+
+def frozen_first(count: int) -> TimedStep:
+    """Return a measured step whose first blocks take no gradient: they save nothing, and have no backward."""
+    found = stack(2 * count, input_bytes=100 * MB)
+    frozen = [replace(block, units=(), backward_seconds=0.0) for block in found.blocks[:count]]
+    return replace(found, blocks=(*frozen, *found.blocks[count:]), saved_bytes=count * SAVED)
+
+
+def test_blocks_without_a_backward_are_not_tried() -> None:
+    plan, timer = watched(disk())
+    plan.saw_step(frozen_first(4))
+    assert timer.checkpointed == {"Layer.5", "Layer.7"}
+    only, timer = watched(disk())
+    only.saw_step(replace(frozen_first(4), blocks=frozen_first(4).blocks[:4]))
+    assert only.judged and not timer.checkpointed, "there is nothing to compare"
+
+
+def test_blocks_without_a_backward_are_not_compared() -> None:
+    found, (plan, timer) = frozen_first(4), watched(tier())
+    plan.saw_step(found)
+    while not plan.judged:
+        one = span(plan, timer, found, {RECIPES: 4.0, CHECKPOINT: 5.0})
+        blocks = [replace(block, forward_seconds=0.001, backward_seconds=0.0) for block in one.blocks[:4]]
+        plan.saw_span(replace(one, blocks=(*blocks, *one.blocks[4:])))
+    assert "a block took 5 s (5 to 5) checkpointed, 4 s (4 to 4) recomputed by recipes" in plan.explain()
+
+
+def test_no_block_took_less_than_no_time() -> None:
+    assert Range.of([0.1, 1.0, 12.0]).low == 0.0
 
 
 def test_methods_are_tried_in_turn() -> None:

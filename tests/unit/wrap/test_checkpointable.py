@@ -80,6 +80,19 @@ def test_a_checkpointed_block_would_save_what_it_saved_before(inner: tuple[int, 
     assert found[1] == found[2]
 
 
+def test_a_block_whose_output_takes_no_gradient_is_not_checkpointed() -> None:
+    """Nothing of it would be saved, and a checkpoint would hold its inputs."""
+    model = Stack(Block(), Block(), Block())
+    model.blocks[0].requires_grad_(False)
+    with ebbtide.enable_activation_offloading(model, policy=Changes(), min_bytes=0) as handle:
+        for trained, checkpoints in ((False, 2), (True, 3)):
+            model.blocks[0].up.requires_grad_(trained)
+            for _ in range(2):
+                model(torch.randn(8, 16)).square().mean().backward()
+            stats = handle.stats()
+            assert stats.checkpointed_blocks == stats.packs == checkpoints
+
+
 def test_a_refused_kind_holds_nothing_of_its_hooks() -> None:
     model = Stack(Block(), Block(), Block())
     with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0):

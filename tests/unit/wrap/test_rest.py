@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ebbtide.base.actions import Action
 from ebbtide.wrap.plain import plain_site
 from ebbtide.wrap.rest import _within
 from tests.unit.test_promise import UNTIL_PLAN, Timed, calls_of_ours, last_kept
@@ -82,6 +83,25 @@ def test_a_smaller_batch_keeps_as_much_less(timed: Timed) -> None:
     timed.gradients()
     assert replaced(timed) == [0, 1, 5]
     assert blocks == 4 and plain() == (4, full // 2)
+
+
+def test_once_all_blocks_rest_the_sites_of_the_latest_pass_are_those_of_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``stats()`` has its sums, and ``explain()`` its lines."""
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.WORTH", 2.0)
+    timed = Timed(BLOCKS, max_slowdown=10.0)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + 3)
+        assert not replaced(timed)
+        full = timed.handle.stats().unique_bytes
+        for size in (8, 16, 4):
+            timed.model(torch.randn(size, 8)).square().sum().backward()
+            assert not replaced(timed)
+            stats, sites = timed.handle.stats(), timed.handle._engine.last_pass.sites
+            assert stats.unique_bytes == stats.kept_bytes == full * size // 16
+            assert sites == {(plain_site("Layer"), Action.KEEP): (BLOCKS, stats.kept_bytes)}
 
 
 def test_a_larger_batch_gets_hooks_on_all_blocks_before_its_first_one_runs(timed: Timed) -> None:
