@@ -332,11 +332,16 @@ class MeasuredPlan(Explained):
 
     def _plan_fields(self) -> dict[str, Any]:
         """Return the fields that the events ``plan`` and ``verdict`` share."""
-        coverage = None if (engine := self._engine()) is None else engine.coverage
-        own = None if coverage is None else coverage.checkpointed
         return {
-            "name": self.name, "text": self.explain(), "kept_because": self.kept_because, "own_checkpoints": own,
+            "name": self.name, "text": self.explain(), "kept_because": self.kept_because,
+            "own_checkpoints": self._own_checkpoints,
         }  # fmt: skip
+
+    @property
+    def _own_checkpoints(self) -> int | None:
+        """How many blocks the model checkpoints itself; None if that is not known."""
+        coverage = None if (engine := self._engine()) is None else engine.coverage
+        return None if coverage is None else coverage.checkpointed
 
     def _carry_out(self, check: Check) -> None:
         """Switch to a plan, and judge it unless it is already judged."""
@@ -354,10 +359,14 @@ class MeasuredPlan(Explained):
         self._bus.emit("plan", **self._plan_fields(), predicted=asdict(self.table.predicted))
         if check.keeps and why_kept(check) is KeptBecause.GAINS_NOTHING and not self._warned:
             self._warned = True
+            limit = self._policy.max_slowdown
+            hint = "use policy 'minimal', which has the memory of checkpointing"
+            if self._own_checkpoints:
+                hint = "switch the model's own checkpointing off"
             logger.warning(
-                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: use policy 'minimal', which "
-                "has the memory of checkpointing, or a larger limit: policy=ebbtide.Auto(max_slowdown=%g)",
-                *(self._policy.max_slowdown, min(2 * self._policy.max_slowdown or 0.05, 1)),
+                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: %s, or use a larger limit: "
+                "policy=ebbtide.Auto(max_slowdown=%g)",
+                *(limit, hint, min(2 * limit or 0.05, 1)),
             )
         if not check.known and not self._warned:
             self._warned = True

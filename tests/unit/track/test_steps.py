@@ -406,13 +406,16 @@ class Checkpointing(nn.Module):
 
 
 @needs_slots
-def test_blocks_that_the_model_checkpoints_itself_are_recorded_with_the_plan(tmp_path: Path) -> None:
+def test_blocks_that_the_model_checkpoints_itself_are_recorded_with_the_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Checkpointing()
     with ebbtide.enable_activation_offloading(model, min_bytes=0):
         for folder in ("first", "later"):  # the second record begins after the plan was made
             with ebbtide.track_memory(tmp_path / folder):
                 list(loop(model, adam(model), steps=5))
             assert summarise(tmp_path / folder)["plan"]["own_checkpoints"] == 3
+    assert "no plan saves memory within max_slowdown=0.05; hint: switch the model's own checkpointing off" in caplog.text
 
 
 @pytest.mark.parametrize("closed", [True, False])
