@@ -819,6 +819,22 @@ def test_a_checkpointed_block_counts_what_inputs_of_another_size_save(count: int
     assert saved(8, 8, 8, count)[0] == 3
 
 
+def test_a_checkpointed_block_counts_the_same_where_its_inputs_are_replayed() -> None:
+    def counted(*, verify: bool) -> tuple[bool, tuple[int, ...]]:
+        torch.manual_seed(0)
+        model, x = blocks(), torch.randn(8, 16)
+        with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, verify=verify) as handle:
+            for _ in range(5):
+                model(x).square().mean().backward()
+            stats = handle.stats()
+        counts = stats.saved_bytes, stats.unique_bytes, stats.kept_bytes, stats.offloaded_bytes, stats.recomputed_bytes
+        return stats.replayed > 0, counts
+
+    (recorded, expected), (replayed, found) = counted(verify=True), counted(verify=False)
+    assert not recorded and replayed
+    assert found == expected
+
+
 class Differs(Block):
     """Blocks of one class, only some of which do something that may not be repeated."""
 
