@@ -300,7 +300,6 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
 @contextmanager
 def explained(config: LanguageConfig) -> Generator[None, None, None]:
     """Turn transformers' error about a model into one that names the model and the places searched."""
-    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
@@ -311,7 +310,7 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
             expected="the packages of the model and its attention",
             hint="--attn_impl sdpa needs none; otherwise install the packages of the message",
         ) from error
-    except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         if isinstance(error, EbbtideError):
             raise
         if "attn_implementation" in str(error) and config.attn_impl != "eager":

@@ -211,12 +211,6 @@ def test_weights_that_are_damaged_are_an_error(tmp_path: Path) -> None:
         models.load(SftConfig(model=str(tmp_path)), source)
 
 
-def test_a_config_with_a_value_of_another_type_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "64"}')
-    with pytest.raises(DataError, match="(?s)cannot be loaded: .*hidden_size.*\nhint: "):
-        models.look_up(SftConfig(model=str(tmp_path)))
-
-
 def test_a_cache_folder_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "file"))
