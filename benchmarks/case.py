@@ -243,14 +243,19 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
         if expected is None:
             row.status = "not compared: plain training does not repeat its own bits here"
             return
-        mode = contextlib.contextmanager(mode_named(case.mode).prepare)
-        with mode(model) as prepared:
+        mode = mode_named(case.mode)
+        prepare = contextlib.contextmanager(mode.prepare)
+        with contextlib.ExitStack() as opened:
+            prepared = opened.enter_context(prepare(model))
             wrong = max((_differing(expected, _gradients(prepared, short)) for _ in range(3)), key=len)
             gate.close()
             row.gate = f"{len(expected)} {how}, at {min(case.tokens, case.gate_tokens)} tokens"
             if wrong:
                 row.status = f"differs: {len(wrong)} of {len(expected)} gradients, such as {wrong[0]}"
                 return
+            if not mode.once:  # a plan would count the digests between the steps of the gate as time of each step
+                opened.close()
+                prepared = opened.enter_context(prepare(model))
             progress("steps")
             _time(row, prepared, shape, device)
             row.notes |= prepared.notes()

@@ -47,6 +47,7 @@ class Mode:
         package: Distribution that has it; empty: torch, transformers or ebbtide.
         accelerator: Whether its package runs on an accelerator only.
         setting: The chosen setting, for readers.
+        once: It cannot be undone, so a model is prepared once.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Mode:
     package: str = ""
     accelerator: bool = False
     setting: str = ""
+    once: bool = False
 
 
 def absent(mode: Mode, *, accelerated: bool) -> str | None:

@@ -65,8 +65,9 @@ def verl(checkpointed: bool) -> Mode:
 
     name = "verl, checkpointing" if checkpointed else "verl"
     return Mode(
-        name=name, prepare=prepare, package="verl", accelerator=True, setting=f"fsdp2, enable_ckpt={checkpointed}"
-    )
+        name=name, prepare=prepare, package="verl", accelerator=True, setting=f"fsdp2, enable_ckpt={checkpointed}",
+        once=True,
+    )  # fmt: skip
 
 
 def trainstream(amount: str | float) -> Mode:

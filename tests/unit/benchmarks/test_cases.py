@@ -46,15 +46,17 @@ def with_mode(
     return run(Case(mode="w", model="linear", tokens=16, steps=2))
 
 
-def test_a_mode_whose_gradients_are_equal_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("once", "prepared"), [(False, 2), (True, 1)])
+def test_a_mode_whose_gradients_are_equal_is_timed(once: bool, prepared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is prepared again for the steps that are timed, if that is possible: a plan sees no step of the gate."""
     undone: list[bool] = []
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
         yield Prepared(model=model)
         undone.append(True)
 
-    row = with_mode(monkeypatch, prepare)
-    assert row.status == "ok" and len(row.seconds) == 2 and row.base_bytes > 0 and undone == [True]
+    row = with_mode(monkeypatch, prepare, once=once)
+    assert row.status == "ok" and len(row.seconds) == 2 and row.base_bytes > 0 and undone == [True] * prepared
     assert row.gate == "2 gradients, bitwise equal, at 16 tokens"
     assert json.loads(json.dumps(asdict(row)))["case"]["mode"] == "w"
 
