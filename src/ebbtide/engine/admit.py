@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, Site, StandingPlan, checked_action
+from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, NoRecipe, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.inputs import CAST, Inputs
@@ -176,7 +176,11 @@ class Admission(RunRecord):
         else:
             self._carry_out(action, entry, tensor, base, recipe)
         if timer is not None:
-            self._inform_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
+            why = None
+            if recipe is None and not settled:
+                whole = covered and (node is None or shown is not None)
+                why = self._why_no_recipe(is_input, made_by, whole=whole, may_recompute=may_recompute or not covered)
+            self._inform_timer(timer, entry, candidate, tensor, base, recipe, why, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
         return entry
@@ -193,6 +197,7 @@ class Admission(RunRecord):
         tensor: torch.Tensor,
         base: torch.Tensor,
         recipe: Expr | None,
+        no_recipe: NoRecipe | None,
         host_seconds: float,
     ) -> None:
         """Record in the measured step what was saved and what was done with it."""
@@ -209,8 +214,23 @@ class Admission(RunRecord):
             prepare=None
             if recipe is None
             else functools.partial(engine.recomputer, self.block.name, entry, recipe, base),
+            no_recipe=no_recipe,
             host_seconds=host_seconds,
         )
+
+    def _why_no_recipe(self, is_input: bool, made_by: str, *, whole: bool, may_recompute: bool) -> NoRecipe | None:
+        """Return why a storage has no recipe; None where recipes are not built."""
+        if is_input:
+            return NoRecipe.INPUT
+        if not may_recompute:
+            return NoRecipe.FILTERED
+        if made_by == "leaf":
+            return NoRecipe.NO_OPERATOR
+        if not whole:
+            return NoRecipe.PART
+        if self.builder is None or not self.recipes:
+            return None
+        return NoRecipe.NO_OPERAND if made_by in self.builder.rules else NoRecipe.NO_RULE
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None

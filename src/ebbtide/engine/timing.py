@@ -32,7 +32,7 @@ from dataclasses import replace
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.actions import Action, Candidate, NoRecipe
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import Span, SpanTimer
@@ -275,6 +275,7 @@ class StepTimer:
         narrow_bytes: int | None,
         movable: bool,
         prepare: Prepare | None,
+        no_recipe: NoRecipe | None = None,
         host_seconds: float = 0.0,
     ) -> None:
         """A block saved a storage.
@@ -287,6 +288,7 @@ class StepTimer:
             narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
             prepare: Returns a function that recomputes it, or None if that is not allowed; None if no recipe is known.
+            no_recipe: Why none is; None if one is, or that is not known.
             host_seconds: The host's time of carrying out the action.
         """
         block = None if self._pass is None else self._pass.by_run.get(run)
@@ -303,7 +305,8 @@ class StepTimer:
             TimedUnit(
                 site=unit.site, nbytes=unit.nbytes, narrow_bytes=narrow_bytes, block_input=unit.block_input,
                 movable=movable, action=action, recompute_seconds=None,
-                recompute_flops=None if prepare is None else unit.recompute_flops, host_seconds=host_seconds,
+                recompute_flops=None if prepare is None else unit.recompute_flops, no_recipe=no_recipe,
+                host_seconds=host_seconds,
             )
         )  # fmt: skip
 
@@ -323,8 +326,10 @@ class StepTimer:
 
         def priced(unit: TimedUnit) -> TimedUnit:
             seconds = None if unit.recompute_flops is None else prices.get((unit.site, unit.nbytes))
-            flops = None if seconds is None else unit.recompute_flops
-            return replace(unit, recompute_seconds=seconds, recompute_flops=flops)
+            if seconds is None:
+                differs = unit.no_recipe if unit.recompute_flops is None else NoRecipe.DIFFERS
+                return replace(unit, recompute_seconds=None, recompute_flops=None, no_recipe=differs)
+            return replace(unit, recompute_seconds=seconds)
 
         blocks = tuple(
             TimedBlock(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.actions import ALWAYS, Action, Candidate, Explained, Plan, Site
+from ebbtide.base.actions import ALWAYS, Action, Candidate, Explained, NoRecipe, Plan, Site
 from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
@@ -296,22 +296,23 @@ def _reasons(solution: Solution) -> tuple[str, ...]:
     """Return one line per site kind: actions, number of blocks, reason; largest first."""
     groups: dict[Site, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     nbytes: dict[Site, int] = defaultdict(int)
-    recompute: dict[Site, float | None] = {}
+    recompute: dict[Site, float | NoRecipe | None] = {}
     for place, number, unit in solution.profile.units():
         groups[unit.site][solution.assignment[place][number]] += 1
         nbytes[unit.site] += unit.nbytes
-        if unit.recompute_seconds is not None or unit.site not in recompute:
-            seconds = unit.recompute_seconds
-            recompute[unit.site] = None if seconds is None else seconds / max(unit.nbytes, 1)
+        if unit.recompute_seconds is not None:
+            recompute[unit.site] = unit.recompute_seconds / max(unit.nbytes, 1)
+        else:
+            recompute.setdefault(unit.site, unit.no_recipe)
     moving = 1 / solution.profile.rates.out_bytes_per_second
     lines: list[str] = []
     for site in sorted(groups, key=lambda s: -nbytes[s]):
         done = ", ".join(f"{action.value} x{count}" for action, count in groups[site].items() if count)
-        seconds = recompute[site]
-        if seconds is None:
-            cost = "no recompute rule"
+        found = recompute[site]
+        if isinstance(found, float):
+            cost = f"recompute: {found * MILLISECONDS_PER_MB:.3g} ms/MB"
         else:
-            cost = f"recompute: {seconds * MILLISECONDS_PER_MB:.3g} ms/MB"
+            cost = "cannot be recomputed" if found is None else found.value
         lines.append(
             f"{format_size(nbytes[site]):>10}  {done:<28}  {site} ({cost}; a copy that does not hide: "
             f"{moving * MILLISECONDS_PER_MB:.3g} ms/MB)"
