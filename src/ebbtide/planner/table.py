@@ -309,10 +309,10 @@ def _reasons(solution: Solution) -> tuple[str, ...]:
     for site in sorted(groups, key=lambda s: -nbytes[s]):
         done = ", ".join(f"{action.value} x{count}" for action, count in groups[site].items() if count)
         found = recompute[site]
-        if isinstance(found, float):
-            cost = f"recompute: {found * MILLISECONDS_PER_MB:.3g} ms/MB"
-        else:
+        if found is None or isinstance(found, NoRecipe):
             cost = "cannot be recomputed" if found is None else found.value
+        else:
+            cost = f"recompute: {found * MILLISECONDS_PER_MB:.3g} ms/MB"
         lines.append(
             f"{format_size(nbytes[site]):>10}  {done:<28}  {site} ({cost}; a copy that does not hide: "
             f"{moving * MILLISECONDS_PER_MB:.3g} ms/MB)"
