@@ -178,8 +178,8 @@ class Admission(RunRecord):
         if timer is not None:
             why = None
             if recipe is None and not settled:
-                whole = covered and (node is None or shown is not None)
-                why = self._why_no_recipe(is_input, made_by, whole=whole, may_recompute=may_recompute or not covered)
+                complete = covered and (node is None or shown is not None)
+                why = self._why_no_recipe(is_input, made_by, complete=complete, may_recompute=may_recompute or not covered)
             self._inform_timer(timer, entry, candidate, tensor, base, recipe, why, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
@@ -218,7 +218,7 @@ class Admission(RunRecord):
             host_seconds=host_seconds,
         )
 
-    def _why_no_recipe(self, is_input: bool, made_by: str, *, whole: bool, may_recompute: bool) -> NoRecipe | None:
+    def _why_no_recipe(self, is_input: bool, made_by: str, *, complete: bool, may_recompute: bool) -> NoRecipe | None:
         """Return why a storage has no recipe; None where recipes are not built."""
         if is_input:
             return NoRecipe.INPUT
@@ -226,7 +226,7 @@ class Admission(RunRecord):
             return NoRecipe.FILTERED
         if made_by == "leaf":
             return NoRecipe.NO_OPERATOR
-        if not whole:
+        if not complete:
             return NoRecipe.PART
         if self.builder is None or not self.recipes:
             return None
