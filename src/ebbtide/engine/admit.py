@@ -179,7 +179,7 @@ class Admission(RunRecord):
             why = None
             if recipe is None and not settled:
                 complete = covered and (node is None or shown is not None)
-                why = self._why_no_recipe(is_input, made_by, complete=complete, may_recompute=may_recompute or not covered)
+                why = self._why_no_recipe(is_input, made_by, complete=complete, filtered=covered and not may_recompute)
             self._inform_timer(timer, entry, candidate, tensor, base, recipe, why, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
@@ -218,11 +218,11 @@ class Admission(RunRecord):
             host_seconds=host_seconds,
         )
 
-    def _why_no_recipe(self, is_input: bool, made_by: str, *, complete: bool, may_recompute: bool) -> NoRecipe | None:
+    def _why_no_recipe(self, is_input: bool, made_by: str, *, complete: bool, filtered: bool) -> NoRecipe | None:
         """Return why a storage has no recipe; None where recipes are not built."""
         if is_input:
             return NoRecipe.INPUT
-        if not may_recompute:
+        if filtered:
             return NoRecipe.FILTERED
         if made_by == "leaf":
             return NoRecipe.NO_OPERATOR
