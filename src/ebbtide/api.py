@@ -29,7 +29,7 @@ from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
 from ebbtide.profiling.loaded import let_kept_blocks_run_plain, warn_of_unplanned
-from ebbtide.profiling.minimal import measured_plan
+from ebbtide.profiling.plans import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier

@@ -14,7 +14,7 @@ CLAIMS = ("tests/unit/store/test_claims.py",)
 TRIALS = ("tests/unit/profiling/test_trials.py",)
 MINIMAL = ("tests/unit/profiling/test_minimal.py", "tests/unit/test_promise.py")
 PRICES = (
-    "tests/unit/profiling/test_measured.py",
+    "tests/unit/profiling/test_auto.py",
     "tests/unit/profiling/test_promise.py",
     "tests/unit/test_promise.py",
     "tests/unit/wrap/test_measured_step.py",
@@ -1484,7 +1484,7 @@ MUTANTS = (
     ),
     Mutant(
         "price: larger steps are measured under the plan for smaller ones",
-        "ebbtide/profiling/measured.py",
+        "ebbtide/profiling/auto.py",
         "None if self._timer.wanted else self.table",
         "self.table",
         PRICES,
@@ -1512,7 +1512,7 @@ MUTANTS = (
     ),
     Mutant(
         "price: with a budget ordinary training is measured with a trimmed heap",
-        "ebbtide/profiling/measured.py",
+        "ebbtide/profiling/auto.py",
         "if self._warm and not self._steps and self._timer.measuring:",
         "if False:",
         PRICES,
@@ -1575,7 +1575,7 @@ MUTANTS = (
     ),
     Mutant(
         "price: a plan is judged again with the memory that was free when it was made",
-        "ebbtide/profiling/measured.py",
+        "ebbtide/profiling/auto.py",
         "        timer.yardsticks = self._loop.yardsticks(check)\n        if",
         "        if",
         PRICES,
@@ -1785,7 +1785,7 @@ MUTANTS = (
     ),
     Mutant(
         "plan: a block without a row keeps everything within max_slowdown",
-        "ebbtide/profiling/measured.py",
+        "ebbtide/profiling/auto.py",
         "keeps_others=check.budget_bytes is None)",
         "keeps_others=False)",
         ("tests/unit/profiling/test_unlike.py",),

@@ -21,7 +21,7 @@ from ebbtide.engine.timing import StepTimer
 from ebbtide.planner.hooked import with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.store.counters import TierCounters
 
 MB = 10**6
@@ -112,7 +112,7 @@ class Training:
         counters = TierCounters(timed_out_bytes=1000 * MB, out_seconds=1.0, timed_in_bytes=1000 * MB, in_seconds=1.0)
         tier: Any = SimpleNamespace(name="disk", counters=counters)
         self.machine, self.timed = machine, 0
-        self.plan = plan = MeasuredPlan(policy, tier, None, Bus())
+        self.plan = plan = AutoPlan(policy, tier, None, Bus())
         self._timer = plan._timer = StepTimer(cast("Any", None), plan.saw_step, waited=dict, memory=False)
         self._timer.spans = SpanTimer(cast("Any", None), plan.saw_span, memory=False)
         self._timer.want()

@@ -25,8 +25,8 @@ from ebbtide.engine.untraced import leave_untraced
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
+from ebbtide.profiling.auto import MEASURED_STEPS, AutoPlan
 from ebbtide.profiling.closed_loop import kept_blocks
-from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import ROUNDS
 from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, FURTHER, UNUSED
 from ebbtide.profiling.trials import Method, Range
@@ -81,8 +81,8 @@ class Timed:
         self.handle = enable_over(self.tier, self.model, policy=Unlimited(**policy), min_bytes=0)
 
     @property
-    def plan(self) -> MeasuredPlan:
-        assert isinstance(self.handle.plan, MeasuredPlan)
+    def plan(self) -> AutoPlan:
+        assert isinstance(self.handle.plan, AutoPlan)
         return self.handle.plan
 
     def gradients(self) -> list[torch.Tensor]:
@@ -506,7 +506,7 @@ def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: str, inputs: Action) -> None:
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(inputs))
-    for module in ("measured", "closed_loop"):
+    for module in ("auto", "closed_loop"):
         monkeypatch.setattr(f"ebbtide.profiling.{module}.sample", lambda *args, **kwargs: frozenset[str]())
     tiny = build(family)
     plain = tiny.step()

@@ -1,6 +1,6 @@
 """Profiles: the executed blocks of one step, the storages each saves, and the machine's rates.
 
-A profile is measured on the machine (``ebbtide.profiling.measured``) or simulated for another. It is plain
+A profile is measured on the machine (``ebbtide.profiling.auto``) or simulated for another. It is plain
 values: numbers, names, no tensors.
 """
 

@@ -37,10 +37,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
-from ebbtide.base.actions import Action, Candidate, Plan
-from ebbtide.base.events import BUS, Bus
+from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.events import Bus
 from ebbtide.base.weak import weakly
-from ebbtide.config import Auto, Minimal, Policy
+from ebbtide.config import Minimal
 from ebbtide.engine import Engine
 from ebbtide.engine.marks import marked
 from ebbtide.engine.spans import Span
@@ -48,7 +48,6 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.rules import PolicyPlan
-from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials, with_backward
 from ebbtide.store.meter import device_bytes, meter_for
 from ebbtide.store.protocol import Tier
@@ -349,14 +348,3 @@ def _can_move(step: TimedStep) -> bool:
         for block in step.blocks
         if not block.checkpointed
     )
-
-
-def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:
-    """Return the plan of a policy that measures steps; None for other policies."""
-    match policy:
-        case Auto():
-            return MeasuredPlan(policy, tier, window_bytes, BUS)
-        case Minimal():
-            return MinimalPlan(policy, tier, window_bytes, BUS)
-        case _:
-            return None

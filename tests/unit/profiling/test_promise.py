@@ -20,9 +20,9 @@ from ebbtide.planner.charges import scaled
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import Search
+from ebbtide.profiling.auto import IN_PIECES, AutoPlan
 from ebbtide.profiling.baseline import HOOKS_OF_PACKS, ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
-from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
 from ebbtide.profiling.promise import (
     ADDED,
     AGREE,
@@ -89,15 +89,15 @@ def tier() -> Any:
     return SimpleNamespace(name="disk", counters=counters)
 
 
-def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:
-    plan = MeasuredPlan(policy, tier(), None, Bus())
+def planned(policy: Auto, *, peak: int | None = None) -> AutoPlan:
+    plan = AutoPlan(policy, tier(), None, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=peak))
     assert plan.table is not None
     return plan
 
 
-def carry_out(plan: MeasuredPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
+def carry_out(plan: AutoPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
     """Let passes of these lengths carry the plan out, after the settling ones; return whether more are wanted."""
     more = True
     for one in (*[99.0] * SETTLING, *seconds):
@@ -157,8 +157,8 @@ def test_of_many_blocks_a_quarter_runs_plain_up_to_four(count: int, plain: int) 
 def test_ordinary_training_is_measured_where_a_budget_has_no_room(
     budget: int | None, free: int, names: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: free)
-    plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
+    monkeypatch.setattr("ebbtide.profiling.auto.room_bytes", lambda tier: free)
+    plan = AutoPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
     timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=untimed(), expected_bytes=0)
     plan._timer = timer
     blocks = tuple(replace(block, forward_peak_bytes=990 * MB) for block in many(12).blocks)
@@ -257,7 +257,7 @@ def test_a_plain_block_that_was_disturbed_takes_no_longer_than_its_equals() -> N
 
 
 def test_the_promise_is_of_plain_steps() -> None:
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     for found in (step(), step(), with_plain(step(), forward=0.5, backward=1.0)):
         plan.saw_step(found)
     assert plan.profile is not None and plan.profile.step_seconds == pytest.approx(4 * 1.5 + 0.75)
@@ -265,7 +265,7 @@ def test_the_promise_is_of_plain_steps() -> None:
 
 
 def test_a_step_with_plain_blocks_needs_an_equal_one_without() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan = AutoPlan(Auto(), tier(), None, Bus())
     plan.saw_step(step())
     assert plan.saw_step(with_plain(step(), forward=0.5, backward=1.0))
     assert plan.saw_step(step()) and plan.table is None
@@ -291,7 +291,7 @@ def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 700 * MB)
     bus = Bus()
     bus.subscribe(lambda kind, fields: found.append((kind, fields["text"])))
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, bus)
     for _ in range(3):
         plan.saw_step(step())
     while carry_out(plan, *[seconds] * CHECKED):
@@ -335,7 +335,7 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
 
 def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
     """Fewer, not none at once: the price of a checkpoint is that of the measured ones."""
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     units = (replace(unit("", Action.KEEP), block_input=True), unit("dear", Action.KEEP, 30.0))
     units = tuple(replace(one, movable=False, nbytes=number * MB) for number, one in zip((1, 100), units, strict=True))
     blocks = tuple(replace(block, units=units, checkpointable=True) for block in many(40).blocks)
@@ -447,7 +447,7 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
 def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None:
     """Only the ratios of the second step count: the plan is for the first, in which all blocks had hooks."""
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     second = sized(many(12), factor)
     plain = [replace(b, units=(), plain=True, forward_seconds=0.5 * factor, backward_seconds=2.0 * factor)
              for b in second.blocks[:2]]  # fmt: skip
@@ -461,7 +461,7 @@ def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None
 
 def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None:
     """Several blocks save the same tensor, such as a time embedding: it belongs to the first one with hooks."""
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     first, *others = many(12).blocks
     shared = replace(unit("time", Action.OFFLOAD), nbytes=MB // 2)
     plain = replace(first, units=(), plain=True, forward_seconds=0.5, backward_seconds=2.0)
@@ -474,7 +474,7 @@ def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None
 
 
 def test_other_blocks_are_measured_again() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan = AutoPlan(Auto(), tier(), None, Bus())
     for count in (4, 4, 3, 4, 3):
         plan.saw_step(many(count))
     assert plan.profile is None
@@ -507,9 +507,9 @@ def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> Non
 # Compared with blocks without hooks
 
 
-def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> MeasuredPlan:
+def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> AutoPlan:
     """Return a plan for blocks that take ``plain`` seconds without hooks (a fifth of it forward), and 3.5 with them."""
-    plan = MeasuredPlan(Auto(max_slowdown=slowdown), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=slowdown), tier(), None, Bus())
     found = many(count)
     quiet = [replace(b, units=(), plain=True, forward_seconds=plain / 5, backward_seconds=plain * 4 / 5)
              for b in found.blocks[-2:]]  # fmt: skip
@@ -520,7 +520,7 @@ def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> M
     return plan
 
 
-def span_of(plan: MeasuredPlan, slower: float, *, plain: tuple[int, ...], speed: float = 1.0) -> Span:
+def span_of(plan: AutoPlan, slower: float, *, plain: tuple[int, ...], speed: float = 1.0) -> Span:
     """Return a pass of a machine that takes ``speed`` times as long, in which blocks with hooks take ``slower``."""
     assert plan.profile is not None
     blocks = tuple(
@@ -670,7 +670,7 @@ def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
     assert alone is not None and alone.low_seconds < alone.seconds < alone.high_seconds
 
 
-def judged_after(plan: MeasuredPlan, *slower: float, settled: bool = False) -> int:
+def judged_after(plan: AutoPlan, *slower: float, settled: bool = False) -> int:
     """Return after how many passes no more are wanted, or the plan changes; 0: not yet."""
     before = plan.table
     for number, one in enumerate(slower if settled else (99.0, *slower), int(settled)):  # the first settles
@@ -702,7 +702,7 @@ def test_that_a_promise_is_kept_takes_all_passes_to_show() -> None:
     assert plan._check is not None and not plan._check.too_slow and f"in {CHECKED} steps" in plan.explain()
 
 
-def slower_for(plan: MeasuredPlan, over: float) -> float:
+def slower_for(plan: AutoPlan, over: float) -> float:
     """Return the factor of hooked blocks in a pass that is longer than promised by this share of a plain one."""
     check = plan._check
     assert check is not None
@@ -784,12 +784,12 @@ def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
 # A careful plan is followed by one that does more
 
 
-def kept_bytes(plan: MeasuredPlan) -> int:
+def kept_bytes(plan: AutoPlan) -> int:
     assert plan.table is not None
     return plan.table.predicted.kept_bytes
 
 
-def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
+def rounds(plan: AutoPlan, *slower: float) -> list[int]:
     """Judge one plan after the other, each by a pass whose hooked blocks are this much slower; return the kept bytes.
 
     A plan that misses its promise takes two passes to be judged.
@@ -907,7 +907,7 @@ def test_one_lucky_pass_hides_no_miss() -> None:
         assert judged_after(plan, lucky, *[1.14] * 4) == CHECKED and check.too_slow
 
 
-def looked_again(plan: MeasuredPlan, slower: float) -> bool:
+def looked_again(plan: AutoPlan, slower: float) -> bool:
     """Let one later verdict come from passes whose blocks with hooks take so much longer; return if more are wanted."""
     more = True
     for one in (99.0, *[slower] * ADDED):  # the first settles
@@ -916,7 +916,7 @@ def looked_again(plan: MeasuredPlan, slower: float) -> bool:
     return more
 
 
-def paused(plan: MeasuredPlan) -> int:
+def paused(plan: AutoPlan) -> int:
     assert plan._timer is not None
     return plan._timer.spans.paused
 
@@ -1020,7 +1020,7 @@ def test_without_a_device_a_plan_keeps_no_more_than_is_free(
     slow.counters = replace(slow.counters, out_seconds=1000.0, in_seconds=1000.0)
     for room, few in ((10**12, False), (500 * MB, True), (MB, True)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
-        plan = MeasuredPlan(Auto(max_slowdown=0.0), slow, None, Bus())
+        plan = AutoPlan(Auto(max_slowdown=0.0), slow, None, Bus())
         for _ in range(3):
             plan.saw_step(step())
         assert plan.table is not None and (plan.table.predicted.kept_bytes < 800 * MB) is few
@@ -1032,7 +1032,7 @@ def test_without_a_device_a_plan_keeps_no_more_than_is_free(
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for room, expected in ((10**12, 3), (None, 0)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
-        plan = MeasuredPlan(Auto(max_slowdown=1.0), tier(), None, Bus())
+        plan = AutoPlan(Auto(max_slowdown=1.0), tier(), None, Bus())
         plan._timer = timer = stand_in()
         for _ in range(3):
             plan.saw_step(many(12))
@@ -1043,7 +1043,7 @@ def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(mo
 
 
 def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> None:
-    plan = MeasuredPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
+    plan = AutoPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
     plan._timer = timer = stand_in()
     for _ in range(3):
         plan.saw_step(replace(many(12), head_peak_bytes=1_300 * MB))
@@ -1093,7 +1093,7 @@ def test_a_plan_that_keeps_everything_is_held_to_a_budget() -> None:
 
 def test_what_is_freed_is_returned_more_readily_as_plans_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, bool]] = []
-    monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: 0)
+    monkeypatch.setattr("ebbtide.profiling.auto.resident_bytes", lambda: 0)
     disk = DiskTier()
     monkeypatch.setattr(disk, "return_freed_memory", lambda when, *, at_once: asked.append((when(), at_once)))
     budget = 1_900 * MB
@@ -1113,7 +1113,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
     trimmed: list[int] = []
     resident = [1_460 * MB]
     monkeypatch.setattr("ebbtide.store.disk.trim_heap", lambda: trimmed.append(1))
-    monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: resident[0])
+    monkeypatch.setattr("ebbtide.profiling.auto.resident_bytes", lambda: resident[0])
 
     def trims() -> bool:
         disk.return_freed_memory(plan._returns_freed_memory)
@@ -1141,7 +1141,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
 @pytest.mark.parametrize("budget", [None, 1_500 * MB])
 def test_a_budget_of_resident_memory_takes_nothing_for_noise(budget: int | None) -> None:
     """Its second measured step, which keeps the heap, is faster on any machine."""
-    plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
+    plan = AutoPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
     faster = step(forward=0.8, backward=2.0, peak=1_300 * MB)
     for found in (step(), step(peak=1_300 * MB), faster):
         plan.saw_step(found)
@@ -1177,7 +1177,7 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
 @pytest.mark.parametrize("budget", ["1MB", 1_500 * MB, 10_000 * MB])
 def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
     """Otherwise hook time is charged to copies and recomputes, and the next plan is made with wrong prices."""
-    plan = MeasuredPlan(Auto(memory_budget=budget), tier(), None, Bus())
+    plan = AutoPlan(Auto(memory_budget=budget), tier(), None, Bus())
     profile = profile_of(step(peak=1_300 * MB), RATES, None)
     profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
     check = plan._loop.first(profile, 0.0)
@@ -1191,7 +1191,7 @@ def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None
 
 
 def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.reserved_bytes", lambda tier: 3 * 1024**3)
+    monkeypatch.setattr("ebbtide.profiling.auto.reserved_bytes", lambda tier: 3 * 1024**3)
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     carry_out(plan, *[13.0] * CHECKED, peak=1024**3)
     assert "peak 1.0 GiB allocated, 3.0 GiB reserved" in plan.explain()
@@ -1200,7 +1200,7 @@ def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.M
 def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plan = MeasuredPlan(Auto(memory_budget="1MB"), tier(), 100 * MB, Bus())
+    plan = AutoPlan(Auto(memory_budget="1MB"), tier(), 100 * MB, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=1_300 * MB))
     assert plan.table is not None and plan.table.predicted.kept_bytes == 0

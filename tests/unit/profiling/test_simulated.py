@@ -23,8 +23,8 @@ from ebbtide.planner.machines import MACHINES, Machine, machine_named
 from ebbtide.planner.profile import BlockProfile, Profile
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import TablePlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.profiling.faketensors import FakeMachine, without_bytes
-from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.simulated import Job, forecast
 from tests.helpers.models import NAMES, PRECISIONS, Tiny, build, outputs_of
 from tests.helpers.oracle import differences
@@ -45,7 +45,7 @@ def measured(tiny: Tiny) -> Profile:
     with ebbtide.enable_activation_offloading(tiny.model, min_bytes=0) as handle:
         for _ in range(4):
             tiny.step()
-        assert isinstance(handle.plan, MeasuredPlan) and handle.plan.profile is not None
+        assert isinstance(handle.plan, AutoPlan) and handle.plan.profile is not None
         assert not handle.stats().demoted_sites
         return handle.plan.profile
 

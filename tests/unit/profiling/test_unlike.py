@@ -15,7 +15,7 @@ from ebbtide.base.runs import KeptBecause
 from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.profiling.promise import CHECKED
 from ebbtide.profiling.unlike import UNLIKE, UnlikeSteps
 from tests.unit.profiling.test_promise import MB, tier
@@ -27,7 +27,7 @@ COUNT, PLAIN, HOOKED = 12, 2.5, 3.5
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake enough free memory."""
-    for module in ("closed_loop", "measured"):
+    for module in ("auto", "closed_loop"):
         monkeypatch.setattr(f"ebbtide.profiling.{module}.room_bytes", lambda tier: 10**12)
 
 
@@ -66,9 +66,9 @@ def skipping(draw: random.Random) -> list[int]:
     return [place for place in range(COUNT) if draw.random() > 0.2]
 
 
-def measured(policy: Auto, *, runs_plain: bool = True) -> tuple[MeasuredPlan, int]:
+def measured(policy: Auto, *, runs_plain: bool = True) -> tuple[AutoPlan, int]:
     """Return the plan of a model that skips blocks, and after how many steps it is made."""
-    plan, draw = MeasuredPlan(policy, tier(), None, Bus()), random.Random(5)
+    plan, draw = AutoPlan(policy, tier(), None, Bus()), random.Random(5)
     for number in range(1, 100):
         plain = plan._timer.plain if runs_plain else frozenset[str]()
         if not plan.saw_step(step(skipping(draw), plain, draw.choice([1.0, 1.3]))):

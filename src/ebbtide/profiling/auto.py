@@ -71,7 +71,7 @@ SHORTER = 4
 """Shorter steps that may pass until one as long as the step that triggered a measurement."""
 
 
-class MeasuredPlan(Explained):
+class AutoPlan(Explained):
     """The plan of ``Auto``. See [Note: Auto's steps].
 
     Args:
