@@ -794,8 +794,8 @@ MUTANTS = (
     Mutant(
         "minimal: blocks outside of a mix follow Auto's heuristic",
         "ebbtide/profiling/trials.py",
-        "replace(table_plan(found, by_rule.name), by_rule=by_rule)",
-        "table_plan(found, by_rule.name)",
+        "replace(table_plan(found, heuristic.name), heuristic=heuristic)",
+        "table_plan(found, heuristic.name)",
         TRIALS,
     ),
     Mutant(

@@ -62,10 +62,10 @@ def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(3):
             tiny.step()
         assert isinstance(handle.plan, AutoPlan) and handle.plan.table is None
-        by_rule = handle.stats()
+        under_heuristic = handle.stats()
         tiny.step()
         table, stats = table_of(handle), handle.stats()
-        assert by_rule.unique_bytes == stats.unique_bytes
+        assert under_heuristic.unique_bytes == stats.unique_bytes
         # Wide tensors that were cast up are offloaded in the narrow type, which the table does not know.
         assert stats.kept_bytes == table.predicted.kept_bytes
         assert stats.unique_bytes == (

@@ -1,7 +1,7 @@
 """``Auto``: measure a few steps, then let the planner choose.
 
 [Note: Auto's steps]
-The first pass warms up and follows the heuristic (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest
+The first pass warms up and follows the heuristic (``ebbtide.planner.policies``): cheap tensors are recomputed, the rest
 offloaded. That needs close to the least memory, so even a model that ran out of memory gets this far. The next passes
 are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
@@ -85,7 +85,7 @@ class AutoPlan(Explained):
 
     def __init__(self, policy: Auto, tier: Tier, window_bytes: int | None, bus: Bus) -> None:
         self._policy, self._tier, self._window_bytes, self._bus = policy, tier, window_bytes, bus
-        self._by_rule = plan_for(policy)
+        self._heuristic = plan_for(policy)
         self._warm = False
         self._kept_under_hooks = frozenset[str]()  # blocks that show the cost of hooks alone, in a measured step
         self._steps: list[TimedStep] = []
@@ -145,20 +145,20 @@ class AutoPlan(Explained):
     @property
     def name(self) -> str:
         """Short name for logs and reports."""
-        return self._by_rule.name
+        return self._heuristic.name
 
     @property
     def current(self) -> Plan | None:
         """The plan that answers now; None while steps are measured. See ``StandingPlan``."""
         if self._timer.wanted or self._kept_under_hooks:
             return None
-        return self._by_rule if self.table is None else self.table
+        return self._heuristic if self.table is None else self.table
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
         if candidate.block_name in self._kept_under_hooks:
             return Action.KEEP
-        return (self._answering or self._by_rule).choose(candidate)
+        return (self._answering or self._heuristic).choose(candidate)
 
     def needs_recipe(self, candidate: Candidate) -> bool:
         """Whether RECOMPUTE may be chosen. In measured steps every recipe is built, to be timed."""
@@ -201,7 +201,7 @@ class AutoPlan(Explained):
             kept = [] if (why := self.kept_because) is None else [KEEPS + REASONS[why]]
             return "\n".join([head, self._check.text(), *self._outside, *kept, *self._loop.story, *lines])
         return (
-            f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
+            f"{self._heuristic.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
             f"({self._aim()})"
         )
 

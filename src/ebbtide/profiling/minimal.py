@@ -47,7 +47,7 @@ from ebbtide.engine.spans import Span
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
-from ebbtide.planner.rules import PolicyPlan
+from ebbtide.planner.policies import PolicyPlan
 from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials, with_backward
 from ebbtide.store.meter import device_bytes, meter_for
 from ebbtide.store.protocol import Tier

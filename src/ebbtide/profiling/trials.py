@@ -128,5 +128,5 @@ def mixed(step: TimedStep, tier: Tier, window_bytes: int | None, limit_bytes: in
     profile = profile_of(step, measured_rates(tier), window_bytes)
     profile = replace(profile, store_bytes=store_bytes(tier))
     found = within_checkpointing(profile, limit_bytes, device_bytes(tier) or 0)
-    by_rule = plan_for(Minimal())
-    return None if found is None else replace(table_plan(found, by_rule.name), by_rule=by_rule)
+    heuristic = plan_for(Minimal())
+    return None if found is None else replace(table_plan(found, heuristic.name), heuristic=heuristic)

@@ -14,7 +14,7 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Auto, Keep, Minimal
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
-from ebbtide.planner.rules import plan_for
+from ebbtide.planner.policies import plan_for
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
 from ebbtide.profiling.auto import AutoPlan
@@ -103,7 +103,7 @@ def test_without_measured_memory_nothing_is_made_up() -> None:
 
 def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> None:
     plan = AutoPlan(Auto(), tier(), None, Bus())
-    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to recompute, according to FLOP
+    assert ask(plan, "dear") is Action.RECOMPUTE  # the heuristic: free to recompute, according to FLOP
     assert plan.saw_step(step(scale=9.0))
     assert plan.saw_step(step())
     assert plan.saw_step(step(slower=3.0)) is False
@@ -116,14 +116,14 @@ def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> Non
 
 def test_larger_steps_are_measured_under_the_heuristic() -> None:
     plan = AutoPlan(Auto(max_slowdown=0.0), tier(), None, Bus())
-    by_rule = ask(plan, "dear")
+    heuristic = ask(plan, "dear")
     for _ in range(3):
         plan.saw_step(step())
-    assert ask(plan, "dear") is Action.KEEP is not by_rule
+    assert ask(plan, "dear") is Action.KEEP is not heuristic
     timer: Any = SimpleNamespace(wanted=True)  # inputs grew
     plan._timer = timer
     # The table moves nothing, which would leave copies without a price in the next profile.
-    assert ask(plan, "dear") is by_rule
+    assert ask(plan, "dear") is heuristic
     timer.wanted = False
     assert ask(plan, "dear") is Action.KEEP
 

@@ -1209,7 +1209,7 @@ def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warnin
     assert "memory_budget is" in record.getMessage() and "smallest peak" in record.getMessage()
 
 
-def test_what_the_table_does_not_know_goes_by_rule() -> None:
+def test_what_the_table_does_not_know_follows_the_heuristic() -> None:
     plan = planned(Auto(max_slowdown=0.1))
     site = Site("Layer", "unknown", "Node", 0)
     candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=MB, block_input=False, recompute_flops=None)
