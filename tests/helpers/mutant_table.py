@@ -1576,7 +1576,7 @@ MUTANTS = (
     Mutant(
         "price: a plan is judged again with the memory that was free when it was made",
         "ebbtide/profiling/auto.py",
-        "        timer.yardsticks = self._loop.yardsticks(check)\n        if",
+        "        timer.yardsticks = self._loop.yardsticks(judgement)\n        if",
         "        if",
         PRICES,
     ),
@@ -1786,7 +1786,7 @@ MUTANTS = (
     Mutant(
         "plan: a block without a row keeps everything within max_slowdown",
         "ebbtide/profiling/auto.py",
-        "keeps_others=check.budget_bytes is None)",
+        "keeps_others=judgement.budget_bytes is None)",
         "keeps_others=False)",
         ("tests/unit/profiling/test_unlike.py",),
     ),

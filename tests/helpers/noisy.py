@@ -174,8 +174,8 @@ class Training:
 
     def actions(self, place: int) -> tuple[Action, ...]:
         """Return what the plan does with the storages of a block."""
-        assert self.plan._check is not None
-        return self.plan._check.solution.assignment[place]
+        assert self.plan._judgement is not None
+        return self.plan._judgement.solution.assignment[place]
 
     def _costs(self, place: int, plain: frozenset[str], *, measured: bool) -> float:
         name = f"layers.{place}"

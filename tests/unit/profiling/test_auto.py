@@ -13,8 +13,8 @@ from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto, Keep, Minimal
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
-from ebbtide.planner.profile import Rates
 from ebbtide.planner.policies import plan_for
+from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
 from ebbtide.profiling.auto import AutoPlan

@@ -90,8 +90,8 @@ def test_blocks_of_all_steps_are_compared_with_those_without_hooks_in_their_step
 @pytest.mark.parametrize(("slower", "kept"), [(1.04, True), (1.5, False)])
 def test_a_promise_is_judged_in_passes_of_other_blocks(slower: float, kept: bool) -> None:
     plan, _ = measured(Auto(max_slowdown=0.2))
-    check, draw = plan._check, random.Random(6)
-    assert check is not None and plan.profile is not None and not check.keeps
+    judgement, draw = plan._judgement, random.Random(6)
+    assert judgement is not None and plan.profile is not None and not judgement.keeps
     for _ in range(4 * CHECKED):
         places = skipping(draw)
         blocks = tuple(
@@ -107,9 +107,9 @@ def test_a_promise_is_judged_in_passes_of_other_blocks(slower: float, kept: bool
             seconds=sum(b.seconds for b in blocks) + 0.5, peak_bytes=None, saved_bytes=len(blocks) * 200 * MB,
             blocks=blocks,
         )  # fmt: skip
-        if check.measured is None:
+        if judgement.measured is None:
             plan.saw_span(span)
-    assert check.measured is not None and check.too_slow is not kept
+    assert judgement.measured is not None and judgement.too_slow is not kept
 
 
 def test_without_a_block_without_hooks_nothing_is_promised_and_everything_stays(
