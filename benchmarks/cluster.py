@@ -365,7 +365,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
     window.saw_block(max(moved), alone=len(moved) == 1)
     offloaded: dict[tuple[int, int], _Offloaded] = {}
     leaving = _Leaving(partial(cluster.copy, rank, out=True), window, sum(moved) if moved[-1] else sys.maxsize)
-    yield "compute", profile.lead_seconds
+    yield "compute", profile.prologue_seconds
     for place, (block, actions) in enumerate(blocks):
         yield "block", place
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
@@ -393,7 +393,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
                         yield "copy", each.back
                 coming.has_read(each)
             yield "compute", block.backward_seconds / len(block.units)
-    yield "compute", profile.tail_seconds
+    yield "compute", profile.epilogue_seconds
 
 
 def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: Nodes) -> list[RankStep]:

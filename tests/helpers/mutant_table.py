@@ -724,7 +724,7 @@ MUTANTS = (
     Mutant(
         "a span ends with the backward of another graph",
         "ebbtide/engine/spans.py",
-        "if now is not None and (raised or not now.turned):",
+        "if now is not None and (raised or not now.backward_began):",
         "if now is not None and raised:",
         ("tests/unit/engine/test_timing.py",),
     ),
@@ -1751,7 +1751,7 @@ MUTANTS = (
     Mutant(
         "plan: a dropped graph whose pass is held is forgotten",
         "ebbtide/engine/timing.py",
-        "return other is not self.pass_() and (not self.by_run or (not self.turned and self.others >= OTHERS))",
+        "return other is not self.pass_() and (not self.by_run or (not self.backward_began and self.others >= OTHERS))",
         "return self.pass_() is None",
         ("tests/unit/engine/test_timing.py", "tests/unit/test_auto.py"),
     ),

@@ -129,7 +129,7 @@ class Training:
         if measured:
             timer.wanted = self.plan.saw_step(
                 TimedStep(
-                    blocks=blocks, head_seconds=others, tail_seconds=self.machine.takes(TAIL), head_peak_bytes=None,
+                    blocks=blocks, head_seconds=others, epilogue_seconds=self.machine.takes(TAIL), head_peak_bytes=None,
                     saved_bytes=saved,
                 )
             )  # fmt: skip

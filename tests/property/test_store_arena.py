@@ -138,7 +138,7 @@ def test_what_is_gathered_is_what_is_free(actions: list[int]) -> None:
                 extents.release(first, length)
     for first, length in (span for spans in live for span in spans):
         extents.release(first, length)
-    assert extents.tail_bytes == extents.free_bytes == 64 * 1000
+    assert extents.free_end_bytes == extents.free_bytes == 64 * 1000
     extents.cut(6400)
     assert extents.size_bytes == extents.free_bytes == 6400
     extents.cut(0)

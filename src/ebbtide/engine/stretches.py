@@ -68,7 +68,7 @@ class Stopwatch:
         self.began = meter.timestamp(device)
         self.blocks: list[BlockTimes] = []  # in the order in which their forwards began
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, BlockTimes] = weakref.WeakKeyDictionary()
-        self.alone, self.turned = True, False  # no other pass ran in between; its backward came
+        self.alone, self.backward_began = True, False  # no other pass ran in between; its backward came
         self.reached: Timestamp | None = None  # the gradient of the first block's input is there
         self.ended: Timestamp | None = None  # the end of its backward, if blocks that run backward later do not count
         self._open: tuple[Stretches, Timestamp] | None = None

@@ -76,7 +76,7 @@ class TimedStep:
     Attributes:
         blocks: In the order in which their forwards began.
         head_seconds: Between the last forward and the first backward.
-        tail_seconds: From the end of the first block's backward to the first block of the next pass.
+        epilogue_seconds: From the end of the first block's backward to the first block of the next pass.
         head_peak_bytes: Most memory during ``head_seconds``; None if not requested, or not known.
         head_resident_bytes: Bytes that were resident then though the step had not kept them.
         saved_bytes: What its blocks saved, as the engine counts it.
@@ -86,7 +86,7 @@ class TimedStep:
 
     blocks: tuple[TimedBlock, ...]
     head_seconds: float
-    tail_seconds: float
+    epilogue_seconds: float
     head_peak_bytes: int | None
     head_resident_bytes: int = 0
     saved_bytes: int = 0

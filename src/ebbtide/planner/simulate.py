@@ -83,7 +83,7 @@ class _Step:
 
     def __init__(self, profile: Profile, assignment: Assignment) -> None:
         self.profile, self.assignment = profile, assignment
-        self.now = profile.lead_seconds
+        self.now = profile.prologue_seconds
         self.stalls = [0.0] * len(profile.blocks)
         self.levels: list[int] = []
         self.peak, self.peak_at = 0, ("forward", "")
@@ -275,7 +275,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     for block, actions in zip(profile.blocks, assignment, strict=True):
         recomputed += block.checkpoint_seconds if Action.CHECKPOINT in actions else 0.0
-    seconds = step.now + profile.tail_seconds
+    seconds = step.now + profile.epilogue_seconds
     return Simulated(
         step_seconds=seconds,
         overhead_seconds=seconds - profile.step_seconds,

@@ -37,7 +37,7 @@ from ebbtide.config import Auto
 from ebbtide.engine import Engine
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
+from ebbtide.engine.timing import BETWEEN_STEPS, GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
@@ -126,7 +126,7 @@ class AutoPlan(Explained):
 
         def waited() -> dict[str, float]:
             stalls = {} if (engine := watched()) is None else engine.stats().stalls
-            return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
+            return {**stalls, BETWEEN_STEPS: sum(run["seconds"] for run in bus.ask("paused"))}
 
         self._timer = engine.timer = StepTimer(
             meter, weakly(self.saw_step), waited=waited, memory=memory, outdated=weakly(self._note_new_state),
@@ -317,7 +317,7 @@ class AutoPlan(Explained):
                 self._bus.emit("verdict", **self._plan_fields())
             return False
         if not self._outside:
-            self._outside = outside_plans(self._timer.spans.tail_peak_bytes, judgement.budget_bytes)
+            self._outside = outside_plans(self._timer.spans.between_peak_bytes, judgement.budget_bytes)
         judgement.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(judgement)
         if judgement.over_budget_bytes and isinstance(self._tier, DiskTier):

@@ -133,7 +133,7 @@ def from_blocks(span: Span, solution: Solution) -> Measured | None:
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
     plain_forward = sum(block.forward_seconds for block in profile.blocks)
     plain_backward = sum(block.backward_seconds for block in profile.blocks)
-    others = max(others, 0.0) + profile.tail_seconds
+    others = max(others, 0.0) + profile.epilogue_seconds
 
     def seconds(forward: float, backward: float) -> float:
         plain = forward * plain_forward + backward * plain_backward
@@ -249,7 +249,7 @@ class Judgement:
         self._unused = 0
         if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
-        seconds = span.seconds + self.solution.profile.tail_seconds
+        seconds = span.seconds + self.solution.profile.epilogue_seconds
         self._steps.append(
             Measured(
                 seconds=seconds,

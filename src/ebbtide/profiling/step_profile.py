@@ -37,7 +37,7 @@ def profile_of(
         blocks=tuple(map(_block, step.blocks)),
         rates=rates,
         head_seconds=step.head_seconds,
-        tail_seconds=step.tail_seconds,
+        epilogue_seconds=step.epilogue_seconds,
         window_bytes=window_bytes,
     )
     if step.head_peak_bytes is None:

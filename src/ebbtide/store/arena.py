@@ -241,7 +241,7 @@ class Arena:
         self._cooling.prune(self._device)
         self._cooling.mark(self._device, streams)
         self._tops.append(self._top_bytes)
-        self._top_bytes = self._extents.size_bytes - self._extents.tail_bytes
+        self._top_bytes = self._extents.size_bytes - self._extents.free_end_bytes
         chunks = len(self._chunks)
         self._shrink(max(self._tops), wait=False)
         self._gave_back = self._gave_back or len(self._chunks) < chunks
@@ -349,7 +349,7 @@ class Arena:
         self._torn = True
         while self._chunks and keep_bytes <= self._chunks[-1].begin:
             chunk, size = self._chunks[-1], self._extents.size_bytes
-            if size - self._extents.tail_bytes > chunk.begin:
+            if size - self._extents.free_end_bytes > chunk.begin:
                 break
             for guard in self._cooling.over([(chunk.begin, size - chunk.begin)]):
                 if wait:

@@ -51,7 +51,7 @@ def step(
             )
             for i in range(blocks)
         ),
-        head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=peak,
+        head_seconds=0.5, epilogue_seconds=0.25, head_peak_bytes=peak,
     )  # fmt: skip
 
 

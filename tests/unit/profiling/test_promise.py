@@ -74,7 +74,7 @@ def step(*, forward: float = 1.0, backward: float = 2.5, peak: int | None = None
             )
             for i in range(4)
         ),
-        head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=peak,
+        head_seconds=0.5, epilogue_seconds=0.25, head_peak_bytes=peak,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def stand_in() -> Any:
 
 def untimed() -> Any:
     """Return a stand-in for the timer of whole passes."""
-    return SimpleNamespace(tail_peak_bytes=None, want=lambda *, wanted: None)
+    return SimpleNamespace(between_peak_bytes=None, want=lambda *, wanted: None)
 
 
 def many(count: int) -> TimedStep:
@@ -349,7 +349,7 @@ def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
     before = checkpointed()
     assert plan._judgement is not None and before > 8
     plain, predicted = plan._judgement.solution.profile.step_seconds, plan._judgement.solution.predicted.step_seconds
-    missed = plain + 1.5 * (predicted - plain) - plan._judgement.solution.profile.tail_seconds
+    missed = plain + 1.5 * (predicted - plain) - plan._judgement.solution.profile.epilogue_seconds
     for one in (*[99.0] * SETTLING, *[missed] * CHECKED):
         plan.saw_span(Span(seconds=one, peak_bytes=None, saved_bytes=40 * 101 * MB))
     assert before / 2 < checkpointed() < before
@@ -384,7 +384,7 @@ def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
         profile = judgement.solution.profile
         allowed = judgement.allowed_seconds - profile.step_seconds
         shares.append(judgement.solution.predicted.overhead_seconds / allowed)
-        missed = profile.step_seconds + 1.5 * allowed - profile.tail_seconds
+        missed = profile.step_seconds + 1.5 * allowed - profile.epilogue_seconds
         carry_out(plan, *[missed] * CHECKED)
     assert shares[1] > 1 / 1.5 >= shares[2] > 0
 
@@ -441,7 +441,7 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
         )
         for block in found.blocks
     )
-    return replace(found, blocks=blocks, head_seconds=0.5 * factor, tail_seconds=0.25 * factor)
+    return replace(found, blocks=blocks, head_seconds=0.5 * factor, epilogue_seconds=0.25 * factor)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
@@ -1163,7 +1163,7 @@ def test_a_peak_outside_forward_and_backward_is_warned_of(over: int, caplog: pyt
     budget = 1_900 * MB
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._timer = timer = stand_in()
-    timer.spans.tail_peak_bytes = budget + over
+    timer.spans.between_peak_bytes = budget + over
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
     assert ("no plan lowers that" in plan.explain()) == ("no plan lowers that" in caplog.text) == bool(over)
 

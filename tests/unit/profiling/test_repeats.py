@@ -83,7 +83,7 @@ def assert_same(one: Profile, other: Profile) -> None:
     def times(profile: Profile) -> list[float]:
         blocks = [seconds for b in profile.blocks for seconds in (b.forward_seconds, b.backward_seconds)]
         units = [-1.0 if u.recompute_seconds is None else u.recompute_seconds for b in profile.blocks for u in b.units]
-        return [profile.lead_seconds, profile.head_seconds, profile.tail_seconds, *blocks, *units]
+        return [profile.prologue_seconds, profile.head_seconds, profile.epilogue_seconds, *blocks, *units]
 
     assert all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(times(one), times(other), strict=True))
 

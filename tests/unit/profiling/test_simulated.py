@@ -237,7 +237,7 @@ def test_blocks_that_are_alike_take_alike_and_what_is_before_them_counts() -> No
     profile = forecast(Stem(), torch.zeros(4096, 512, device="meta"), H200, options=Options(min_bytes=0))
     first, second = profile.blocks
     assert first.forward_seconds == pytest.approx(second.forward_seconds)
-    assert profile.lead_seconds == pytest.approx(2 * 4096 * 512 * 512 / H200.flop32_per_second, rel=0.2)
+    assert profile.prologue_seconds == pytest.approx(2 * 4096 * 512 * 512 / H200.flop32_per_second, rel=0.2)
 
 
 def test_what_blocks_share_is_gathered_once() -> None:

@@ -57,7 +57,7 @@ def step(places: Iterable[int], plain: frozenset[str], speed: float) -> TimedSte
         for block in blocks
     ]
     return TimedStep(
-        blocks=tuple(blocks), head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=None,
+        blocks=tuple(blocks), head_seconds=0.5, epilogue_seconds=0.25, head_peak_bytes=None,
         saved_bytes=len(blocks) * 200 * MB,
     )  # fmt: skip
 
