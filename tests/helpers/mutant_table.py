@@ -234,8 +234,8 @@ MUTANTS = (
     Mutant(
         "memo: a cast of an input counts as what must be kept",
         "ebbtide/engine/replay.py",
-        "or settled or is_input)))",
-        "or settled or came_in)))",
+        "or without_recipe or is_input)))",
+        "or without_recipe or came_in)))",
         ("tests/unit/wrap/test_replay.py",),
     ),
     Mutant(
@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "weights: comparisons of a device are not read before an optimizer steps",
         "ebbtide/engine/guard.py",
-        "            self._settle()\n",
+        "            self._await_comparisons()\n",
         "",
         ("tests/unit/engine/test_guard.py",),
     ),
@@ -612,7 +612,7 @@ MUTANTS = (
     Mutant(
         "reads: memory of dead tensors is not used again",
         "ebbtide/store/buffers.py",
-        "        self.places.settle(self._release)\n",
+        "        self.places.release_dead(self._release)\n",
         "",
         BUFFERS,
     ),

@@ -239,7 +239,7 @@ class Trust:
         while self._coming and self._coming[0][0].arrived:
             _read(*self._coming.popleft())
 
-    def settle(self) -> None:
+    def await_comparisons(self) -> None:
         """Wait for comparisons that a device has not answered yet, and raise if one failed."""
         self._send()
         for key in list(self._unanswered):

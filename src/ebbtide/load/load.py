@@ -253,7 +253,7 @@ class Loading:
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
         sourced = {name for names in self.plan.tied.values() for name in names}
         self._initialiser = Initialiser(self.model, self._init, seed=seed, sourced=sourced)
-        self._four.settle(self.plan.sources)
+        self._four.learn_sources(self.plan.sources)
         return {name: f"{tuple(t.shape)} of {word(t.dtype)}" for name, t in wanted_of(self.model).items()}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class MinimalPlan(PolicyPlan):
         """End the trials; where a mix was to be compared, checkpoint what can be."""
         able = {b.kind for b in self._measured.blocks if b.checkpointable} if self._mixes and self._measured else set()
         self._why = dict.fromkeys(able, f"{Method.CHECKPOINT.value}: {why}")
-        self._settle(dict.fromkeys(able, Method.CHECKPOINT))
+        self._conclude(dict.fromkeys(able, Method.CHECKPOINT))
 
     def _note(self, trial: Trial, span: Span) -> None:
         """Note the times of a step with a trial."""
@@ -288,7 +288,7 @@ class MinimalPlan(PolicyPlan):
         self._timer.checkpointed = frozenset()
         self._answer(methods)
 
-    def _settle(self, methods: dict[str, Method]) -> None:
+    def _conclude(self, methods: dict[str, Method]) -> None:
         """End the trials with the choice."""
         self._end(methods)
         self.judged = True
@@ -324,7 +324,7 @@ class MinimalPlan(PolicyPlan):
             each = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in times.items())
             self._why[kind] = f"{methods[kind].value}: a block took " + ", ".join(each) + why
             logger.info("%s blocks are %s", kind, self._why[kind])
-        self._settle(methods)
+        self._conclude(methods)
 
     def _times(self, out: set[Method]) -> dict[str, dict[Method, Range]]:
         """Return the times of each kind of block of which several methods were tried, but those that are out."""
