@@ -13,7 +13,7 @@ import torch
 from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, NoRecipe, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
-from ebbtide.engine.inputs import CAST, Inputs
+from ebbtide.engine.inputs import CAST, BlockInputs
 from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
@@ -63,7 +63,7 @@ class Admission(RunRecord):
         current: Any = getattr(engine.plan, "current", engine.plan)
         self._standing: StandingPlan | None = current if hasattr(current, "stands_until") else None
         self.saved: list[tuple[Site, Action, int, bool]] = []  # what was replayed, until ``close`` counts it
-        self._inputs = Inputs(inputs)
+        self._inputs = BlockInputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         device = self.where or next((weight.device for weight in block.weights()), None)
         self.device_type = "cpu" if device is None else device.type

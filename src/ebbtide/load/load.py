@@ -25,7 +25,7 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, wanted_of, word
+from ebbtide.load.names import SHOWN, NameMap, check_names, match_names, values_of, wanted_of, word
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
@@ -237,8 +237,8 @@ class Loading:
             }
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         if self.checkpoint is not None and self.path != "initialize":
-            self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
-            check_plan(
+            self.plan = match_names(self.model, self.checkpoint.entries, self._four)
+            check_names(
                 self.plan,
                 self.checkpoint.name,
                 missing=self.options.missing,

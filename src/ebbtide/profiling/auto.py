@@ -47,7 +47,7 @@ from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Judgement
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.profiling.unlike import UnlikeSteps
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
+from ebbtide.store.meter import allocatable_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -118,7 +118,7 @@ class AutoPlan(Explained):
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
                 hint="set max_slowdown instead",
             )
-        memory = self._memory = budget is not None or device_bytes(self._tier) is not None
+        memory = self._memory = budget is not None or allocatable_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
         watched, trust, bus = weakref.ref(engine), engine.trust, self._bus  # the engine holds the timer; so do we

@@ -39,7 +39,7 @@ from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution, follow
 from ebbtide.profiling.baseline import sample
 from ebbtide.profiling.promise import CORRECTIONS, Judgement, loosened, recalibrated
-from ebbtide.store.meter import device_bytes, room_bytes, store_bytes
+from ebbtide.store.meter import allocatable_bytes, room_bytes, store_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -100,11 +100,11 @@ class ClosedLoop:
     @property
     def budget_bytes(self) -> int | None:
         """The user's memory budget, or what the device has if that is less; None: there is none."""
-        return _budget_within(self._policy.budget_bytes, device_bytes(self._tier))
+        return _budget_within(self._policy.budget_bytes, allocatable_bytes(self._tier))
 
     @property
     def _device_bytes(self) -> int | None:
-        found = device_bytes(self._tier)
+        found = allocatable_bytes(self._tier)
         return None if found is None else _without_fragments(found)
 
     def _room_bytes(self) -> int | None:

@@ -49,7 +49,7 @@ from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.policies import PolicyPlan
 from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials, with_backward
-from ebbtide.store.meter import device_bytes, meter_for
+from ebbtide.store.meter import allocatable_bytes, meter_for
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -104,7 +104,7 @@ class MinimalPlan(PolicyPlan):
         rule = self.current = self.voted = plan_for(policy)
         super().__init__(policy, rule.name, rule.text)
         self._tier, self._window_bytes, self._bus, self.judged = tier, window_bytes, bus, False
-        self._mixes = device_bytes(tier) is not None
+        self._mixes = allocatable_bytes(tier) is not None
         self._warm = not self._mixes  # a mix is made of the second measured step
         self._measured: TimedStep | None = None  # of which the mix is made
         self._mix: TablePlan | None = None

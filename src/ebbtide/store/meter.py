@@ -205,7 +205,7 @@ def room_bytes(tier: Tier) -> int | None:
     return None if allowed is None else allowed + found.reserved_bytes - found.allocated_bytes
 
 
-def device_bytes(tier: Tier) -> int | None:
+def allocatable_bytes(tier: Tier) -> int | None:
     """Return all memory that torch may allocate on the device, including memory in use; None without a device."""
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:

@@ -969,7 +969,7 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
     """All would be kept, if there were room for it."""
     devices = [10**12]
     for budget in (False, True):
-        monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: devices[-1])
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: devices[-1])
         plan = planned(Auto(max_slowdown=0.1), peak=1_300 * MB)
         assert plan.table is not None
         peak = plan.table.predicted.peak_bytes
@@ -1001,7 +1001,7 @@ def test_a_budget_above_what_the_device_has_is_that_of_the_device(
     most = planned(Auto(memory_budget="1TiB"), peak=1_300 * MB)
     assert most.table is not None and most._judgement is not None and most._judgement.keeps
     device = int((1 - FRAGMENTS) * (1 + FRAGMENTS) * most.table.predicted.peak_bytes)
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: device)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: device)
     for given, limit in (("1TiB", int(device / (1 + FRAGMENTS))), (device, device)):
         caplog.clear()
         with caplog.at_level("INFO", logger="ebbtide"):

@@ -31,8 +31,8 @@ KEPT, MOVED = (Site("Layer", name, "Node", 0) for name in ("kept", "moved"))
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake a large device."""
-    monkeypatch.setattr("ebbtide.profiling.minimal.device_bytes", lambda tier: DEVICE)
-    monkeypatch.setattr("ebbtide.profiling.trials.device_bytes", lambda tier: DEVICE)
+    monkeypatch.setattr("ebbtide.profiling.minimal.allocatable_bytes", lambda tier: DEVICE)
+    monkeypatch.setattr("ebbtide.profiling.trials.allocatable_bytes", lambda tier: DEVICE)
     monkeypatch.setattr("ebbtide.profiling.trials.store_bytes", lambda tier: None)
 
 
