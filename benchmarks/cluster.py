@@ -238,7 +238,7 @@ class _Offloaded:
 
 
 class _Leaving:
-    """The copies out of a rank: see ``ebbtide.schedule.CopyOut``, which waits where this yields.
+    """The copy-outs of a rank: see ``ebbtide.schedule.CopyOut``, which waits where this yields.
 
     Args:
         copy: Queues a copy of so many bytes.
@@ -302,7 +302,7 @@ class _Leaving:
 
 
 class _Coming:
-    """The copies in of a rank: see ``ebbtide.schedule.CopyIn``.
+    """The copy-ins of a rank: see ``ebbtide.schedule.CopyIn``.
 
     Args:
         copy: Queues a copy of so many bytes.

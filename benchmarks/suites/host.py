@@ -43,7 +43,7 @@ def timed(stream: torch.Stream, work: Callable[[], None]) -> float:
 
 
 def raw_rates(stream: torch.Stream, sources: list[torch.Tensor], pinned: list[torch.Tensor]) -> tuple[float, float]:
-    """Return bytes per second of raw copies out and in."""
+    """Return bytes per second of raw copy-outs and copy-ins."""
     total = sum(x.numel() for x in sources)
 
     def copy(targets: list[torch.Tensor], origins: list[torch.Tensor]) -> None:

@@ -554,7 +554,7 @@ MUTANTS = (
         ("tests/unit/schedule/test_copies.py",),
     ),
     Mutant(
-        "window: a copy in that failed to begin takes its part of it for ever",
+        "window: a copy-in that failed to begin takes its part of it for ever",
         "ebbtide/schedule/copyin.py",
         "            for saved, _ in group[begun:]:\n                self._forget(weakref.ref(saved))",
         "            pass",

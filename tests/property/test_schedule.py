@@ -1,6 +1,6 @@
 """Stalls and memory of a step on the fake device, compared with an account that knows nothing about the engine.
 
-The account simulates a step: one queue of copies out, one of copies in, a window each way, a quarter of it gathered
+The account simulates a step: one queue of copy-outs, one of copy-ins, a window each way, a quarter of it gathered
 before copies begin together, the end of a pass held back. Its only inputs are sizes, kernel times and rates.
 The engine must wait where it waits, as long as it waits, block by block, and hold as many bytes on the device, to the
 byte.
@@ -53,8 +53,8 @@ class Job:
 
     Attributes:
         blocks: For each kernel of each block: bytes saved, seconds of its forward and of its backward.
-        out_rate: Bytes a second, copies out.
-        in_rate: Copies in.
+        out_rate: Bytes a second, copy-outs.
+        in_rate: Copy-ins.
         window_bytes: Each way.
     """
 

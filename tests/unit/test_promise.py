@@ -349,7 +349,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
 
 
 def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies in begin with the backward, whichever block is its first."""
+    """Copy-ins begin with the backward, whichever block is its first."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
     timed = Timed(max_slowdown=10.0)

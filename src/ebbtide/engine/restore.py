@@ -46,7 +46,7 @@ class Backward:
         self.run: RunRecord | None = None
 
     def flow(self, run: RunRecord) -> CopyIn[Entry] | None:
-        """Return the copies in of a block's pass, if they have begun."""
+        """Return the copy-ins of a block's pass, if they have begun."""
         return self.flows.get(id(run.pass_))
 
 
@@ -81,8 +81,8 @@ class Restorer:
 
     Args:
         engine: Whose entries are read.
-        mover: Carries out copies in.
-        copy_out: The copies out, which a backward cancels, and their window.
+        mover: Carries out copy-ins.
+        copy_out: The copy-outs, which a backward cancels, and their window.
         stalls: Attributes the waits of reads.
         bus: Receives an event when a block's backward begins.
 
@@ -238,7 +238,7 @@ class Restorer:
         flow.discard()
 
     def begin_block(self, run: RunRecord, task: int) -> None:
-        """Begin a block's backward: cancel copies out that are not needed, and prefetch what comes next."""
+        """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
         run.task, run.unordered = task, run.order_key not in self._orders
         backward = self.watch(task)
         if backward.run is not None and backward.run.reads:

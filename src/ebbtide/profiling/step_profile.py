@@ -79,7 +79,7 @@ def _base(peak_bytes: int | None, level_bytes: int) -> int:
 
 
 def measured_rates(tier: Tier) -> Rates:
-    """Return the rates of a store's copies so far; if there were none, of one copy out and in that is made now."""
+    """Return the rates of a store's copies so far; if there were none, of a copy-out and a copy-in, made now."""
     counters = tier.counters
     if not (counters.out_bytes_per_second and counters.in_bytes_per_second):
         _probe(tier)

@@ -168,7 +168,7 @@ class HostTier:
             self._arena.expect(nbytes)
 
     def are_copied_out(self, slots: Sequence[HostSlot]) -> bool:
-        """Whether the copies-out of several slots are done."""
+        """Whether the copy-outs of several slots are done."""
         latest = None  # those of a group share it
         for slot in slots:
             if slot.done is not latest and (latest := slot.done) is not None and not self.copies.is_done(latest):
@@ -178,7 +178,7 @@ class HostTier:
         return True
 
     def wait_copied_out(self, slots: Sequence[HostSlot]) -> None:
-        """Make compute wait for the copies-out of several slots: once for those that were queued together."""
+        """Make compute wait for the copy-outs of several slots: once for those that were queued together."""
         for slot in {id(slot.done): slot for slot in slots}.values():
             if slot.done is not None:
                 self.copies.stall(slot.compute, slot.done)
