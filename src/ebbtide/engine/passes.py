@@ -119,7 +119,7 @@ class RunRecord:
         pass_: The forward that it is a part of.
         orders: By kind and number of entries, the order in which an earlier backward read them.
         live_tickets: Counts the tickets that are alive.
-        checkpointed: The block runs again in backward.
+        checkpointed: The block's forward runs a second time in backward.
     """
 
     def __init__(

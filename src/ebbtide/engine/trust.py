@@ -196,7 +196,7 @@ class Trust:
     # When it is used
 
     def begin_block(self, name: str, kind: Key, *, accelerator: bool) -> Compared:
-        """Return how a block's run compares what it recomputes, or what its second run computes.
+        """Return how a block's run compares what it recomputes, or what its second forward computes.
 
         Args:
             name: The block's.
