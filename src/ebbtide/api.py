@@ -30,7 +30,7 @@ from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
 from ebbtide.profiling.loaded import let_kept_blocks_run_plain, warn_of_unplanned
 from ebbtide.profiling.plans import measured_plan
-from ebbtide.profiling.simulated import Job, forecast
+from ebbtide.profiling.simulated import Job, simulate_model
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
@@ -264,7 +264,7 @@ def make_plan(
         raise ConfigError("policy is a plan", expected="a policy to plan for", hint="such as policy='auto'")
     check_choosers(blocks)
     where = measured_machine() if machine is None else machine_named(machine)
-    profile = forecast(
+    profile = simulate_model(
         model, batch, where, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
         blocks=blocks, options=options_of("auto", min_bytes, window, None, False), rules=_rules(),
     )  # fmt: skip

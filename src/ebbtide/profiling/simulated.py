@@ -92,7 +92,7 @@ class Job:
                 )
 
 
-def forecast(
+def simulate_model(
     model: nn.Module,
     batch: Any,
     machine: Machine,
@@ -131,7 +131,7 @@ def forecast(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The arguments of ``forecast``."""
+    """The arguments of ``simulate_model``."""
 
     model: nn.Module
     batch: Any

@@ -502,7 +502,7 @@ def test_a_step_that_cannot_be_simulated_is_reported(qwen: str, monkeypatch: pyt
     def fail(*given: object, **named: object) -> None:
         raise RuntimeError("a shape that is wrong\nand more")
 
-    monkeypatch.setattr("ebbtide.profiling.simulated.forecast", fail)
+    monkeypatch.setattr("ebbtide.profiling.simulated.simulate_model", fail)
     with pytest.raises(ConfigError) as caught:
         found(qwen)
     assert "cannot be simulated (RuntimeError: a shape that is wrong); expected a model" in str(caught.value)
