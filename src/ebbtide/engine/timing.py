@@ -294,10 +294,10 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
             return
-        kind, where, recomputes = (unit.site, unit.nbytes), run.where or self._where, self._pass.recomputes
-        if prepare is not None and not recomputes.knows(kind):
+        saved, where, recomputes = (unit.site, unit.nbytes), run.where or self._where, self._pass.recomputes
+        if prepare is not None and not recomputes.knows(saved):
             began = self._meter.timestamp(where)
-            recomputes.time(kind, prepare(), where)
+            recomputes.time(saved, prepare(), where)
             block.aside.append((began, self._meter.timestamp(where)))
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
