@@ -106,7 +106,7 @@ def count_waste(total_bytes: int) -> dict[str, float]:
             asked, rounded = asked + size, rounded + (1 << (size - 1).bit_length())
         state = tier.arena
         torch.accelerator.synchronize()
-        return {"tier": state.held_bytes / asked, "powers_of_two": rounded / asked, "chunks": float(state.chunks)}
+        return {"tier": state.reserved_bytes / asked, "powers_of_two": rounded / asked, "chunks": float(state.chunks)}
     finally:
         slots.clear()
         tier.close()

@@ -710,7 +710,7 @@ MUTANTS = (
     Mutant(
         "minimal: peaks of steps of other lengths are compared",
         "ebbtide/profiling/minimal.py",
-        "return held_bytes + int((peak_bytes - held_bytes) / longer)",
+        "return in_use_bytes + int((peak_bytes - in_use_bytes) / longer)",
         "return peak_bytes",
         TRIALS,
     ),
@@ -815,14 +815,14 @@ MUTANTS = (
     Mutant(
         "minimal: peaks are compared whatever was in memory before",
         "ebbtide/profiling/minimal.py",
-        "less = span.held_bytes < (1 - SAME) * step.held_bytes or",
+        "less = span.in_use_bytes < (1 - SAME) * step.in_use_bytes or",
         "less =",
         TRIALS,
     ),
     Mutant(
         "minimal: a mix that was made for less memory is tried",
         "ebbtide/profiling/minimal.py",
-        "if span.held_bytes > (1 + SAME) * step.held_bytes and self._states:",
+        "if span.in_use_bytes > (1 + SAME) * step.in_use_bytes and self._states:",
         "if False:",
         TRIALS,
     ),

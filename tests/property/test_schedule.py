@@ -248,7 +248,7 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
             chunks.append(device.host_calls)
             state = tier.arena
             # The smallest chunk, and one place in each of its pieces rounded up, are more than 3 % of next to nothing.
-            assert state.held_bytes <= max(1.03 * state.peak_used_bytes, 2 << 20)
+            assert state.reserved_bytes <= max(1.03 * state.peak_used_bytes, 2 << 20)
             assert_nothing_left(engine)
     assert len(set(chunks[1:])) == 1, "pinned after the second step"
 
@@ -264,7 +264,7 @@ def test_no_more_is_pinned_than_is_offloaded(sizes: list[int]) -> None:
     for step in range(4):
         slots = [copy_out(tier, memory[:size]) for size in sizes]
         state = tier.arena
-        assert state.held_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
+        assert state.reserved_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
         for slot in slots if step % 2 else reversed(slots):
             tier.wait_copied_out([slot])
             slot.free()

@@ -58,7 +58,7 @@ class Span:
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
         verifies: Recipes were verified before their first use in it, which takes time that later passes do not.
-        held_bytes: Memory in use when it began; None as for the peak.
+        in_use_bytes: Memory in use when it began; None as for the peak.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class Span:
     blocks: tuple[BlockSpan, ...] = ()
     system_seconds: float | None = None
     verifies: bool = False
-    held_bytes: int | None = None
+    in_use_bytes: int | None = None
 
 
 class _Open(Stopwatch):
@@ -209,5 +209,5 @@ class SpanTimer:
             blocks=blocks,
             system_seconds=found.system_seconds,
             verifies=found.verifies,
-            held_bytes=found.held_bytes,
+            in_use_bytes=found.in_use_bytes,
         )

@@ -64,7 +64,7 @@ class Stopwatch:
 
     def __init__(self, meter: Meter, pass_: Pass, device: torch.device | None, *, memory: bool) -> None:
         self._meter, self._memory, self.pass_ = meter, memory, weakref.ref(pass_)
-        self.held_bytes = meter.held_bytes(device) if memory else None  # in use when it began
+        self.in_use_bytes = meter.in_use_bytes(device) if memory else None  # in use when it began
         self.began = meter.timestamp(device)
         self.blocks: list[BlockTimes] = []  # in the order in which their forwards began
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, BlockTimes] = weakref.WeakKeyDictionary()

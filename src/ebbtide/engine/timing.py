@@ -357,7 +357,7 @@ class StepTimer:
             head_peak_bytes=head.peak_bytes,
             head_resident_bytes=head.resident_bytes,
             saved_bytes=found.saved_bytes,
-            held_bytes=found.held_bytes,
+            in_use_bytes=found.in_use_bytes,
             alone=found.alone,
         )
         self.forget()

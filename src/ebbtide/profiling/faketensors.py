@@ -101,7 +101,7 @@ class FakeMachine(TorchDispatchMode):
         peak, self._peak = self._peak, self.live_bytes
         return peak
 
-    def held_bytes(self, where: torch.device | None = None) -> None:
+    def in_use_bytes(self, where: torch.device | None = None) -> None:
         """Return None: nobody compares simulated steps."""
         return None
 

@@ -222,23 +222,23 @@ class MinimalPlan(PolicyPlan):
     def _check_memory(self, span: Span) -> bool:
         """Return whether a step's peak may be compared with a mix's; end the trials if more memory is in use now."""
         step = self._measured
-        if not self._mixes or step is None or span.held_bytes is None or step.held_bytes is None:
+        if not self._mixes or step is None or span.in_use_bytes is None or step.in_use_bytes is None:
             return True
-        if span.held_bytes > (1 + SAME) * step.held_bytes and self._states:
+        if span.in_use_bytes > (1 + SAME) * step.in_use_bytes and self._states:
             self._states, self._outdated = self._states - 1, True
             self._end({})
-        less = span.held_bytes < (1 - SAME) * step.held_bytes or span.saved_bytes * GROWTH < step.saved_bytes
+        less = span.in_use_bytes < (1 - SAME) * step.in_use_bytes or span.saved_bytes * GROWTH < step.saved_bytes
         return not less and not self._outdated
 
     def _peak_bytes(self, span: Span) -> int:
         """Return the peak of a step as if it were as long as the measured one; in doubt more of a mix, else less."""
-        peak_bytes, held_bytes, step = span.peak_bytes or 0, span.held_bytes, self._measured
-        if step is None or held_bytes is None or not step.saved_bytes:
+        peak_bytes, in_use_bytes, step = span.peak_bytes or 0, span.in_use_bytes, self._measured
+        if step is None or in_use_bytes is None or not step.saved_bytes:
             return peak_bytes
         longer = span.saved_bytes / step.saved_bytes
         if abs(longer - 1) <= SAME or (longer > 1) is self.reads_kept_bytes:  # gradients do not grow with the step
             return peak_bytes
-        return held_bytes + int((peak_bytes - held_bytes) / longer)
+        return in_use_bytes + int((peak_bytes - in_use_bytes) / longer)
 
     def _take_outdated(self) -> bool:
         """Return whether a step is to be measured again, once for each reason."""

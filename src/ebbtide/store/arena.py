@@ -85,14 +85,14 @@ class ArenaState:
     """The state of an arena.
 
     Attributes:
-        held_bytes: Its host memory.
+        reserved_bytes: Its host memory.
         pageable_bytes: The part that is not pinned, although the device could use pinned memory.
         used_bytes: Bytes offloaded now.
         peak_used_bytes: Most bytes ever offloaded at once.
         chunks: Number of chunks ever allocated; each costs milliseconds.
     """
 
-    held_bytes: int
+    reserved_bytes: int
     pageable_bytes: int
     used_bytes: int
     peak_used_bytes: int
@@ -155,7 +155,7 @@ class Arena:
         """The current state."""
         self._audit()
         return ArenaState(
-            held_bytes=self._extents.size_bytes,
+            reserved_bytes=self._extents.size_bytes,
             pageable_bytes=sum(c.memory.numel() for c in self._chunks if not c.pinned)
             if self._device.capabilities.pinned_host
             else 0,

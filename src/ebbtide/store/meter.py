@@ -52,7 +52,7 @@ class Meter(Protocol):
         """Return the peak memory since the last call, and reset it; None if unknown."""
         ...
 
-    def held_bytes(self, where: torch.device | None = None) -> int | None:
+    def in_use_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the memory that is allocated now; None where that is of no interest."""
         ...
 
@@ -110,7 +110,7 @@ class HostMeter:
             return None
         return _shared(self, None, int(found.split()[1]) * 1024)
 
-    def held_bytes(self, where: torch.device | None = None) -> None:
+    def in_use_bytes(self, where: torch.device | None = None) -> None:
         """Return None: the heap keeps what was freed."""
         return None
 
@@ -170,7 +170,7 @@ class DeviceMeter:
             return None
         return self._peak.take_bytes(where)
 
-    def held_bytes(self, where: torch.device | None = None) -> int | None:
+    def in_use_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the bytes that torch has allocated; None: of tensors of no accelerator."""
         if not torch.accelerator.is_available() or (where is not None and where.type == "cpu"):
             return None

@@ -40,7 +40,7 @@ class Clock:
         peak, self.peak = self.peak, 0
         return peak
 
-    def held_bytes(self, where: torch.device | None = None) -> int:
+    def in_use_bytes(self, where: torch.device | None = None) -> int:
         return 7
 
     def system_seconds(self) -> float:
