@@ -107,12 +107,12 @@ class Trust:
     # Before a recipe is used
 
     def holds(
-        self, where: Key, entry: Entry, recipe: Expr, base: torch.Tensor, run: Callable[[], torch.Tensor]
+        self, block_key: Key, entry: Entry, recipe: Expr, base: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> bool:
         """Return whether ``recipe`` gives ``base`` exactly; compares when this block has not saved here before.
 
         Args:
-            where: Name of the block that saves ``base``, and the numerics under which it runs.
+            block_key: Name of the block that saves ``base``, and the numerics under which it runs.
             entry: The tensor's.
             recipe: Its recipe.
             base: The tensor.
@@ -120,7 +120,7 @@ class Trust:
         """
         if entry.site in self.demoted:
             return False
-        key = (where, entry.site, base.dtype, recipe.structure)
+        key = (block_key, entry.site, base.dtype, recipe.structure)
         verdict = self._verdicts.get(key)
         if verdict is not None:
             return verdict

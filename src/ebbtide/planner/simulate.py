@@ -105,11 +105,11 @@ class _Step:
         self._copy_out: CopyOut[_Offloaded] = CopyOut(self, self._window)
         self._copy_out.expect(sum(moved), to_its_end=bool(moved and moved[-1]))
 
-    def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
-        """Record the memory of one part of the step: its most saved bytes, all other memory, and where it was."""
+    def see(self, level_bytes: int, base_bytes: int, phase: str, name: str) -> None:
+        """Record the memory of a part of the step: its most saved bytes, all other memory, phase and block."""
         self.levels.append(level_bytes)
         if level_bytes + base_bytes > self.peak:
-            self.peak, self.peak_at = level_bytes + base_bytes, (where, name)
+            self.peak, self.peak_at = level_bytes + base_bytes, (phase, name)
 
     def handle(self, nbytes: int) -> None:
         """Spend the compute time of offloading one storage."""

@@ -353,8 +353,8 @@ class Search:
 
 
 def _holder(least: Solution) -> str:
-    where, block = least.predicted.peak_at
-    what = {"head": "the head and the loss"}.get(where, f"the {where} of block {block!r}")
+    phase, block = least.predicted.peak_at
+    what = {"head": "the head and the loss"}.get(phase, f"the {phase} of block {block!r}")
     base = format_size(least.predicted.peak_bytes - max(least.predicted.levels_bytes, default=0))
     return (
         f"that peak is in {what}, and {base} of it are no saved tensors of blocks but weights, gradients, optimizer "
