@@ -1492,7 +1492,7 @@ MUTANTS = (
     Mutant(
         "price: copies of operands count as recompute",
         "ebbtide/engine/executed.py",
-        "            self._open.waits.append((began, self._meter.timestamp(where)))\n",
+        "            self._open.waits.append((began, self._meter.timestamp(device)))\n",
         "            pass\n",
         PRICES,
     ),

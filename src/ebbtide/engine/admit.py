@@ -64,8 +64,8 @@ class Admission(RunRecord):
         self._standing: StandingPlan | None = current if hasattr(current, "stands_until") else None
         self.saved: list[tuple[Site, Action, int, bool]] = []  # what was replayed, until ``close`` counts it
         self._inputs = BlockInputs(inputs)
-        self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
-        device = self.where or next((weight.device for weight in block.weights()), None)
+        self.device = next((t.device for t in inputs if engine.tier.owns(t)), None)
+        device = self.device or next((weight.device for weight in block.weights()), None)
         self.device_type = "cpu" if device is None else device.type
         self.tally.input_bytes, self.tally.largest_input_bytes = self._inputs.nbytes, self._inputs.largest_bytes
         self.compared = engine.trust.begin_block(

@@ -56,46 +56,46 @@ class RecomputeTimer:
         self._executions: list[Execution] = []
         self._open: Execution | None = None
 
-    def time(self, saved: SiteBytes, recompute: Callable[[], object] | None, where: torch.device | None) -> None:
+    def time(self, saved: SiteBytes, recompute: Callable[[], object] | None, device: torch.device | None) -> None:
         """Recompute a saved tensor in its forward.
 
         Args:
             saved: The tensor.
             recompute: Does it; None: it may not be recomputed.
-            where: The device.
+            device: The device.
         """
         self._forward[saved] = None
         if recompute is not None:
             recompute()  # warms up
-            began = self._meter.timestamp(where)
+            began = self._meter.timestamp(device)
             recompute()
-            self._forward[saved] = began, self._meter.timestamp(where)
+            self._forward[saved] = began, self._meter.timestamp(device)
 
     def knows(self, saved: SiteBytes) -> bool:
         """Whether such a tensor was timed in its forward, or may not be recomputed."""
         return saved in self._forward
 
-    def begin(self, where: torch.device | None) -> None:
+    def begin(self, device: torch.device | None) -> None:
         """A recompute begins in backward."""
-        self._open = Execution(self._meter.timestamp(where))
+        self._open = Execution(self._meter.timestamp(device))
 
     def made(self, saved: SiteBytes) -> None:
         """The open recompute has made a tensor."""
         if self._open is not None:
             self._open.made.append(saved)
 
-    def operand(self, read: Callable[[], torch.Tensor], where: torch.device | None) -> torch.Tensor:
+    def operand(self, read: Callable[[], torch.Tensor], device: torch.device | None) -> torch.Tensor:
         """Return what ``read`` returns, an operand that is copied in; its time is not the recompute's."""
-        began = self._meter.timestamp(where)
+        began = self._meter.timestamp(device)
         content = read()
         if self._open is not None:
-            self._open.waits.append((began, self._meter.timestamp(where)))
+            self._open.waits.append((began, self._meter.timestamp(device)))
         return content
 
-    def end(self, where: torch.device | None) -> None:
+    def end(self, device: torch.device | None) -> None:
         """The open recompute is over."""
         if self._open is not None:
-            self._open.ended = self._meter.timestamp(where)
+            self._open.ended = self._meter.timestamp(device)
             self._executions.append(self._open)
             self._open = None
 

@@ -127,10 +127,10 @@ class Restorer:
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
             flow = None if backward is None else backward.flow(run)
             if timer is not None:
-                timer.begin(run.where)
+                timer.begin(run.device)
             content = self._with_room("recompute", flow, work)
             if timer is not None:
-                timer.end(run.where)
+                timer.end(run.device)
             self.recomputes += 1
             self.recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -202,7 +202,7 @@ class Restorer:
         try:
             take, timer = slot.take, self._timer
             if timer is not None and run is not None and target is not None and entry is not target:
-                take = functools.partial(timer.operand, slot.take, run.where)
+                take = functools.partial(timer.operand, slot.take, run.device)
             if recording():
                 content = self._with_room("copy_in", flow, take)
             else:

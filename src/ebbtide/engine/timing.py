@@ -123,7 +123,7 @@ class StepTimer:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
         self.wanted, self._largest_bytes = False, 0  # ``wanted``: passes are measured now
         self._pass: _Pass | None = None
-        self._where: torch.device | None = None
+        self._device: torch.device | None = None
         self.began: Timestamp | None = None  # the first block of the latest pass that is measured
         self.recomputes: RecomputeTimer | None = None  # of the pass that is measured, if there is one
         self.marks = False  # note when the gradient of a block's output is there
@@ -189,22 +189,22 @@ class StepTimer:
 
     def block_begins(self, run: RunRecord | PlainRun) -> None:
         """A block's forward begins."""
-        self._where = run.where or self._where
+        self._device = run.device or self._device
         if self._pass is not None:
             self.hand_over()
         if not self.wanted:
-            self.spans.block_begins(run, self._where)
+            self.spans.block_begins(run, self._device)
             return
         now = self._pass
         if now is None or now.is_dropped(run.pass_):
             waited = self._waited()
-            now = self._pass = _Pass(self._meter, run.pass_, self._where, memory=self._memory, waited=waited)
+            now = self._pass = _Pass(self._meter, run.pass_, self._device, memory=self._memory, waited=waited)
             self.began, self.recomputes = now.began, now.recomputes
         if run.pass_ is now.pass_() and not now.backward_began:
-            now.begin(run, self._where)
+            now.begin(run, self._device)
         else:
             now.alone = False
-            now.cut(None, self._where)
+            now.cut(None, self._device)
 
     def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
@@ -214,7 +214,7 @@ class StepTimer:
             if not isinstance(run, PlainRun):
                 block.checkpointable, block.input_bytes = run.checkpointable, run.tally.checkpoint_bytes
                 block.pack_seconds = run.pack_seconds
-            now.cut(now.blocks[-1].after, self._where)
+            now.cut(now.blocks[-1].after, self._device)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """Begin a block's backward."""
@@ -222,7 +222,7 @@ class StepTimer:
         if now is not None and now.ended is None:
             block = now.by_run.get(run)
             now.backward_began = now.backward_began or block is not None
-            now.cut(None if block is None else block.backward, self._where)
+            now.cut(None if block is None else block.backward, self._device)
 
     def is_first(self, run: RunRecord | PlainRun) -> bool:
         """Whether a block that has begun is the first of a pass that is timed."""
@@ -233,7 +233,7 @@ class StepTimer:
         """The gradient of the first block's input is there."""
         now = self._pass or self.spans.open
         if now is not None and run in now.by_run:
-            now.reached = self._meter.timestamp(self._where)
+            now.reached = self._meter.timestamp(self._device)
 
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; what was measured of one that ``raised`` is dropped."""
@@ -246,7 +246,7 @@ class StepTimer:
             self.forget()
         elif now.epilogue is None:
             now.epilogue = Stretches()
-            now.end(now.epilogue, self._where)
+            now.end(now.epilogue, self._device)
 
     def forget(self) -> None:
         """Drop what was measured of the pass: no backward of it is expected any more."""
@@ -257,7 +257,7 @@ class StepTimer:
         if self._pass is None:
             self.spans.finish()
         elif self._pass.epilogue is not None:
-            self._pass.cut(None, self._where)
+            self._pass.cut(None, self._device)
             self._finish(self._pass, self._pass.epilogue)
 
     @property
@@ -294,11 +294,11 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
             return
-        saved, where, recomputes = (unit.site, unit.nbytes), run.where or self._where, self._pass.recomputes
+        saved, device, recomputes = (unit.site, unit.nbytes), run.device or self._device, self._pass.recomputes
         if prepare is not None and not recomputes.knows(saved):
-            began = self._meter.timestamp(where)
-            recomputes.time(saved, prepare(), where)
-            block.aside.append((began, self._meter.timestamp(where)))
+            began = self._meter.timestamp(device)
+            recomputes.time(saved, prepare(), device)
+            block.aside.append((began, self._meter.timestamp(device)))
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
@@ -320,8 +320,8 @@ class StepTimer:
             block.forward.add_memory(block.after.peak_bytes, block.after.resident_bytes)
 
         def own(stretches: Stretches, edge: str, name: str = "", aside: float = 0.0) -> float:
-            where = f"{edge} {name}".strip()
-            stall = (waited.get(where, 0.0) - found.waited.get(where, 0.0)) / max(executions[name], 1)
+            key = f"{edge} {name}".strip()
+            stall = (waited.get(key, 0.0) - found.waited.get(key, 0.0)) / max(executions[name], 1)
             return max(stretches.seconds(meter) - stall - aside, 0.0)
 
         def priced(unit: TimedUnit) -> TimedUnit:

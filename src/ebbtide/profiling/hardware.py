@@ -58,9 +58,9 @@ def measured_speed(target: str, disk_path: str | None) -> Speed:
     """
     tier = open_tier(target, disk_path=disk_path)
     try:
-        where = torch.device("cpu") if tier.name == "disk" else device_here()
-        most = min(_spare_bytes(where), _spare_bytes(torch.device("cpu")))
-        return measure_speed(tier, where, most_bytes=max(most, _LEAST_BYTES))
+        device = torch.device("cpu") if tier.name == "disk" else device_here()
+        most = min(_spare_bytes(device), _spare_bytes(torch.device("cpu")))
+        return measure_speed(tier, device, most_bytes=max(most, _LEAST_BYTES))
     finally:
         tier.close()
 

@@ -27,7 +27,7 @@ class Clock:
         self.now, self.peak = 0.0, 0
         self.ahead = False  # whether the device has reached every event by the time of a query
 
-    def timestamp(self, where: torch.device | None) -> float:
+    def timestamp(self, device: torch.device | None) -> float:
         return self.now
 
     def seconds(self, begin: float, end: float) -> float:
@@ -36,11 +36,11 @@ class Clock:
     def reached(self, timestamp: float) -> bool:
         return self.ahead
 
-    def take_peak_bytes(self, where: torch.device | None = None) -> int:
+    def take_peak_bytes(self, device: torch.device | None = None) -> int:
         peak, self.peak = self.peak, 0
         return peak
 
-    def in_use_bytes(self, where: torch.device | None = None) -> int:
+    def in_use_bytes(self, device: torch.device | None = None) -> int:
         return 7
 
     def system_seconds(self) -> float:
@@ -89,7 +89,7 @@ class Run:
     """Stand-in for a run of a block."""
 
     def __init__(self, pass_: Any, name: str) -> None:
-        self.pass_, self.where = pass_, CPU
+        self.pass_, self.device = pass_, CPU
         self.checkpointed = False
         self.checkpointable, self.tally, self.pack_seconds = False, SimpleNamespace(checkpoint_bytes=0), 0.0
         self.block = SimpleNamespace(name=name, kind="Layer")
