@@ -16,7 +16,7 @@ from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
-from ebbtide.planner.rules import plan_for
+from ebbtide.planner.policies import plan_for
 from ebbtide.planner.solve import Solution
 
 logger = logging.getLogger("ebbtide")
@@ -83,7 +83,7 @@ class TablePlan(Explained):
     predicted: Prediction
     reasons: tuple[str, ...] = ()
     keeps_others: bool = field(default=False, compare=False)
-    by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
+    heuristic: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
     _inputs: Mapping[str, Action] = field(init=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
     _without_recomputes: Set[str] = field(init=False, compare=False)
@@ -113,11 +113,11 @@ class TablePlan(Explained):
         if self._keeps(candidate.block_name):
             return Action.KEEP
         if action is None:
-            return self.by_rule.choose(candidate)
+            return self.heuristic.choose(candidate)
         if action is Action.RECOMPUTE and candidate.recompute_flops is None:
             return Action.OFFLOAD
         if action is Action.KEEP and candidate.kept_bytes + candidate.nbytes > self.predicted.kept_bytes:
-            return self.by_rule.choose(candidate)
+            return self.heuristic.choose(candidate)
         return action
 
     def _keeps(self, block_name: str) -> bool:

@@ -45,7 +45,7 @@ def test_actions_are_looked_up_by_block_and_site() -> None:
         assert ask(found, site.module, block) is action
 
 
-def test_what_the_table_does_not_know_goes_by_rule() -> None:
+def test_what_the_table_does_not_know_follows_the_heuristic() -> None:
     assert ask(plan(), "elsewhere", flops=0.0) is Action.RECOMPUTE
     assert ask(plan(), "elsewhere", flops=1e9) is Action.OFFLOAD
     assert ask(plan(), "light", "another.block", flops=None) is Action.OFFLOAD
