@@ -6,7 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.views import shows
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 
@@ -176,10 +179,8 @@ class Admission(RunRecord):
         else:
             self._carry_out(action, entry, tensor, base, recipe)
         if timer is not None:
-            why = None
-            if recipe is None and not without_recipe:
-                complete = covered and (node is None or shown is not None)
-                why = self._why_no_recipe(is_input, made_by, complete=complete, filtered=covered and not may_recompute)
+            why = self._why_no_recipe(node, shown, is_input=is_input, covered=covered, may_recompute=may_recompute)
+            why = None if recipe is not None or without_recipe else why
             self._inform_timer(timer, entry, candidate, tensor, base, recipe, why, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or without_recipe or is_input))
@@ -218,19 +219,21 @@ class Admission(RunRecord):
             host_seconds=host_seconds,
         )
 
-    def _why_no_recipe(self, is_input: bool, made_by: str, *, complete: bool, filtered: bool) -> NoRecipe | None:
-        """Return why a storage has no recipe; None where recipes are not built."""
+    def _why_no_recipe(
+        self, node: Node | None, shown: Node | None, *, is_input: bool, covered: bool, may_recompute: bool
+    ) -> NoRecipe | None:
+        """Return why a storage that ``node`` made has no recipe; None where recipes are not built."""
         if is_input:
             return NoRecipe.INPUT
-        if filtered:
+        if covered and not may_recompute:
             return NoRecipe.FILTERED
-        if made_by == "leaf":
+        if node is None:
             return NoRecipe.NO_OPERATOR
-        if not complete:
+        if not covered or shown is None:
             return NoRecipe.PART
         if self.builder is None or not self.recipes:
             return None
-        return NoRecipe.NO_OPERAND if made_by in self.builder.rules else NoRecipe.NO_RULE
+        return NoRecipe.NO_OPERAND if node.name() in self.builder.rules else NoRecipe.NO_RULE
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
