@@ -17,8 +17,8 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import Prediction, TablePlan
-from ebbtide.profiling.closed_loop import FASTER, RESERVE, solution_for, within_checkpointing
 from ebbtide.profiling.minimal import MOST_SKIPPED, NO_MIX, ROUNDS, UNTIMED, MinimalPlan
+from ebbtide.profiling.solutions import FASTER, RESERVE, solution_for, within_checkpointing
 from ebbtide.profiling.trials import Method, mixed, trials
 from tests.helpers.profiles import alike, unit
 from tests.unit.profiling.test_minimal import stack
