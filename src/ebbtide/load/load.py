@@ -31,7 +31,7 @@ from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
 from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
-from ebbtide.load.together import Meet, Ranks, by_rank
+from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, by_rank, same_on_all_ranks
 from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
@@ -153,7 +153,12 @@ class Loading:
         )
         seed = int(sights[0]["seed"])
         fits = self.ranks.run_on_all_ranks("fit the weights to the model", lambda: self._fit(catalogs, seed=seed))
-        _check_alike(fits)
+        same_on_all_ranks(  # collectives would mix the bytes of tensors that differ, or hang
+            fits,
+            expected=SAME_TENSORS,
+            hint="build the same model on each rank, or pass the same dtype= on each; parts of a model that differ by "
+            "rank need the names that they have in the whole model",
+        )
 
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Check the arguments, and find the weights that this rank sees."""
@@ -322,18 +327,3 @@ class Loading:
 
     def _emit(self, edge: str, nbytes: int | None, seconds: float | None = None) -> None:
         BUS.emit("load", edge=edge, source=self.path, rank=self.ranks.me, bytes=nbytes, seconds=seconds)
-
-
-def _check_alike(fits: Sequence[Mapping[str, str]]) -> None:
-    """Raise if a tensor has another shape or dtype on another rank: collectives would mix their bytes, or hang."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, tensors in enumerate(fits):
-        for name, found in tensors.items():
-            before, wanted = first.setdefault(name, (rank, found))
-            if found != wanted:
-                raise ConfigError(
-                    f"{name!r} is {wanted} on rank {before} and {found} on rank {rank}",
-                    expected="one shape and dtype of a name on all ranks that have it",
-                    hint="build the same model on each rank, or pass the same dtype= on each; parts of a model that "
-                    "differ by rank need the names that they have in the whole model",
-                )

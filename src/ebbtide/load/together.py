@@ -1,8 +1,8 @@
 """Ranks that load one model succeed together, or raise the same error.
 
 [Note: together]
-Loading has three points at which ranks wait for each other: what each sees of the checkpoint, whether it fits,
-whether it was read. A rank that failed brings its error to the next point, so no other waits for it in a collective;
+Loading has points at which ranks wait for each other: whether its arguments can be used, what each sees of the
+checkpoint, whether it fits, whether it was read. A rank that failed brings its error to the next point, so no other waits for it in a collective;
 all ranks raise what any raised. The exchange itself is passed in: without a collective, through the store that
 started the process group.
 """
@@ -16,10 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ebbtide.base import errors
-from ebbtide.base.errors import DataError, EbbtideError, spelled
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, spelled
 
 Meet = Callable[[Sequence[int], str, str], Mapping[int, str]]
 """Meets ranks about something with a text; returns the text of each rank, or of this one alone if all are equal."""
+SAME_TENSORS = "one shape and dtype of a name on all ranks that have it"
+"""What ranks expect of each other's tensors."""
 
 
 class Ranks:
@@ -59,6 +61,36 @@ class Ranks:
         if error is not None:
             raise error from failure
         return [one["result"] for one in everybody]
+
+
+def same_on_all_ranks(
+    tables: Sequence[Mapping[str, Any]],
+    *,
+    expected: str,
+    hint: str,
+    spell: Callable[[Any], str] = str,
+    error: type[EbbtideError] = ConfigError,
+) -> dict[str, tuple[int, Any]]:
+    """Return, by name, the first rank that has a value and the value.
+
+    Args:
+        tables: By rank, its values by name.
+        expected: For the error.
+        hint: For the error.
+        spell: Returns a value as text.
+        error: What is raised.
+
+    Raises:
+        EbbtideError: A name has another value on another rank.
+    """
+    found: dict[str, tuple[int, Any]] = {}
+    for rank, values in enumerate(tables):
+        for name, value in values.items():
+            first, before = found.setdefault(name, (rank, value))
+            if value != before:
+                text = f"{name!r} is {spell(before)} on rank {first} and {spell(value)} on rank {rank}"
+                raise error(text, expected=expected, hint=hint)
+    return found
 
 
 def _described(error: BaseException) -> dict[str, str]:
