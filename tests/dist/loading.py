@@ -391,6 +391,21 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
     return "", False
 
 
+def refuse(save: bool, option: str, folder: str) -> str:
+    """Load or save with an argument that only the last rank cannot use; return the error's message."""
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    wrong: dict[str, Any] = {"weights": 3, "device": "gpu", "folder": None, "name": "", "max_file_bytes": 200}
+    wrong |= {"shard": "fully_shard", "source": "slice", "missing": "ignore"}
+    usual: dict[str, Any] = {"folder": folder, "max_file_bytes": 100} if save else {"weights": folder}
+    arguments = usual | ({option: wrong[option]} if last else {})
+    model = nn.Linear(8, 8)
+    try:
+        (ebbtide.save_sharded if save else ebbtide.load_sharded)(model.to("cpu" if save else "meta"), **arguments)
+    except ebbtide.EbbtideError as error:
+        return str(error)
+    return ""
+
+
 def fail_receiving() -> str:
     """Let the last rank fail after the first of several messages with its weights; return the error's message."""
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1

@@ -17,6 +17,7 @@ from tests.dist.loading import (
     first_values,
     interrupt,
     load_uneven,
+    refuse,
     save,
     save_after_evaluation,
     source_of,
@@ -37,6 +38,17 @@ FAULTS = {
     "sources": "source differs: rank 0: 'auto'; rank 1: 'broadcast'",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
+REFUSED = {
+    "weights": (False, "rank 1: weights is a int"),
+    "device": (False, "rank 1: device is 'gpu'"),
+    "shard": (False, "rank 1: shard is 'fully_shard'"),
+    "source": (False, "rank 1: source is 'slice'"),
+    "missing": (False, "rank 1: missing is 'ignore'"),
+    "folder": (True, "rank 1: folder is None"),
+    "name": (True, "rank 1: name is ''"),
+    "max_file_bytes": (True, "'max_file_bytes' is 100 on rank 0 and 200 on rank 1"),
+}
+"""By argument: whether it is of saving, and the error if only the last of two ranks passes such a one."""
 SAVED = {
     "sharded": Setup(),
     "tied": Setup(tied=True),
@@ -75,6 +87,21 @@ def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, Case
     assert "expected" in messages[0] and "hint:" in messages[0]
     assert len(set(messages)) == 1
     assert all(on_meta)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CaseResult]:
+    folder = str(tmp_path_factory.mktemp("refused"))
+    cases = {option: (refuse, (save, option, f"{folder}/{option}")) for option, (save, _) in REFUSED.items()}
+    return run_cases(cases, 2, timeout_seconds=20.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_argument_that_one_rank_cannot_use_stops_all_at_once(refusals: dict[str, CaseResult], option: str) -> None:
+    one, other = refusals[option].values()
+    assert one.startswith(REFUSED[option][1]) and one == other
+    assert "expected" in one and "hint:" in one
 
 
 @pytest.mark.timeout(300)

@@ -1,10 +1,10 @@
 """Ranks that load one model succeed together, or raise the same error.
 
 [Note: together]
-Loading has points at which ranks wait for each other: whether its arguments can be used, what each sees of the
-checkpoint, whether it fits, whether it was read. A rank that failed brings its error to the next point, so no other waits for it in a collective;
-all ranks raise what any raised. The exchange itself is passed in: without a collective, through the store that
-started the process group.
+Loading has points at which ranks wait for each other: whether the arguments can be used, what each sees of the
+checkpoint, whether it fits, whether it was read. A rank that failed brings its error to the next point, so no other
+waits for it in a collective; all ranks raise what any raised. The exchange itself is passed in: without a collective,
+through the store that started the process group.
 """
 
 from __future__ import annotations
