@@ -171,6 +171,7 @@ class Loading:
             self._undo.callback(empty(self.model))
         self._undo.callback(set_dtype(self.model, dtype))
         self._four = FourBit(self.model, dtype)
+        self._undo.callback(self._four.undo)
         weights, name = None if self.options.source == "initialize" else self._weights, "the given values"
         if isinstance(weights, nn.Module):
             self.checkpoint = checkpoint_of(values_of(weights), "the given model")
