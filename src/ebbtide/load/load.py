@@ -29,8 +29,8 @@ from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of,
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
-from ebbtide.load.relay import Client, send_slices, servers_of
-from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
+from ebbtide.load.relay import Client, send_slices, servers_of, signals_held
+from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of, tensor_of
 from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, by_rank, same_on_all_ranks
 from ebbtide.store.pages import use_huge_pages
 
@@ -264,20 +264,21 @@ class Loading:
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Act; then, even after an error or an interrupt, serve the ranks that read from this one."""
-        failure: BaseException | None = None
+        raised: list[BaseException] = []
         result: dict[str, Any] = {}
         try:
             result = act()
         except BaseException as error:  # another rank waits in a receive that only this one ends
-            failure = error
+            raised.append(error)
         clients = [client for client, server in self._servers.items() if server == self.ranks.me]
-        if self.ranks.me in self._servers:
-            self._client().finish()
-        elif clients and self.checkpoint is not None:
-            with self._source(set()) as source:
-                send_slices(clients, source, self.checkpoint.entries)
-        if failure is not None:
-            raise failure
+        with signals_held(raised):
+            if self.ranks.me in self._servers:
+                self._client().finish()
+            elif clients and self.checkpoint is not None:
+                with self._source(set()) as source:
+                    send_slices(clients, source, self.checkpoint.entries, raised)
+        if raised:
+            raise raised[0]
         return result
 
     def _reading_ahead(self) -> contextlib.AbstractContextManager[object]:
