@@ -12,15 +12,18 @@ from safetensors.torch import load_file, save_file
 from tests.dist.loading import (
     Setup,
     compare,
+    count,
     fail,
     fail_receiving,
     first_values,
     interrupt,
+    interrupt_messages,
     load_uneven,
     refuse,
     save,
     save_after_evaluation,
     source_of,
+    tie,
     write_checkpoint,
 )
 from tests.helpers.spawn import CaseResult, run_cases
@@ -116,6 +119,34 @@ def test_an_interrupt_of_one_rank_hangs_nobody(rank: int) -> None:
     raised = run_cases({"interrupt": (interrupt, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
     assert raised[rank].startswith("KeyboardInterrupt")
     assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1], ids=["the sender", "the receiver"])
+def test_an_interrupt_between_two_messages_hangs_nobody(rank: int) -> None:
+    raised = run_cases({"interrupt": (interrupt_messages, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
+    assert raised[rank].startswith("KeyboardInterrupt")
+    assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
+
+
+@pytest.mark.timeout(300)
+def test_tied_weights_that_fsdp2_shards_apart_are_refused(tmp_path: Path) -> None:
+    values = {"embed.weight": torch.ones(8, 4), "head.bias": torch.ones(8)}
+    save_file(values | {"norm.weight": torch.ones(4), "norm.bias": torch.ones(4)}, tmp_path / "model.safetensors")
+    kinds = [f"{units}{end}" for units in ("together", "root", "apart") for end in ("", " initialized")]
+    found = run_cases({kind: (tie, (kind, str(tmp_path))) for kind in kinds}, 2, timeout_seconds=30.0)
+    for kind in kinds:
+        (tied, message), other = found[kind].values()
+        assert (tied, message) == other and tied != kind.startswith("apart"), kind
+        if not tied:
+            assert "embed.weight and head.weight were tied and are separate" in message
+            assert "fully_shard([model.embed, model.head])" in message.split("hint:")[1]
+
+
+@pytest.mark.timeout(300)
+def test_counters_of_batch_norms_are_saved_and_loaded(tmp_path: Path) -> None:
+    for found in run_cases({"count": (count, (str(tmp_path),))}, 2, timeout_seconds=60.0)["count"].values():
+        assert found == [(3, 0, 8), (3, 0, 8), (0, 0, 8), (1,)]
 
 
 @pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
 from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_present, open_checkpoint
-from ebbtide.load.filling import Filling, SliceSource, Values, first_values
+from ebbtide.load.filling import Filling, SliceSource, Values, check_ties, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
@@ -102,10 +102,12 @@ class Loading:
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
         def act() -> dict[str, Any]:
+            ties = names_by_tensor(self.model).values()
             with self._reading_ahead():
                 sharded = self._sharded(shard)
                 self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
+                check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)
             found.append((sharded, targets))

@@ -21,7 +21,7 @@ from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, Source, SourceLayout
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import names_by_tensor, owners_of, tensor_of
 
 UNSAVED = "(buffer) "
 """Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
@@ -185,10 +185,7 @@ def _computed_of(
 
 def _with_all_names(model: nn.Module, tied: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Add the names that no checkpoint has: one module may save a buffer that another does not."""
-    owners = owners_of(model)
-    names_of: dict[int, list[str]] = {}
-    for name, owner in owners.items():
-        names_of.setdefault(id(tensor_of(owner)), []).append(name)
+    owners, names_of = owners_of(model), names_by_tensor(model)
     return {
         first: tuple(dict.fromkeys([*names, *names_of[id(tensor_of(owners[first]))]])) for first, names in tied.items()
     }
