@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
+from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.load.header import CheckpointEntry, read_header, unreadable
 from ebbtide.load.names import UNSAVED
+from ebbtide.load.pickled import ScatteredTensors, place_tensor, tensors_of
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
@@ -26,8 +27,8 @@ _PICKLED = (".bin", ".pt", ".pth")
 class Checkpoint:
     """The contents of a checkpoint.
 
-    ``values`` has the tensors of those that are in memory already or that came out of a pickle; the others are read
-    from their files.
+    ``values`` has the tensors of those that are in memory already or that lie scattered in a pickled file; the others
+    are read from their files.
     """
 
     entries: dict[str, CheckpointEntry]
@@ -98,8 +99,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
 
     Args:
         *paths: A folder, an index, one file, or several files.
-        allow_pickle: Also take pickled files. They are mapped, not read, and only tensors and plain containers are
-            accepted in them.
+        allow_pickle: Also read pickled files; only tensors and plain containers are accepted in them.
 
     Raises:
         DataError: There is no checkpoint, a file is missing or damaged, or an index names a missing tensor.
@@ -251,22 +251,14 @@ def _check_promised(index: Path, promised: Mapping[str, Path], places: Mapping[s
 
 def _unpickled(files: list[Path], name: str) -> tuple[Checkpoint, dict[str, str]]:
     """Return the tensors of pickled files, and the file of each."""
-    values, places = dict[str, torch.Tensor](), dict[str, str]()
+    entries, places, scattered = dict[str, CheckpointEntry](), dict[str, str](), ScatteredTensors()
     for file in files:
-        try:
-            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:
-            raise DataError(
-                f"{str(file)!r} cannot be read ({first_line(error):.160})",
-                expected="a file written by torch.save, with tensors and plain containers only",
-                hint="convert it to safetensors where it came from",
-            ) from error
-        found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
-        for key, value in checkpoint_of(cast("dict[str, Any]", found), str(file)).values.items():
+        found, state = tensors_of(file)
+        for key, value in checkpoint_of(found, str(file)).values.items():
             if key in places:
                 raise _in_two_files(key, places[key], file)
-            values[key], places[key] = value, str(file)
-    return checkpoint_of(values, name), places
+            entries[key], places[key] = place_tensor(key, value, file, state, scattered), str(file)
+    return Checkpoint(entries=entries, values=scattered, name=name), places
 
 
 def _in_two_files(name: str, one: str, other: Path) -> DataError:

@@ -27,17 +27,28 @@ class SliceSource(Protocol):
 
 
 class Values:
-    """Pieces of tensors that are in memory, by key."""
+    """Pieces of tensors that are in memory, by key.
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        self._values = values
+    Args:
+        values: The tensors.
+        others: Has the tensors that are not among them.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor], others: SliceSource | None = None) -> None:
+        self._values, self._others = values, others
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
         """Copy pieces into their views."""
+        left: list[Piece] = []
         for piece in pieces:
+            if self._others is not None and piece.key not in self._values:
+                left.append(piece)
+                continue
             value = self._values[piece.key].detach()
             piece.into.copy_(piece.box.of(value))
             done(piece.box.numel * value.dtype.itemsize)
+        if self._others is not None:
+            self._others.read(left, done)
 
 
 def check_ties(ties: Iterable[Sequence[str]], targets: Mapping[str, Target]) -> None:

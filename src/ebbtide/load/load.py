@@ -312,11 +312,11 @@ class Loading:
     def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:
         """Open the source of this rank."""
         checkpoint = self.checkpoint or Checkpoint(entries={})
-        if checkpoint.values:
+        if not checkpoint.files:
             yield Values(checkpoint.values)
             return
         with SliceReader(checkpoint.entries, shared=shared, ahead=self._one_machine, pinned=pinned) as reader:
-            yield reader
+            yield Values(checkpoint.values, reader) if checkpoint.values else reader
 
     def _done(self, nbytes: int) -> None:
         """Count the bytes read; report at every twentieth part and at the end."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.checkpoint import checkpoint_of, is_present, open_checkpoint
 
@@ -138,7 +142,66 @@ def test_a_pickled_checkpoint_is_read_only_on_request(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a pickled checkpoint"):
         open_checkpoint(tmp_path)
     found = open_checkpoint(tmp_path, allow_pickle=True)
-    assert torch.equal(found.values["a"], torch.ones(2, 2))
+    assert found.entries["a"].shape == (2, 2) and found.files == (str(tmp_path / "pytorch_model.bin"),)
+
+
+def test_a_pickled_file_is_read_where_its_tensors_lie(tmp_path: Path) -> None:
+    base = torch.arange(60.0).view(6, 10)
+    values = {
+        "a": base,
+        "turned": base.t(),
+        "part": base[2:4, 3:],
+        "rows": base[1:5],
+        "small": torch.arange(5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "one": torch.tensor(7),
+        "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    torch.save({"state_dict": values}, tmp_path / "model.bin")
+    model = nn.Module()
+    for name, value in values.items():
+        model.register_buffer(name, torch.empty_like(value, device="meta"))
+    loaded = dict(ebbtide.load_sharded(model, tmp_path, allow_pickle=True).named_buffers())
+    assert {name: torch.equal(loaded[name], value) for name, value in values.items()} == dict.fromkeys(values, True)
+    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"turned", "part", "conjugate"}
+
+
+CUT = """
+import os, sys, torch, ebbtide
+from torch import nn
+
+path = sys.argv[1]
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+try:
+    ebbtide.load_sharded(model, path, shard=lambda _: os.truncate(path, 1 << 20), allow_pickle=True)
+except ebbtide.EbbtideError as error:
+    print(error)
+"""
+
+
+def test_a_pickled_file_that_is_cut_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    torch.save({f"{i}.weight": torch.ones(1024, 1024).t() for i in range(4)}, file)
+    rows = tmp_path / "rows.bin"
+    torch.save({f"{i}.weight": torch.ones(1024, 1024) for i in range(4)}, rows)
+    for path in (file, rows):
+        run = subprocess.run(
+            [sys.executable, "-c", CUT, str(path)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        assert "written or replaced after its header was read" in run.stdout and "hint:" in run.stdout
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+def test_a_pickled_tensor_without_a_place_is_named(tmp_path: Path, value: torch.Tensor) -> None:
+    torch.save({"a": value}, tmp_path / "model.bin")
+    with pytest.raises(DataError, match="has no data for 'a'"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(DataError, match=r"cannot be read \(it is in the format of torch before 1\.6\)"):
+        open_checkpoint(tmp_path, allow_pickle=True)
 
 
 def test_pickled_files_hold_each_tensor_once_and_where_the_index_has_it(tmp_path: Path) -> None:
@@ -152,7 +215,7 @@ def test_pickled_files_hold_each_tensor_once_and_where_the_index_has_it(tmp_path
     with pytest.raises(DataError, match="names 1 tensors that are not in their files: b"):
         open_checkpoint(tmp_path, allow_pickle=True)
     _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
-    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"a", "b", "c"}
+    assert open_checkpoint(tmp_path, allow_pickle=True).entries.keys() == {"a", "b", "c"}
 
 
 def _index(folder: Path, weights: dict[str, str]) -> Path:
