@@ -48,7 +48,7 @@ class ScatteredTensors(Mapping[str, torch.Tensor]):
             reader.read([Piece(key=key, box=Box.full(found.run.shape), into=values)])
         values = values.as_strided(found.view.shape, found.view.stride())
         values = values.conj() if found.view.is_conj() else values
-        return torch._neg_view(values) if found.view.is_neg() else values
+        return values.neg() if found.view.is_neg() else values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
@@ -95,7 +95,7 @@ def place_tensor(
             hint="convert it to safetensors where it came from",
         )
     offset_bytes, shape, dtype = (
-        begin + tensor.storage_offset() * tensor.dtype.itemsize,
+        begin + int(tensor.storage_offset()) * tensor.dtype.itemsize,
         tuple(tensor.shape),
         tensor.dtype,
     )

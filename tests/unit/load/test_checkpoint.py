@@ -156,6 +156,7 @@ def test_a_pickled_file_is_read_where_its_tensors_lie(tmp_path: Path) -> None:
         "empty": torch.empty(0, 3),
         "one": torch.tensor(7),
         "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3j]).conj().imag,
         "parameter": nn.Parameter(torch.ones(2)),
     }
     torch.save({"state_dict": values}, tmp_path / "model.bin")
@@ -164,7 +165,7 @@ def test_a_pickled_file_is_read_where_its_tensors_lie(tmp_path: Path) -> None:
         model.register_buffer(name, torch.empty_like(value, device="meta"))
     loaded = dict(ebbtide.load_sharded(model, tmp_path, allow_pickle=True).named_buffers())
     assert {name: torch.equal(loaded[name], value) for name, value in values.items()} == dict.fromkeys(values, True)
-    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"turned", "part", "conjugate"}
+    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"turned", "part", "conjugate", "negative"}
 
 
 CUT = """
