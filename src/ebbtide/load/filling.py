@@ -191,7 +191,7 @@ def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Init
     computed: dict[str, Target] = {}
     for name, target in targets.items():
         old: Any = target.old
-        if name in sourced:
+        if name in sourced or not target.shape.numel():
             continue
         if name in initialiser.names:
             computed[name] = target

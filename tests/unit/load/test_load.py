@@ -222,6 +222,20 @@ def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Te
     assert torch.equal(*first)
 
 
+def test_tensors_without_elements_need_no_values(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.none = nn.Parameter(torch.zeros(0, 4))
+        model.register_buffer("nothing", torch.zeros(3, 0))
+        return model
+
+    model = ebbtide.load_sharded(meta_of(make))
+    assert model.weight.any() and model.none.shape == (0, 4) and model.nothing.shape == (3, 0)
+    ebbtide.save_sharded(model, tmp_path)
+    loaded = ebbtide.load_sharded(meta_of(make), tmp_path)
+    assert loaded.none.shape == (0, 4) and torch.equal(loaded.weight, model.weight)
+
+
 def test_numbers_in_eight_bits_are_not_taken_for_values(values: dict[str, torch.Tensor]) -> None:
     values["head.weight"] = values["head.weight"].to(torch.float8_e4m3fn)
     with pytest.raises(DataError, match="head.weight is float8_e4m3fn in the checkpoint"):
