@@ -264,18 +264,37 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
     lines = [f"{len(names)} {kind}: {few(names, count=SHOWN)}" for kind, names in problems if names]
     if not lines:
         return
-    hints: list[str] = []
+    hints = [_prefix_hint(plan)]
     if problems[0][1] and plan.sources:  # else the checkpoint is another model's
         unused = set(plan.unexpected)
         close = nearest(problems[0][1][0], [key for key in keys if key in unused])
         hints.append(close or "missing='initialize' initializes missing weights with the model's own code")
     if problems[1][1] and plan.sources:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
+    if plan.uncast:
+        hints.append(
+            "convert them in the checkpoint: integers and numbers of 8 bits may have scales that belong to them"
+        )
     raise DataError(
         f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),
         expected="each parameter and persistent buffer of the model once, in its shape",
-        hint="; ".join(hints) or "build the model from the configuration in the checkpoint's folder",
+        hint="; ".join(filter(None, hints)) or "build the model from the configuration in the checkpoint's folder",
     )
+
+
+def _prefix_hint(plan: NameMap) -> str:
+    """Return a hint if the missing names are in the checkpoint with another prefix, such as one that wrappers add."""
+    missing, unused = [*plan.missing, *plan.kept], set(plan.unexpected)
+    for name in plan.unexpected if missing else []:
+        if (more := name.removesuffix(missing[0])) != name and all(more + one in unused for one in missing):
+            return (
+                f"the checkpoint's names begin with {more!r}: save the model without its wrapper, or pass a state dict "
+                "with the names of the model"
+            )
+        fewer = missing[0].removesuffix(f".{name}") + "."
+        if missing[0].endswith(f".{name}") and all(one.removeprefix(fewer) in unused for one in missing):
+            return f"the model's names begin with {fewer!r}: load the module inside, model.{fewer[:-1]}"
+    return ""
 
 
 def word(dtype: torch.dtype) -> str:

@@ -238,8 +238,9 @@ def test_tensors_without_elements_need_no_values(tmp_path: Path) -> None:
 
 def test_numbers_in_eight_bits_are_not_taken_for_values(values: dict[str, torch.Tensor]) -> None:
     values["head.weight"] = values["head.weight"].to(torch.float8_e4m3fn)
-    with pytest.raises(DataError, match="head.weight is float8_e4m3fn in the checkpoint"):
+    with pytest.raises(DataError, match="head.weight is float8_e4m3fn in the checkpoint") as caught:
         ebbtide.load_sharded(meta(), values)
+    assert caught.value.hint.startswith("convert them in the checkpoint")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
