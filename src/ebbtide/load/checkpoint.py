@@ -199,7 +199,7 @@ def _front(folder: Path) -> Path:
             raise DataError(
                 f"{str(folder)!r} holds {several} and no index of a model",
                 expected="one safetensors file, or an index of them such as model.safetensors.index.json",
-                hint="pass the index or the file itself",
+                hint="pass the index, the file, or all files of the checkpoint",
             )
     raise _no_checkpoint(folder, "holds no checkpoint")
 
@@ -241,7 +241,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
 def _check_promised(index: Path, promised: Mapping[str, Path], places: Mapping[str, str]) -> None:
     absent = [name for name, file in promised.items() if places.get(name) != str(file)]
     if absent:
-        close = nearest(absent[0], places)
+        close = "" if absent[0] in places else nearest(absent[0], places)
         raise DataError(
             f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
             expected="each tensor in the file named by the index",
@@ -265,13 +265,16 @@ def _in_two_files(name: str, one: str, other: Path) -> DataError:
     return DataError(
         f"{name!r} is in {one!r} and in {str(other)!r}",
         expected="each tensor in exactly one file",
-        hint="remove the file that is not part of the checkpoint",
+        hint="remove the file that is not part of the checkpoint, or the tensor from one of the two",
     )
 
 
 def _no_checkpoint(where: Path, what: str) -> DataError:
+    named_so = not where.is_absolute() and len(where.parts) == 2 and where.parts[0] not in (".", "..")
     return DataError(
         f"{str(where)!r} {what}",
         expected="a folder with model.safetensors or its index, or such a file",
-        hint="check that this rank mounts the file system of the checkpoint",
+        hint="for a model of the Hub, pass the folder that huggingface_hub.snapshot_download returns"
+        if named_so and not where.exists()
+        else "check that this rank mounts the file system of the checkpoint",
     )

@@ -209,7 +209,8 @@ class Loading:
             raise DataError(
                 f"no rank sees {name}",
                 expected="a checkpoint that at least one rank can read",
-                hint="check the path and the mounted file systems; without a path, weights are initialized",
+                hint="check the path (a name on the Hub is none) and the mounted file systems; without a path, weights "
+                "are initialized",
             )
         if source == "slices" and blind:
             raise ConfigError(

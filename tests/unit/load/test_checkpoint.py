@@ -99,6 +99,23 @@ def test_a_tensor_that_the_index_names_and_no_file_has_is_named(tmp_path: Path) 
     assert caught.value.hint == "did you mean 'a'?"
 
 
+def test_a_tensor_in_another_file_than_the_index_has_it_is_named_with_a_hint(tmp_path: Path) -> None:
+    write(tmp_path)
+    weights = {"a": "model-2.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(DataError, match="names 2 tensors that are not in their files: a, c") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint.startswith("index and files belong to different checkpoints")
+
+
+def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, downloads in (("owner/model", True), ("model", False), ("../model", False), (tmp_path / "a", False)):
+        with pytest.raises(DataError, match="does not exist") as caught:
+            open_checkpoint(path)
+        assert ("snapshot_download" in caught.value.hint) == downloads
+
+
 @pytest.mark.parametrize("file", ["../model-1.safetensors", "/etc/passwd", "", "."])
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: str) -> None:
     write(tmp_path)
@@ -172,27 +189,25 @@ CUT = """
 import os, sys, torch, ebbtide
 from torch import nn
 
-path = sys.argv[1]
-with torch.device("meta"):
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
-try:
-    ebbtide.load_sharded(model, path, shard=lambda _: os.truncate(path, 1 << 20), allow_pickle=True)
-except ebbtide.EbbtideError as error:
-    print(error)
+for path in sys.argv[1:]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    try:
+        ebbtide.load_sharded(model, path, shard=lambda _: os.truncate(path, 1 << 20), allow_pickle=True)
+    except ebbtide.EbbtideError as error:
+        print(error)
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_pickled_file_that_is_cut_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "model.bin"
-    torch.save({f"{i}.weight": torch.ones(1024, 1024).t() for i in range(4)}, file)
-    rows = tmp_path / "rows.bin"
-    torch.save({f"{i}.weight": torch.ones(1024, 1024) for i in range(4)}, rows)
-    for path in (file, rows):
-        run = subprocess.run(
-            [sys.executable, "-c", CUT, str(path)], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        assert "written or replaced after its header was read" in run.stdout and "hint:" in run.stdout
+    values = {"rows": torch.ones(1024, 1024), "columns": torch.ones(1024, 1024).t()}
+    for name, value in values.items():
+        torch.save({f"{i}.weight": value.clone() for i in range(4)}, tmp_path / f"{name}.bin")
+    files = [str(tmp_path / f"{name}.bin") for name in values]
+    run = subprocess.run([sys.executable, "-c", CUT, *files], capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("written or replaced after its header was read") == 2 and "hint:" in run.stdout
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
