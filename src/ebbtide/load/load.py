@@ -139,6 +139,12 @@ class Loading:
             note_place(error, "in the function passed as shard=")
             raise
         sharded = self.model if wrapped is None else wrapped
+        if not isinstance(sharded, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"the function passed as shard= returned a {type(sharded).__name__}",
+                expected="the wrapped module, or None if it is wrapped in place",
+                hint="return the model alone",
+            )
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:

@@ -382,6 +382,14 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("result", [[], True, (1, 2)])
+def test_a_function_that_wraps_returns_a_module(path: Path, result: object) -> None:
+    model = meta()
+    with pytest.raises(ConfigError, match=f"the function passed as shard= returned a {type(result).__name__}"):
+        ebbtide.load_sharded(model, path, shard=lambda _: result)  # type: ignore[arg-type, return-value]
+    assert all(p.is_meta for p in model.parameters())
+
+
 class Locked(nn.Linear):
     """A module that cannot be copied."""
 
