@@ -21,6 +21,7 @@ INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
 _SAMPLES, _SAMPLE_BYTES = 128, 4096
 _PICKLED = (".bin", ".pt", ".pth")
+_DISTRIBUTED = ".distcp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,8 @@ def is_present(path: str | os.PathLike[str]) -> bool:
     where = Path(path).expanduser()
     try:
         if where.is_dir():
-            return any(name.endswith((".safetensors", INDEX_SUFFIX, *_PICKLED)) for name in os.listdir(where))
+            ends = (".safetensors", INDEX_SUFFIX, *_PICKLED, _DISTRIBUTED)
+            return any(name.endswith(ends) for name in os.listdir(where))
         return where.exists()
     except OSError:
         return False
@@ -201,6 +203,12 @@ def _front(folder: Path) -> Path:
                 expected="one safetensors file, or an index of them such as model.safetensors.index.json",
                 hint="pass the index, the file, or all files of the checkpoint",
             )
+    if next(folder.glob(f"*{_DISTRIBUTED}"), None) is not None:
+        raise DataError(
+            f"{str(folder)!r} holds files of torch.distributed.checkpoint",
+            expected="safetensors files, or files of torch.save",
+            hint="convert them with dcp_to_torch_save of torch.distributed.checkpoint.format_utils",
+        )
     raise _no_checkpoint(folder, "holds no checkpoint")
 
 

@@ -154,6 +154,14 @@ def test_a_missing_checkpoint_is_reported(tmp_path: Path, make: object) -> None:
         open_checkpoint(tmp_path / "here")
 
 
+def test_a_checkpoint_of_torch_distributed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").touch()
+    assert is_present(tmp_path)
+    with pytest.raises(DataError, match="torch.distributed.checkpoint") as caught:
+        open_checkpoint(tmp_path)
+    assert "dcp_to_torch_save" in caught.value.hint
+
+
 def test_a_pickled_checkpoint_is_read_only_on_request(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2, 2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="is a pickled checkpoint"):
