@@ -94,11 +94,8 @@ def place_tensor(
             expected="dense tensors with data",
             hint="convert it to safetensors where it came from",
         )
-    offset_bytes, shape, dtype = (
-        begin + int(tensor.storage_offset()) * tensor.dtype.itemsize,
-        tuple(tensor.shape),
-        tensor.dtype,
-    )
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    offset_bytes = begin + int(tensor.storage_offset()) * dtype.itemsize
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return CheckpointEntry(shape=shape, dtype=dtype, file=str(file), offset_bytes=offset_bytes, state=state)
     length = 1 + sum((n - 1) * step for n, step in zip(shape, tensor.stride(), strict=True))
