@@ -101,7 +101,7 @@ def _described(error: BaseException) -> dict[str, str]:
     hint = "the rank where this happened shows the traceback above this error"
     if isinstance(error, MemoryError) or "memory" in str(error):
         hint = "use more memory for that rank, or more ranks"
-    return {"kind": "DataError", "found": found, "expected": "weights that are loaded on every rank", "hint": hint}
+    return {"kind": "DataError", "found": found, "expected": "a call that succeeds on every rank", "hint": hint}
 
 
 def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | None:
