@@ -57,9 +57,9 @@ class _Call:
 class _Watch(TorchDispatchMode):
     """Notes which of some tensors are written, and which of those with values in the model are used."""
 
-    def __init__(self, names: dict[int, str], numels: dict[str, int], given: Set[str] = frozenset()) -> None:
+    def __init__(self, names: dict[int, str], numels: dict[str, int], valued: Set[str] = frozenset()) -> None:
         super().__init__()
-        self._names, self._numels, self._given = names, numels, given
+        self._names, self._numels, self._valued = names, numels, valued
         self.writes: dict[str, bool] = {}
         self.needs: set[str] = set()
 
@@ -68,8 +68,8 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         """Run the operator; note the arguments that its schema says are written."""
         operator = func._schema.name.split("::")[1]
-        used = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)] if self._given else []
-        self.needs.update(self._given & {self._names.get(value.untyped_storage()._cdata, "") for value in used})
+        used = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)] if self._valued else []
+        self.needs.update(self._valued & {self._names.get(value.untyped_storage()._cdata, "") for value in used})
         for argument, value in zip(func._schema.arguments, args, strict=False):
             alias = argument.alias_info
             if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
@@ -114,11 +114,11 @@ class Initialiser:
         """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
         before = {self._first[name]: tensor_of(owner) for name, owner in owners_of(model).items() if lacking}
-        self._given = {name: t for name, t in before.items() if not t.is_meta and self._tensor(name).is_meta}
+        self._valued = {name: t for name, t in before.items() if not t.is_meta and self._tensor(name).is_meta}
         """What calls need of the values that are in the model: wrappers drop the rest."""
-        if self._given:
+        if self._valued:
             needed = {name for call in self._calls for name in call.needs}
-            self._given = {name: tensor for name, tensor in self._given.items() if name in needed}
+            self._valued = {name: tensor for name, tensor in self._valued.items() if name in needed}
 
     def _tensor(self, name: str) -> torch.Tensor:
         return tensor_of(self._owners[name])
@@ -189,7 +189,8 @@ class Initialiser:
     ) -> None:
         """Fill tensors with the model's values or marks of what is not set; make the calls, each with its own seed."""
         for name, tensor in before.items():
-            tensor.copy_(self._given[name]) if name in self._given else tensor.fill_(_unset(tensor.dtype, again=again))
+            value = self._valued.get(name)
+            tensor.fill_(_unset(tensor.dtype, again=again)) if value is None else tensor.copy_(value)
         cards = [] if device.type == "cpu" else [device]
         for call in calls:
             with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
@@ -210,7 +211,7 @@ class Initialiser:
                     continue
                 old = tensor_of((module, attribute, is_buffer))
                 if first not in real:
-                    where = self._given[first].device if first in self._given else device
+                    where = self._valued[first].device if first in self._valued else device
                     empty = torch.empty(old.shape, dtype=old.dtype, device=where)
                     real[first] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
                 slots: Any = module._buffers if is_buffer else module._parameters
@@ -239,14 +240,14 @@ class Initialiser:
                 names[tensor.untyped_storage()._cdata], numels[name] = name, tensor.numel()
         calls = list(_calls_in(self._model, self._init))
         for call in calls:
-            watch = _Watch(names, numels, self._given.keys())
+            watch = _Watch(names, numels, self._valued.keys())
             failed = self._fails(call, watch)
             call.writes, call.needs = watch.writes, watch.needs
-            if failed and (inside := self._given_in(call.module)):  # it may need their values
+            if failed and (inside := self._valued_in(call.module)):  # it may need their values
                 real: dict[str, torch.Tensor] = {}
                 with self._placed(inside, torch.device("cpu"), real), torch.no_grad():
                     for name, tensor in real.items():
-                        tensor.copy_(self._given[name])
+                        tensor.copy_(self._valued[name])
                     failed = self._fails(call, watch)
                 call.needs |= inside
             if failed:  # it may need values: assume that it writes what its module has
@@ -261,9 +262,9 @@ class Initialiser:
             return False
         return True
 
-    def _given_in(self, module: nn.Module) -> set[str]:
+    def _valued_in(self, module: nn.Module) -> set[str]:
         inside = set(module.modules())
-        return {self._first[name] for name, owner in self._owners.items() if owner[0] in inside} & self._given.keys()
+        return {self._first[name] for name, owner in self._owners.items() if owner[0] in inside} & self._valued.keys()
 
 
 def _copied(model: nn.Module, lacking: Iterable[str]) -> nn.Module:
