@@ -4,6 +4,7 @@
 ``torch.load`` can map a file, and a mapped file that is cut kills the process that reads it. Under fake tensors it
 reads no data, and notes where each storage lies in the file. A tensor whose elements do not follow each other there,
 row by row, is read whole whenever a part of it is needed.
+Source: https://github.com/pytorch/pytorch/pull/147787, in torch 2.7; checked with torch 2.13.
 """
 
 from __future__ import annotations
