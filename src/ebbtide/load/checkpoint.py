@@ -116,20 +116,11 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
             hint="check the variable that the path comes from; '.' is the working directory",
         )
     named = [Path(path).expanduser() for path in paths]
-    for one in named:
-        if not one.exists():
-            raise _no_checkpoint(one, "does not exist")
-    if len(named) > 1 and (other := next((f for f in named if f.is_dir() or f.name.endswith(INDEX_SUFFIX)), None)):
-        raise ConfigError(
-            f"{str(other)!r} is one of {len(named)} paths",
-            expected="a folder or an index alone, or files that hold tensors",
-            hint="pass the folder or the index without the files: it names them",
-        )
-    where, file, files, promised = named[0].parent, named[0], named, dict[str, Path]()
-    if len(named) == 1:
-        where = named[0]
-        file = _front(where) if where.is_dir() else where
-        files, promised = _indexed(file) if file.name.endswith(INDEX_SUFFIX) else ([file], promised)
+    try:
+        file, files, promised = _files_of(named)
+    except OSError as error:
+        raise unreadable(named[0], error) from error
+    where = named[0] if len(named) == 1 else named[0].parent
     pickled = [f for f in files if f.suffix in _PICKLED]
     if pickled:
         if not allow_pickle:
@@ -150,6 +141,23 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
     if promised:
         _check_promised(file, promised, places)
     return found
+
+
+def _files_of(named: list[Path]) -> tuple[Path, list[Path], dict[str, Path]]:
+    """Return the file that names the others, the files with tensors, and by name the files where an index has them."""
+    for one in named:
+        if not one.exists():
+            raise _no_checkpoint(one, "does not exist")
+    if len(named) > 1 and (other := next((f for f in named if f.is_dir() or f.name.endswith(INDEX_SUFFIX)), None)):
+        raise ConfigError(
+            f"{str(other)!r} is one of {len(named)} paths",
+            expected="a folder or an index alone, or files that hold tensors",
+            hint="pass the folder or the index without the files: it names them",
+        )
+    file = _front(named[0]) if named[0].is_dir() else named[0]
+    if len(named) == 1 and file.name.endswith(INDEX_SUFFIX):
+        return file, *_indexed(file)
+    return file, named if len(named) > 1 else [file], {}
 
 
 def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:

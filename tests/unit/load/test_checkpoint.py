@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.checkpoint import checkpoint_of, is_present, open_checkpoint
+from tests.helpers.failing import failing
 
 
 def write(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
@@ -255,6 +257,16 @@ def test_an_index_or_a_folder_is_passed_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is one of 2 paths"):
             open_checkpoint(*paths)
     assert list(open_checkpoint(file, tmp_path / "model-2.safetensors").entries) == ["a", "b"]
+
+
+@pytest.mark.parametrize("call", ["exists", "is_file"])
+def test_a_folder_that_this_user_may_not_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(Path, call, failing(errno.EACCES))
+    with pytest.raises(DataError, match=r"cannot be read \(Permission denied\).*\nhint: .*readable by this user"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_folder_without_weights_is_not_seen(tmp_path: Path) -> None:
