@@ -17,7 +17,7 @@ from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, outputs, sharding
 from ebbtide_recipes.skeleton.config import OF_OFFLOADING, OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
-from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
+from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts, remove_earlier_lines
 from ebbtide_recipes.skeleton.trackers import project_named
 
 if TYPE_CHECKING:
@@ -233,7 +233,9 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                     nan_loss=config.nan_loss,
                 )
             )
-            if launch.is_main():  # not earlier: a run that fails while it loads must leave them
+            # Not earlier: a run that fails while it loads must leave them.
+            remove_earlier_lines()
+            if launch.is_main():
                 outputs.clear(config, folder)
             if found is not None:
                 LOGGER.info("resuming from %s", found)

@@ -12,6 +12,7 @@ import pytest
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, launch, outputs, run
+from ebbtide_recipes.skeleton.logging import logging_to, remove_earlier_lines
 
 LOGGER = logging.getLogger("ebbtide.recipes")
 
@@ -110,6 +111,29 @@ def test_a_run_that_fails_while_it_loads_leaves_the_earlier_one_as_it_was(
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path: after.get(path) for path in before} == before
     assert {path.name for path in after.keys() - before.keys()} == {".lock", "training.log"}
+
+
+def test_a_start_that_fails_leaves_the_earlier_log(tmp_path: Path) -> None:
+    def fails(_config: object) -> None:
+        raise ValueError("while it loads")
+
+    (tmp_path / "training.log").write_text("earlier\n")
+    recipe = SimpleNamespace(name="sft", packages=(), check_data=id, check=id, prepare=fails)
+    with pytest.raises(ValueError, match="while it loads"):
+        run.main(recipe, SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True))  # type: ignore[arg-type]
+    assert (tmp_path / "training.log").read_text().startswith("earlier\n")
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_training_that_begins_replaces_the_earlier_log_unless_it_goes_on(tmp_path: Path, append: bool) -> None:
+    log = tmp_path / "training.log"
+    log.write_text("earlier\n")
+    with logging_to(tmp_path, "info", append=append):
+        LOGGER.info("it loads")
+        remove_earlier_lines()
+        LOGGER.info("it trains")
+    lines = [line.split("recipes: ")[-1] for line in log.read_text().splitlines()]
+    assert lines == [*["earlier"] * append, "it loads", "it trains"]
 
 
 def test_a_checkpoint_of_another_folder_is_resumed_only_where_no_run_is(check, tmp_path: Path) -> None:
