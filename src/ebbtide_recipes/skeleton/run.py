@@ -14,7 +14,7 @@ from ebbtide.base.errors import ConfigError, DataError, DiskPathError, TargetErr
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer
-from ebbtide_recipes.skeleton import checkpoints, hubs, launch, outputs, sharding
+from ebbtide_recipes.skeleton import checkpoints, damage, hubs, launch, outputs, sharding
 from ebbtide_recipes.skeleton.config import OF_OFFLOADING, OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts, remove_earlier_lines
@@ -129,7 +129,9 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     hubs.check(config)
     recipe.check(config)
     if launch.is_main():
-        checkpoints.find(config)
+        found = checkpoints.find(config)
+        if found is not None:
+            damage.check(found)
         outputs.check(config)
     return config
 

@@ -20,7 +20,7 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 def make(output: Path, step: int, *, sealed: bool = True) -> Path:
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     if sealed:
         checkpoints.seal(folder, SftConfig(), step=step, world_size=1)
@@ -134,6 +134,13 @@ def test_training_that_begins_replaces_the_earlier_log_unless_it_goes_on(tmp_pat
         LOGGER.info("it trains")
     lines = [line.split("recipes: ")[-1] for line in log.read_text().splitlines()]
     assert lines == [*["earlier"] * append, "it loads", "it trains"]
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(check, tmp_path: Path) -> None:
+    four = make(tmp_path / "out", 4)
+    (four / "model.safetensors").write_bytes(b"0123456789")
+    with pytest.raises(DataError, match=r"checkpoint-4/model.safetensors cannot be read: "):
+        check(resume_from_checkpoint="latest")
 
 
 def test_a_checkpoint_of_another_folder_is_resumed_only_where_no_run_is(check, tmp_path: Path) -> None:
