@@ -246,6 +246,14 @@ def test_rows_that_were_kept_back_are_evaluated_on(tiny_model: Path, tmp_path: P
     assert f'evaluation after step 4 {{"eval_loss": {found[1][-1]["loss"]}' in log
 
 
+def test_a_run_that_evaluates_trains_the_values_of_one_that_does_not(tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "It returns the value of the argument. " * 20}) + "\n")
+    dropout = {"train_type": "lora", "lora_dropout": 0.5}
+    without = train(tiny_model, tmp_path / "without", **dropout)
+    assert train(tiny_model, tmp_path / "with", **dropout, eval_dataset=(str(rows),), eval_steps=1) == without
+
+
 def test_an_evaluation_that_fails_at_the_end_does_not_lose_the_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from ebbtide.base.events import BUS
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track.parts import held_bytes, model_bytes, optimizer_bytes
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
+from ebbtide_recipes.skeleton.draws import draws_kept
 from ebbtide_recipes.skeleton.resuming import ResumedTrainer
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument
@@ -112,6 +113,11 @@ class RecordedTrainer(ResumedTrainer):
         if self.recorder is not None and "loss" in logs:
             logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
         super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as transformers does; training draws the same numbers as without an evaluation."""
+        with draws_kept(self.args.device):
+            return super().evaluate(*args, **kwargs)
 
     def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes."""
