@@ -8,12 +8,14 @@ import os
 import sys
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 LOG_FILE = "training.log"
 
@@ -32,7 +34,7 @@ def console() -> Console:
 
 
 class _LogFile(logging.FileHandler):
-    """Appends lines to a file, and knows which are of earlier runs.
+    """Appends lines to a file, and knows which are of earlier runs; a full disk costs lines, and no traceback.
 
     Args:
         path: The file.
@@ -42,6 +44,7 @@ class _LogFile(logging.FileHandler):
     def __init__(self, path: Path, *, keeps: bool) -> None:
         super().__init__(path, encoding="utf-8")
         self._earlier_bytes = 0 if keeps else path.stat().st_size
+        self._lacks_lines = False
 
     def remove_earlier(self) -> None:
         """Remove the lines of earlier runs."""
@@ -54,6 +57,20 @@ class _LogFile(logging.FileHandler):
             self._earlier_bytes = 0
         finally:
             self.release()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn once of a line that the disk does not take."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._lacks_lines:
+            self._lacks_lines = True
+            LOGGER.warning("%s lacks lines from here on: %s", self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        """Close the file, without the last lines if the disk does not take them."""
+        with suppress(OSError):
+            super().close()
 
 
 def remove_earlier_lines() -> None:

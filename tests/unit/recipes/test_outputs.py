@@ -136,6 +136,19 @@ def test_training_that_begins_replaces_the_earlier_log_unless_it_goes_on(tmp_pat
     assert lines == [*["earlier"] * append, "it loads", "it trains"]
 
 
+def test_a_full_disk_costs_lines_of_the_log_and_hides_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "training.log").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="the model"), logging_to(tmp_path, "info", append=True):
+        LOGGER.info("one")
+        LOGGER.info("two")
+        raise ValueError("the model")
+    lines = capsys.readouterr().err.splitlines()
+    warning = f"WARNING {tmp_path / 'training.log'} lacks lines from here on: No space left on device"
+    assert sorted(lines) == sorted(["INFO one", warning, "INFO two"])
+
+
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(check, tmp_path: Path) -> None:
     four = make(tmp_path / "out", 4)
     (four / "model.safetensors").write_bytes(b"0123456789")
