@@ -185,7 +185,8 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if launch.is_main():
             claimed.enter_context(only_writer(folder))
-            (folder / LOG_FILE).touch()
+            with (folder / LOG_FILE).open("a"):
+                pass
     except OSError as error:
         flag = "latents_dir" if outputs.only_latents(config) else "output_dir"
         raise DataError(

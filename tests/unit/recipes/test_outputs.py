@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +113,36 @@ def test_a_run_that_fails_while_it_loads_leaves_the_earlier_one_as_it_was(
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path: after.get(path) for path in before} == before
     assert {path.name for path in after.keys() - before.keys()} == {".lock", "training.log"}
+
+
+@pytest.mark.parametrize("failing", ["run.jsonl", "run-1.jsonl"])
+def test_a_record_that_cannot_be_renamed_is_an_error_and_hides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_config: object) -> None:
+        raise ValueError("while it loads")
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == failing:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        return real(path, target)
+
+    real = Path.rename
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "run.jsonl").write_text("earlier")
+    config, recipe = SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True), SimpleNamespace(name="sft")
+    recipe.prepare = fails
+    kind, text = (DataError, "cannot be renamed") if failing == "run.jsonl" else (ValueError, "while it loads")
+    with pytest.raises(kind, match=text):
+        run.carry_out(recipe, config, tmp_path)  # type: ignore[arg-type]
+    assert (tmp_path / failing).read_text() == "earlier"
+    assert ("is not as it was" in caplog.text) == (failing == "run-1.jsonl")
+
+
+def test_a_log_that_is_no_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "training.log").mkdir()
+    with contextlib.ExitStack() as claimed, pytest.raises(DataError, match="cannot be written: Is a directory"):
+        run.claim(SftConfig(output_dir=str(tmp_path)), claimed)
 
 
 def test_a_start_that_fails_leaves_the_earlier_log(tmp_path: Path) -> None:
