@@ -95,9 +95,18 @@ class ResumedTrainer(Trainer):
                 if parameter.requires_grad and parameter.dtype != dtype:  # PEFT loads adapters in float32
                     parameter.data = parameter.data.to(dtype)
             return
+        # The run's own config: that of a damaged file may describe a model of another size, such as the default one.
         saved, found = type(self.model).from_pretrained(
-            resume_from_checkpoint, dtype=self.model.dtype, output_loading_info=True
+            resume_from_checkpoint,
+            config=self.model.config,
+            dtype=self.model.dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-        if missing := found["missing_keys"]:  # transformers would begin with new values of these
-            raise damage.refused(Path(resume_from_checkpoint), f"{resume_from_checkpoint} lacks {few(sorted(missing))}")
+        # transformers would begin with new values of these.
+        if others := {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}:
+            raise damage.refused(
+                Path(resume_from_checkpoint),
+                f"{resume_from_checkpoint} has no values of {few(sorted(others))}, or others than fit",
+            )
         self.model.load_state_dict(saved.state_dict())
