@@ -119,12 +119,15 @@ def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
         train(tiny_model, tmp_path, resume_from_checkpoint=str(half))
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    train(tiny_model, tmp_path, max_steps=1, save_steps=1)
-    file = tmp_path / "checkpoint-1" / "model.safetensors"
+@pytest.mark.parametrize(("train_type", "name"), [("full", "model.safetensors"), ("lora", "adapter_model.safetensors")])
+def test_a_checkpoint_that_lacks_weights_is_refused(
+    tiny_model: Path, tmp_path: Path, train_type: str, name: str
+) -> None:
+    train(tiny_model, tmp_path, max_steps=1, save_steps=1, train_type=train_type)
+    file = tmp_path / "checkpoint-1" / name
     file.write_bytes(file.read_bytes().replace(b"q_proj", b"k_prok", 1))
-    with pytest.raises(DataError, match=r"checkpoint-1 has no values of model.layers.0.self_attn.q_proj.weight, or"):
-        train(tiny_model, tmp_path, max_steps=2, resume_from_checkpoint="latest")
+    with pytest.raises(DataError, match=r"checkpoint-1 has no values of .*layers.0.self_attn.q_proj.*, or others"):
+        train(tiny_model, tmp_path, max_steps=2, resume_from_checkpoint="latest", train_type=train_type)
 
 
 def test_a_checkpoint_of_a_model_of_another_size_is_refused(tiny_model: Path, tmp_path: Path) -> None:

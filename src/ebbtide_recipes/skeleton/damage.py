@@ -40,7 +40,7 @@ def check(folder: Path) -> None:
     path = folder / STATE
     if sealed is None or not path.is_file():
         return
-    state: Any = json.loads(path.read_bytes())
+    state: Any = json.loads(path.read_text(encoding="utf-8"))
     step = state.get("global_step") if isinstance(state, dict) else None
     if step != sealed.step:
         raise refused(folder, f"{path} is of step {step}, and {checkpoints.SEAL} of step {sealed.step}")
@@ -78,7 +78,7 @@ def _read(path: Path) -> None:
         Exception: It is not what its name says.
     """
     if path.suffix == ".json":
-        json.loads(path.read_bytes())
+        json.loads(path.read_text(encoding="utf-8"))
     elif path.suffix == ".safetensors":
         from safetensors import safe_open
 

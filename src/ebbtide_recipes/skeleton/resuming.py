@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,13 @@ class ResumedTrainer(Trainer):
             self.load_weights(resume_from_checkpoint, model)
 
     def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights as ``from_pretrained`` does."""
-        # If a model's files and modules name weights differently (fused experts, vision-language models), transformers
-        # would silently skip them and continue from the run's initial weights.
+        """Load a checkpoint's weights as ``from_pretrained`` does.
+
+        Raises:
+            DataError: There are none of some parameters, or of another size: transformers would go on without them.
+        """
         if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
+            _check_adapters(self.model, Path(resume_from_checkpoint))
             dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             for name, parameter in self.model.named_parameters():
@@ -95,7 +99,8 @@ class ResumedTrainer(Trainer):
                 if parameter.requires_grad and parameter.dtype != dtype:  # PEFT loads adapters in float32
                     parameter.data = parameter.data.to(dtype)
             return
-        # The run's own config: that of a damaged file may describe a model of another size, such as the default one.
+        # A model's files and modules may name weights differently (fused experts, vision-language models). The config
+        # is the run's: that of a damaged file may describe a model of another size, such as the default one.
         saved, found = type(self.model).from_pretrained(
             resume_from_checkpoint,
             config=self.model.config,
@@ -103,10 +108,22 @@ class ResumedTrainer(Trainer):
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        # transformers would begin with new values of these.
-        if others := {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}:
-            raise damage.refused(
-                Path(resume_from_checkpoint),
-                f"{resume_from_checkpoint} has no values of {few(sorted(others))}, or others than fit",
-            )
+        unfit = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+        _refuse(Path(resume_from_checkpoint), unfit)
         self.model.load_state_dict(saved.state_dict())
+
+
+def _check_adapters(model: Any, folder: Path) -> None:
+    """Refuse a checkpoint that lacks values of adapters; PEFT would leave those of this run's beginning."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    path = folder / "adapter_model.safetensors"
+    if isinstance(model, PeftModel) and path.is_file():
+        with safe_open(path, framework="pt") as opened:
+            _refuse(folder, get_peft_model_state_dict(model, save_embedding_layers=False).keys() - opened.keys())
+
+
+def _refuse(folder: Path, unfit: Set[str]) -> None:
+    if unfit:
+        raise damage.refused(folder, f"{folder} has no values of {few(sorted(unfit))}, or others than fit")
