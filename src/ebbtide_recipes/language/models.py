@@ -268,10 +268,16 @@ def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedM
     with explained(config):
         try:
             model = _auto_class(source.config).from_pretrained(source.place, **options)
-        except Exception:
+        except Exception as error:
             with described(config.model):  # if its config makes no model, that is the reason
                 outline(config, source.config)
-            raise
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise DataError(
+                f"weights of {config.model} have other sizes than its config.json says",
+                expected="the weights of the model that the config describes",
+                hint="the table above names them; compare config.json with that of the published model",
+            ) from error
     if source.multimodal and config.freeze_vit:
         for part in media_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)

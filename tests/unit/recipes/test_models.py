@@ -213,6 +213,19 @@ def test_weights_that_are_damaged_are_an_error(tmp_path: Path) -> None:
         models.load(SftConfig(model=str(tmp_path)), source)
 
 
+def test_weights_of_other_sizes_are_an_error(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
+    other = LlamaConfig(num_hidden_layers=1, **sizes | {"intermediate_size": 96})
+    source = models.ModelSource(place=str(tmp_path), config=other, processor=None)
+    config = SftConfig(model=str(tmp_path))
+    other.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="have other sizes than its config.json says.*\nhint: "):
+        models.load(config, source)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
