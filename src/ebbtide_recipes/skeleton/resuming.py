@@ -101,7 +101,8 @@ class ResumedTrainer(Trainer):
             return
         # A model's files and modules may name weights differently (fused experts, vision-language models). The config
         # is the run's: that of a damaged file may describe a model of another size, such as the default one.
-        saved, found = type(self.model).from_pretrained(
+        kind: Any = type(self.model)
+        saved, found = kind.from_pretrained(
             resume_from_checkpoint,
             config=self.model.config,
             dtype=self.model.dtype,
