@@ -91,7 +91,8 @@ class ResumedTrainer(Trainer):
             DataError: There are none of some parameters, or of another size: transformers would go on without them.
         """
         if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
-            _check_adapters(self.model, Path(resume_from_checkpoint))
+            if not self.is_fsdp_enabled:
+                _check_adapters(self.model, Path(resume_from_checkpoint))
             dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             for name, parameter in self.model.named_parameters():
