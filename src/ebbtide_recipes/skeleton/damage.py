@@ -104,5 +104,6 @@ def refused(folder: Path, found: str) -> DataError:
         expected="a checkpoint of this run, as it was written",
         hint=f"the complete one before it is {before[-1]}: --resume_from_checkpoint {before[-1]}"
         if before
-        else "no complete one is before it; --overwrite_output_dir true begins at the first step",
+        else "no complete one is before it; --overwrite_output_dir true without --resume_from_checkpoint begins at "
+        "the first step",
     )
