@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -127,6 +128,18 @@ def test_a_child_runs_alone_where_the_folder_can_hold_no_pipe(tmp_path: Path, mo
     child.permit_step()
     ended = child.follow(lambda: False)
     assert ended is not None and ended.code == 0
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_memory_that_cannot_be_written_ends_the_comparison_and_the_child(tmp_path: Path) -> None:
+    """Samples up to a full disk would be a peak that is too low."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/outside.jsonl").symlink_to("/dev/full")
+    child = Child(WAITING, tmp_path / "run", environment=os.environ)
+    with pytest.raises(OSError) as caught, contextlib.closing(child):
+        child.follow(lambda: False)
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / "run/outside.jsonl")
+    assert child._process.returncode is not None
 
 
 def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) -> None:
