@@ -45,6 +45,16 @@ class Ended:
     seconds: float
     tail: str
 
+    @property
+    def how(self) -> str:
+        """How it ended: its exit code, or the signal's name."""
+        words = f"exit code {self.code}"
+        if self.code < 0:
+            words = next((known.name for known in signal.Signals if known == -self.code), f"signal {-self.code}")
+        # A shell passes its command's end on as a code.
+        killed = self.code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return f"{words} (the system sends SIGKILL where memory is full)" if killed else words
+
 
 class Child:
     """A training run as a child process, between its start and its end.

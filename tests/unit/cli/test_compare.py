@@ -109,6 +109,15 @@ def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
     assert "…" not in narrow.file.getvalue()
 
 
+def test_a_terminal_that_is_too_narrow_for_the_table_breaks_lines_and_no_numbers(done):
+    screens = [console(), console()]
+    for screen, width in zip(screens, (20, 80), strict=True):
+        screen.width = width
+        Board(out=done[0].out, modes=("plain",), console=screen, warm_up=3).print_table(done[0].modes)
+    narrow, usual = (screen.file.getvalue() for screen in screens)
+    assert narrow == usual
+
+
 def test_a_column_without_a_figure_is_left_out(done):
     wide = [console() for _ in range(2)]
     unknown = [{**mode, "tokens_per_second": None} for mode in done[0].modes]
@@ -207,6 +216,13 @@ def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
     assert result.modes[2]["step_ratio"]["median"] == pytest.approx(1.5)
     assert "the fake child was told to fail" in screen.file.getvalue()
     assert "checkpointing: round 1: exit code 1" in (out / "report.html").read_text()
+
+
+def test_a_child_that_was_killed_may_have_run_out_of_memory(tmp_path):
+    screen, out = console(), tmp_path / "out"
+    result = compare_children(["--killed", "ebbtide"], out=out, screen=screen)
+    assert result.modes[2]["failures"] == ["round 1: SIGKILL (the system sends SIGKILL where memory is full), killed"]
+    assert result.exit_code == 1 and result.modes[0]["status"] == "ok"
 
 
 def test_a_child_that_fails_after_its_last_step_is_not_called_ok(tmp_path):
