@@ -137,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
     parser = _parser(next((word for word in rest if word in RECIPES), DEFAULT_RECIPE))
     own, arguments = (parser.read(rest), []) if is_script else parser.parse_known_args(rest)
     modes = [mode.strip() for mode in str(own.modes).split(",") if mode.strip()]
-    check_folder_name(own.out)
+    check_folder_name("--out", own.out)
     rounds, out = count("--rounds", own.rounds), Path(own.out)
     if is_script:
         steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS + more_steps(modes)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.files import check_replaceable
 from ebbtide.cli import versions
-from ebbtide.cli.parsing import Parser, choice
+from ebbtide.cli.parsing import Parser, check_folder_name, choice
 
 if TYPE_CHECKING:
     from ebbtide.doctor import Examination
@@ -46,6 +46,8 @@ def run(argv: Sequence[str]) -> int:
     if own.versions:
         print("\n".join(versions.lines()))
         return 0
+    if own.disk_path is not None:
+        check_folder_name("--disk_path", own.disk_path)
     if own.out is not None:
         hint = "such as --out machine.json, in a folder that you may write to"
         check_replaceable(own.out, f"--out {str(own.out)!r}", {"memory_bytes", "flop_per_second"}, hint=hint)

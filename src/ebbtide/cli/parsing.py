@@ -71,11 +71,11 @@ def count(name: str, text: str) -> int:
     return int(text)
 
 
-def check_folder_name(out: str) -> None:
-    """Check that ``--out`` names a folder.
+def check_folder_name(flag: str, text: str) -> None:
+    """Check that a flag names a folder: an empty name, as of a variable that is not set, would be the current one.
 
     Raises:
         ConfigError: It is empty.
     """
-    if not out.strip():
-        raise ConfigError(f"--out is {out!r}", expected="a folder", hint="leave --out out for its default")
+    if not text.strip():
+        raise ConfigError(f"{flag} is {text!r}", expected="a folder", hint=f"leave {flag} out for its default")

@@ -70,8 +70,9 @@ def run(argv: Sequence[str]) -> int:
         raise no_command(f"there is no -- before {command[0]!r}", "run", command, flags=before)
     own = parser.read(flags)
     check_command(command, verb="run")
-    if own.out is not None:
-        check_folder_name(own.out)
+    for flag, folder in (("--out", own.out), ("--disk_path", own.disk_path)):
+        if folder is not None:
+            check_folder_name(flag, folder)
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
     disk_path = None if own.disk_path is None else _directory(own.disk_path, command[0])

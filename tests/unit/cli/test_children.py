@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -182,6 +183,25 @@ def test_a_hangup_that_was_ignored_stays_so() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("flag", ["--disk_path", "--out"])
+def test_an_empty_name_is_no_folder(flag: str) -> None:
+    """As of a variable that is not set: the current folder would fill up with offloaded bytes."""
+    with pytest.raises(ConfigError, match=f"{flag} is ' '; expected a folder\nhint: leave {flag} out"):
+        run_module.run([flag, " ", "--", "true"])
+
+
+def test_damaged_notes_leave_the_commands_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a full disk, or of a process that was killed while it wrote and another that wrote later."""
+    notes = [
+        {"t": 0, "event": "model", "model": "Net", "checkpoints_itself": False},
+        {"t": 1, "event": "own", "model": "Net"},
+    ]
+    text = json.dumps(notes[0]) + '\n{"t": 0.5, "ev' + json.dumps(notes[0]) + "\n" + json.dumps(notes[1]) + "\n"
+    script = f"import sys; open({str(tmp_path / 'notes.jsonl')!r}, 'w').write({text!r}); sys.exit(9)"
+    assert run_module.run(["--out", str(tmp_path), "--", sys.executable, "-I", "-c", script]) == 9
+    assert "the script enables ebbtide on Net itself" in capsys.readouterr().err
 
 
 def test_an_empty_record_leaves_the_commands_exit_code(tmp_path: Path) -> None:
