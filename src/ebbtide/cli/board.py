@@ -179,8 +179,8 @@ class Board:
             table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
         self._console.print("")
         wide = self._console.options.update(width=_WIDEST)
-        whole = wide.update(width=self._console.measure(table, options=wide).maximum)
-        for line in self._console.render_lines(table, whole, pad=False):
+        natural = wide.update(width=self._console.measure(table, options=wide).maximum)
+        for line in self._console.render_lines(table, natural, pad=False):
             self._console.print(Segments([*line, Segment.line()]))  # figures that a narrow terminal cut had no meaning
 
 

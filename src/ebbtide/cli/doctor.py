@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.files import check_replaceable
+from ebbtide.base.pages import with_addresses
 from ebbtide.cli import versions
 from ebbtide.cli.parsing import Parser, check_folder_name, choice
 
@@ -71,7 +72,7 @@ def lines(found: Examination) -> list[str]:
 
     rows = grid(table(found.facts))
     for finding in found.findings:
-        rows += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
+        rows += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {with_addresses(finding.hint)}"]
     if not found.findings:
         rows += ["", "no problems found"]
     return rows
