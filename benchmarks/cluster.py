@@ -238,7 +238,7 @@ class _Offloaded:
 
 
 class _Leaving:
-    """The copies out of a rank: see ``ebbtide.schedule.CopyOut``, which waits where this yields.
+    """The copy-outs of a rank: see ``ebbtide.schedule.CopyOut``, which waits where this yields.
 
     Args:
         copy: Queues a copy of so many bytes.
@@ -302,7 +302,7 @@ class _Leaving:
 
 
 class _Coming:
-    """The copies in of a rank: see ``ebbtide.schedule.CopyIn``.
+    """The copy-ins of a rank: see ``ebbtide.schedule.CopyIn``.
 
     Args:
         copy: Queues a copy of so many bytes.
@@ -365,7 +365,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
     window.saw_block(max(moved), alone=len(moved) == 1)
     offloaded: dict[tuple[int, int], _Offloaded] = {}
     leaving = _Leaving(partial(cluster.copy, rank, out=True), window, sum(moved) if moved[-1] else sys.maxsize)
-    yield "compute", profile.lead_seconds
+    yield "compute", profile.prologue_seconds
     for place, (block, actions) in enumerate(blocks):
         yield "block", place
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
@@ -393,7 +393,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
                         yield "copy", each.back
                 coming.has_read(each)
             yield "compute", block.backward_seconds / len(block.units)
-    yield "compute", profile.tail_seconds
+    yield "compute", profile.epilogue_seconds
 
 
 def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: Nodes) -> list[RankStep]:

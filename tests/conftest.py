@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers.recipes_only import minimal_by_rule
+from tests.helpers.recipes_only import minimal_by_heuristic
 from tests.helpers.tiers import HIDING, TierTally, sees_accelerator, tier_of
 
 SEED = int(os.environ.get("EBBTIDE_TEST_SEED", "20"))
@@ -61,7 +61,7 @@ def light_collections() -> None:
 def recipes_only(request: pytest.FixtureRequest) -> Iterator[None]:
     """Restrict ``Minimal`` to its recipes, except in the tests of its measurements."""
     measured = request.module.__name__.endswith(("test_minimal", "test_trials", "test_promise"))
-    with nullcontext() if measured else minimal_by_rule():
+    with nullcontext() if measured else minimal_by_heuristic():
         yield
 
 

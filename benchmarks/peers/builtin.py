@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 
 import ebbtide
 from benchmarks.peers import Mode, Prepared
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -98,7 +98,7 @@ def _under(model: nn.Module, policy: Any, window: str | None = None) -> Generato
 
         def notes() -> dict[str, Any]:
             found: dict[str, Any] = {"explained": plan.explain().splitlines()[:6]}
-            return found | ({"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {})
+            return found | ({"predicted": asdict(plan.made().predicted)} if isinstance(plan, AutoPlan) else {})
 
         yield Prepared(model=model, notes=notes, settled=lambda: getattr(plan, "judged", True))
 

@@ -43,7 +43,7 @@ def timed(stream: torch.Stream, work: Callable[[], None]) -> float:
 
 
 def raw_rates(stream: torch.Stream, sources: list[torch.Tensor], pinned: list[torch.Tensor]) -> tuple[float, float]:
-    """Return bytes per second of raw copies out and in."""
+    """Return bytes per second of raw copy-outs and copy-ins."""
     total = sum(x.numel() for x in sources)
 
     def copy(targets: list[torch.Tensor], origins: list[torch.Tensor]) -> None:
@@ -106,7 +106,7 @@ def count_waste(total_bytes: int) -> dict[str, float]:
             asked, rounded = asked + size, rounded + (1 << (size - 1).bit_length())
         state = tier.arena
         torch.accelerator.synchronize()
-        return {"tier": state.held_bytes / asked, "powers_of_two": rounded / asked, "chunks": float(state.chunks)}
+        return {"tier": state.reserved_bytes / asked, "powers_of_two": rounded / asked, "chunks": float(state.chunks)}
     finally:
         slots.clear()
         tier.close()

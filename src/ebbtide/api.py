@@ -29,8 +29,8 @@ from ebbtide.planner.table import table_plan
 from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
 from ebbtide.profiling.loaded import let_kept_blocks_run_plain, warn_of_unplanned
-from ebbtide.profiling.minimal import measured_plan
-from ebbtide.profiling.simulated import Job, forecast
+from ebbtide.profiling.plans import measured_plan
+from ebbtide.profiling.simulated import Job, simulate_model
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
@@ -263,12 +263,12 @@ def make_plan(
     if not isinstance(chosen, Policy):
         raise ConfigError("policy is a plan", expected="a policy to plan for", hint="such as policy='auto'")
     check_choosers(blocks)
-    where = measured_machine() if machine is None else machine_named(machine)
-    profile = forecast(
-        model, batch, where, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
+    target_machine = measured_machine() if machine is None else machine_named(machine)
+    profile = simulate_model(
+        model, batch, target_machine, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
         blocks=blocks, options=options_of("auto", min_bytes, window, None, False), rules=_rules(),
     )  # fmt: skip
-    return table_plan(solution_for(chosen, profile, where.memory_bytes), plan_for(chosen).name)
+    return table_plan(solution_for(chosen, profile, target_machine.memory_bytes), plan_for(chosen).name)
 
 
 class offload_saved_tensors(ContextDecorator):
@@ -350,8 +350,8 @@ class offload_saved_tensors(ContextDecorator):
 
     def _idle(self) -> list[Engine]:
         shared = isinstance(self._policy, Policy)  # a plan file makes another plan at each read
-        where = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
-        settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), where)
+        index = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
+        settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), index)
         return (_idle_engines if shared else self._kept).setdefault(settings, [])
 
 

@@ -16,7 +16,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Minimal, Options, Policy, Target, policy_named
 from ebbtide.planner import load_plan
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.store.protocol import Tier
 
 
@@ -33,7 +33,7 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
         return load_plan(fspath(policy))
     if isinstance(policy, str):
         return policy_named(policy, or_file=True)
-    if isinstance(policy, MeasuredPlan):
+    if isinstance(policy, AutoPlan):
         return policy.made()
     if isinstance(policy, Policy):
         return policy

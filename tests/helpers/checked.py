@@ -36,8 +36,8 @@ class CheckedDevice(FakeDevice):
     """A fake device that reports every request to torch's checker.
 
     Args:
-        out: Rate of copies out.
-        into: Rate of copies in.
+        out: Rate of copy-outs.
+        into: Rate of copy-ins.
         forgets: Kinds of streams, waiting and awaited, whose waits are left out.
         given: Further arguments of ``FakeDevice``.
 

@@ -85,7 +85,7 @@ def training(
 
     expected = step()
     with contextlib.ExitStack() as stack:
-        for chooser in ("measured.sample", "closed_loop.sample", "trials.every_other"):
+        for chooser in ("auto.sample", "closed_loop.sample", "trials.every_other"):
             nobody = mock.patch(f"ebbtide.profiling.{chooser}", lambda *args, **kwargs: frozenset[str]())
             stack.enter_context(nobody)
         stack.enter_context(mock.patch.object(StepTimer, "runs_plain", lambda self, name: False))

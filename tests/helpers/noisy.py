@@ -21,7 +21,7 @@ from ebbtide.engine.timing import StepTimer
 from ebbtide.planner.hooked import with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.store.counters import TierCounters
 
 MB = 10**6
@@ -112,7 +112,7 @@ class Training:
         counters = TierCounters(timed_out_bytes=1000 * MB, out_seconds=1.0, timed_in_bytes=1000 * MB, in_seconds=1.0)
         tier: Any = SimpleNamespace(name="disk", counters=counters)
         self.machine, self.timed = machine, 0
-        self.plan = plan = MeasuredPlan(policy, tier, None, Bus())
+        self.plan = plan = AutoPlan(policy, tier, None, Bus())
         self._timer = plan._timer = StepTimer(cast("Any", None), plan.saw_step, waited=dict, memory=False)
         self._timer.spans = SpanTimer(cast("Any", None), plan.saw_span, memory=False)
         self._timer.want()
@@ -129,7 +129,7 @@ class Training:
         if measured:
             timer.wanted = self.plan.saw_step(
                 TimedStep(
-                    blocks=blocks, head_seconds=others, tail_seconds=self.machine.takes(TAIL), head_peak_bytes=None,
+                    blocks=blocks, head_seconds=others, epilogue_seconds=self.machine.takes(TAIL), head_peak_bytes=None,
                     saved_bytes=saved,
                 )
             )  # fmt: skip
@@ -174,8 +174,8 @@ class Training:
 
     def actions(self, place: int) -> tuple[Action, ...]:
         """Return what the plan does with the storages of a block."""
-        assert self.plan._check is not None
-        return self.plan._check.solution.assignment[place]
+        assert self.plan._judgement is not None
+        return self.plan._judgement.solution.assignment[place]
 
     def _costs(self, place: int, plain: frozenset[str], *, measured: bool) -> float:
         name = f"layers.{place}"

@@ -10,7 +10,7 @@ from unittest import mock
 
 
 @contextmanager
-def minimal_by_rule() -> Iterator[None]:
+def minimal_by_heuristic() -> Iterator[None]:
     """Keep ``Minimal`` from trying to checkpoint blocks, or to offload them entirely.
 
     In tiny blocks a recipe always takes longer than a second forward: half of the blocks or all of them would do
@@ -24,11 +24,11 @@ def minimal_by_rule() -> Iterator[None]:
 
 @contextmanager
 def measured_minimal() -> Iterator[None]:
-    """Within ``minimal_by_rule``: ``Minimal`` as users have it."""
+    """Within ``minimal_by_heuristic``: ``Minimal`` as users have it."""
     from ebbtide.profiling import minimal
 
-    by_rule: Any = minimal.trials
-    with mock.patch.object(minimal, "trials", by_rule.args[0]):
+    patched: Any = minimal.trials
+    with mock.patch.object(minimal, "trials", patched.args[0]):
         yield
 
 

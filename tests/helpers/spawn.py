@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.recipes_only import minimal_by_rule
+from tests.helpers.recipes_only import minimal_by_heuristic
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 STARTUP_SECONDS = 120.0
@@ -214,7 +214,7 @@ def _rank_main(
     torch.set_num_threads(1)
     answer = _run(_initialise, (rank, world_size, folder, timeout_seconds))
     pipe.send_bytes(answer)
-    with minimal_by_rule():
+    with minimal_by_heuristic():
         while (message := pipe.recv()) is not None:
             function, args = message
             torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Stalls and memory of a step on the fake device, compared with an account that knows nothing about the engine.
 
-The account simulates a step: one queue of copies out, one of copies in, a window each way, a quarter of it gathered
+The account simulates a step: one queue of copy-outs, one of copy-ins, a window each way, a quarter of it gathered
 before copies begin together, the end of a pass held back. Its only inputs are sizes, kernel times and rates.
 The engine must wait where it waits, as long as it waits, block by block, and hold as many bytes on the device, to the
 byte.
@@ -53,8 +53,8 @@ class Job:
 
     Attributes:
         blocks: For each kernel of each block: bytes saved, seconds of its forward and of its backward.
-        out_rate: Bytes a second, copies out.
-        in_rate: Copies in.
+        out_rate: Bytes a second, copy-outs.
+        in_rate: Copy-ins.
         window_bytes: Each way.
     """
 
@@ -248,7 +248,7 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
             chunks.append(device.host_calls)
             state = tier.arena
             # The smallest chunk, and one place in each of its pieces rounded up, are more than 3 % of next to nothing.
-            assert state.held_bytes <= max(1.03 * state.peak_used_bytes, 2 << 20)
+            assert state.reserved_bytes <= max(1.03 * state.peak_used_bytes, 2 << 20)
             assert_nothing_left(engine)
     assert len(set(chunks[1:])) == 1, "pinned after the second step"
 
@@ -264,7 +264,7 @@ def test_no_more_is_pinned_than_is_offloaded(sizes: list[int]) -> None:
     for step in range(4):
         slots = [copy_out(tier, memory[:size]) for size in sizes]
         state = tier.arena
-        assert state.held_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
+        assert state.reserved_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
         for slot in slots if step % 2 else reversed(slots):
             tier.wait_copied_out([slot])
             slot.free()

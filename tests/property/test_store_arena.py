@@ -53,8 +53,8 @@ def test_places_are_apart_counted_and_packed(actions: list[tuple[str, int]]) -> 
         most = max(most, rounded(places))
         state = arena.state
         assert state.used_bytes == sum(place.nbytes for place in places) <= state.peak_used_bytes
-        assert rounded(places) <= state.held_bytes == device.host_bytes
-        assert state.held_bytes <= max(most * 1.03, most + LEAST_CHUNK_BYTES) + 4096
+        assert rounded(places) <= state.reserved_bytes == device.host_bytes
+        assert state.reserved_bytes <= max(most * 1.03, most + LEAST_CHUNK_BYTES) + 4096
     places.clear()
     gc.collect()
     arena.clear()
@@ -138,7 +138,7 @@ def test_what_is_gathered_is_what_is_free(actions: list[int]) -> None:
                 extents.release(first, length)
     for first, length in (span for spans in live for span in spans):
         extents.release(first, length)
-    assert extents.tail_bytes == extents.free_bytes == 64 * 1000
+    assert extents.free_end_bytes == extents.free_bytes == 64 * 1000
     extents.cut(6400)
     assert extents.size_bytes == extents.free_bytes == 6400
     extents.cut(0)

@@ -19,7 +19,7 @@ def test_places(actions: list[int]) -> None:
             place = extents.reserve(action)
             if place is None:
                 before = extents.size_bytes
-                need = round_up(action) - extents.tail_bytes
+                need = round_up(action) - extents.free_end_bytes
                 extents.grow(need)
                 place = extents.reserve(action)
                 assert place == before + need - round_up(action)
@@ -35,7 +35,7 @@ def test_places(actions: list[int]) -> None:
         extents.release(place, nbytes)
     assert extents.used_bytes == 0
     assert [offset for offset, _ in extents._free] == ([0] if extents.size_bytes else [])
-    assert extents.tail_bytes == extents.size_bytes
+    assert extents.free_end_bytes == extents.size_bytes
 
 
 def test_a_place_freed_twice_is_refused() -> None:

@@ -40,7 +40,7 @@ TWO_SAVERS = Graph(
      ("exp", 4, 0, 0)),
     (0,),
 )  # fmt: skip
-"""Two blocks save one storage, and both fit into one group of copies in."""
+"""Two blocks save one storage, and both fit into one group of copy-ins."""
 
 
 @settings(max_examples=30)
@@ -173,7 +173,7 @@ def ask_for_the_current_stream_in_a_side_streams_context(patch: pytest.MonkeyPat
 
 
 def copy_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """Copies out run on the copy-in stream, which does not wait for their sources."""
+    """Copy-outs run on the copy-in stream, which does not wait for their sources."""
     copy = CheckedDevice.copy
 
     def careless(self: Any, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:

@@ -197,6 +197,6 @@ MUTANTS = (
         "host waits for events", "accelerator.py", "event.synchronize()\n\n    def elapsed", "pass\n\n    def elapsed"
     ),
     without("uses are recorded", "accelerator.py", "tensor.record_stream(stream)"),
-    without("copies end before memory is unpinned", "pinned.py", "self._settle()\n        with", "with"),
-    without("settling waits for the device", "accelerator.py", "torch.accelerator.synchronize(where)"),
+    without("copies end before memory is unpinned", "pinned.py", "self._synchronize()\n        with", "with"),
+    without("unpinning waits for the device", "accelerator.py", "torch.accelerator.synchronize(where)"),
 )

@@ -33,7 +33,7 @@ def main() -> None:
         for _ in range(6):
             model(x).square().mean().backward()
         tier, plan = handle._engine.tier, cast("Any", handle.plan)
-        assert (meter.device_bytes(tier) or 0) > 500 * MIB < (meter.room_bytes(tier) or 0)
+        assert (meter.allocatable_bytes(tier) or 0) > 500 * MIB < (meter.room_bytes(tier) or 0)
         assert meter.reserved_bytes(tier) == torch.accelerator.memory_reserved(1) > 0
         assert plan._loop.budget_bytes == 500 * MIB and "no plan fits" not in handle.explain()
     _track(model, x)

@@ -153,7 +153,7 @@ def test_a_recipe_is_not_used_before_the_device_has_confirmed_it() -> None:
             with configured(kernel_delay_us=500):
                 assert _same(plain, _step(model, x))
             recomputed.append(handle.stats().recomputed_bytes)
-            handle._engine.trust.settle()
+            handle._engine.trust.await_comparisons()
         assert handle._engine.trust._unanswered == {} and all(handle._engine.trust._verdicts.values())
     assert recomputed[0] < recomputed[1], recomputed
 

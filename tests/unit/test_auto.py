@@ -17,7 +17,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.build import Builder
 from ebbtide.engine.run import BlockRun
 from ebbtide.planner.table import TablePlan, load_plan
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.handles import Unlimited
 from tests.helpers.models import build
@@ -32,7 +32,7 @@ def enabled(model: torch.nn.Module, policy: ebbtide.Auto, **options: Any) -> ebb
 
 
 def table_of(handle: ebbtide.Handle) -> TablePlan:
-    assert isinstance(handle.plan, MeasuredPlan)
+    assert isinstance(handle.plan, AutoPlan)
     assert handle.plan.table is not None, "no plan was made"
     return handle.plan.table
 
@@ -61,11 +61,11 @@ def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) 
     with enabled(tiny.model, Unlimited(max_slowdown=10.0)) as handle:
         for _ in range(3):
             tiny.step()
-        assert isinstance(handle.plan, MeasuredPlan) and handle.plan.table is None
-        by_rule = handle.stats()
+        assert isinstance(handle.plan, AutoPlan) and handle.plan.table is None
+        under_heuristic = handle.stats()
         tiny.step()
         table, stats = table_of(handle), handle.stats()
-        assert by_rule.unique_bytes == stats.unique_bytes
+        assert under_heuristic.unique_bytes == stats.unique_bytes
         # Wide tensors that were cast up are offloaded in the narrow type, which the table does not know.
         assert stats.kept_bytes == table.predicted.kept_bytes
         assert stats.unique_bytes == (
@@ -188,7 +188,7 @@ def test_where_memory_counts_plans_settle_though_long_batches_are_rare() -> None
             tiny.loss(lambda **inputs: tiny.model(**given))[0].backward()
 
         made = plans_made(act, 62)
-        assert isinstance(handle.plan, MeasuredPlan)
+        assert isinstance(handle.plan, AutoPlan)
         assert len(made) == 4 and 33 < max(made) < 47, "after three tries it is left"
 
 
@@ -235,7 +235,7 @@ def test_blocks_without_hooks_get_them_again_once_the_optimizer_has_its_state() 
     with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
         for _ in range(20):
             tiny.loss()[0].backward()
-        assert isinstance(handle.plan, MeasuredPlan)
+        assert isinstance(handle.plan, AutoPlan)
         assert handle.plan.judged and handle._attachment._rest._resting
         before = handle.plan.profile
         optimizer.step()

@@ -25,8 +25,8 @@ from ebbtide.engine.untraced import leave_untraced
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
+from ebbtide.profiling.auto import MEASURED_STEPS, AutoPlan
 from ebbtide.profiling.closed_loop import kept_blocks
-from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import ROUNDS
 from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, FURTHER, UNUSED
 from ebbtide.profiling.trials import Method, Range
@@ -81,8 +81,8 @@ class Timed:
         self.handle = enable_over(self.tier, self.model, policy=Unlimited(**policy), min_bytes=0)
 
     @property
-    def plan(self) -> MeasuredPlan:
-        assert isinstance(self.handle.plan, MeasuredPlan)
+    def plan(self) -> AutoPlan:
+        assert isinstance(self.handle.plan, AutoPlan)
         return self.handle.plan
 
     def gradients(self) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ def test_without_memory_for_blocks_without_hooks_a_plan_is_judged_again_later(mo
         timed.steps(UNTIL_PLAN + 1)
         while not timed.plan.judged:
             timed.steps(1)
-        timer, first = timed.plan._timer, timed.plan._check
+        timer, first = timed.plan._timer, timed.plan._judgement
         assert timer is not None and first is not None
         free[0] = 0  # somebody else took it meanwhile
 
@@ -261,7 +261,7 @@ def test_a_plan_is_judged_where_blocks_are_called_without_the_model() -> None:
         for _ in range(UNTIL_PLAN + TO_JUDGE + 2):
             found = torch.autograd.grad(layers(timed.x).square().sum(), list(timed.model.parameters()))
             assert all(map(torch.equal, found, timed.expected))
-        assert timed.plan._check is not None and timed.plan._check.measured is not None
+        assert timed.plan._judgement is not None and timed.plan._judgement.measured is not None
 
 
 def test_a_model_of_one_block_gets_a_plan() -> None:
@@ -304,8 +304,8 @@ def test_a_plan_is_carried_out_where_each_backward_has_two_forwards() -> None:
     with timed.handle:
         for _ in range(UNTIL_PLAN + UNUSED + 3):
             (timed.model(timed.x) + timed.model(timed.x)).square().sum().backward()
-        assert timed.plan.judged and timed.plan._timer is not None and timed.plan._check is not None
-        assert timed.plan._timer.unhooked == kept_blocks(timed.plan._check.solution)
+        assert timed.plan.judged and timed.plan._timer is not None and timed.plan._judgement is not None
+        assert timed.plan._timer.unhooked == kept_blocks(timed.plan._judgement.solution)
 
 
 def last_kept(count: int) -> Callable[[Profile, float], Solution]:
@@ -349,7 +349,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
 
 
 def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies in begin with the backward, whichever block is its first."""
+    """Copy-ins begin with the backward, whichever block is its first."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
     timed = Timed(max_slowdown=10.0)
@@ -465,12 +465,12 @@ def test_free_hooks_are_judged_and_left(caplog: pytest.LogCaptureFixture) -> Non
     timed = Timed(max_slowdown=0.05)
     with timed.handle, caplog.at_level("INFO", logger="ebbtide"):
         timed.steps(UNTIL_PLAN + TO_JUDGE + 2)
-        assert timed.plan._check is not None and timed.plan._check.measured is not None
+        assert timed.plan._judgement is not None and timed.plan._judgement.measured is not None
         assert "the plan keeps its promise: plain step" in caplog.text
         assert "missed" not in caplog.text
-        judged = timed.plan._check.measured
+        judged = timed.plan._judgement.measured
         timed.steps(TO_JUDGE)
-        assert timed.plan._check.measured is judged  # no further step is timed
+        assert timed.plan._judgement.measured is judged  # no further step is timed
 
 
 def test_a_plan_that_stays_is_timed_again_later() -> None:
@@ -480,16 +480,16 @@ def test_a_plan_that_stays_is_timed_again_later() -> None:
         timed.steps(UNTIL_PLAN)
         while not timed.plan.judged:
             timed.steps(1)
-        check, timer = timed.plan._check, timed.plan._timer
-        assert check is not None and check.measured is not None and timer is not None and not check.keeps
-        before, steps = timed.plan.table, check.measured.steps
+        judgement, timer = timed.plan._judgement, timed.plan._timer
+        assert judgement is not None and judgement.measured is not None and timer is not None and not judgement.keeps
+        before, steps = timed.plan.table, judgement.measured.steps
         compared = sorted(timer.yardsticks - timer.unhooked)
         assert compared and not timer.runs_plain(compared[0])
         timed.steps(FIRST_LOOK)
         assert timer.spans.wanted and timed.plan.judged and timer.runs_plain(compared[0])
         timed.steps(SETTLING + ADDED + 2)
         assert not timer.spans.wanted and not timer.runs_plain(compared[0])
-        assert check.measured.steps == steps + ADDED and timed.plan.table is before
+        assert judgement.measured.steps == steps + ADDED and timed.plan.table is before
         assert f"in {steps + ADDED} steps" in timed.handle.explain()
 
 
@@ -506,7 +506,7 @@ def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: str, inputs: Action) -> None:
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(inputs))
-    for module in ("measured", "closed_loop"):
+    for module in ("auto", "closed_loop"):
         monkeypatch.setattr(f"ebbtide.profiling.{module}.sample", lambda *args, **kwargs: frozenset[str]())
     tiny = build(family)
     plain = tiny.step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -32,6 +32,18 @@ class Action(Enum):
 def keeps_all(actions: Iterable[Action]) -> bool:
     """Whether actions keep everything."""
     return all(action is Action.KEEP for action in actions)
+
+
+class NoRecipe(Enum):
+    """Why a storage cannot be recomputed from others; the values are for readers."""
+
+    INPUT = "an input of its block"
+    FILTERED = "kept by keep_filter"
+    NO_OPERATOR = "not made by an operator of the graph"
+    PART = "a part of a tensor, or written in place"
+    NO_RULE = "no recompute rule"
+    NO_OPERAND = "an operand of its recompute is not saved"
+    DIFFERS = "its recompute differed, or failed"
 
 
 class Site(NamedTuple):
@@ -59,6 +71,7 @@ class Unit:
         movable: It may be offloaded.
         recompute_seconds: Time of recomputing it from other saved tensors; None if it has no recipe.
         recompute_flops: Multiply-add work of that, in FLOP; None if it has no recipe.
+        no_recipe: Why it has none; None if it has one, or that is not known.
     """
 
     site: Site
@@ -68,6 +81,7 @@ class Unit:
     movable: bool = True
     recompute_seconds: float | None = None
     recompute_flops: float | None = None
+    no_recipe: NoRecipe | None = field(default=None, compare=False)
 
     @property
     def moved_bytes(self) -> int:

@@ -162,7 +162,7 @@ def check_packages(extra: str) -> None:
 
 def warm_up_steps() -> int:
     """Return the number of warm-up steps in every mode: those that ``Auto`` needs for its plan, and its first ones."""
-    from ebbtide.profiling.measured import MEASURED_STEPS
+    from ebbtide.profiling.auto import MEASURED_STEPS
 
     return 1 + MEASURED_STEPS + SETTLING
 

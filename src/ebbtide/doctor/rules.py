@@ -23,7 +23,7 @@ Check = Callable[[Facts], Advice | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FindingRule:
     """A check for one finding.
 
     Attributes:
@@ -39,15 +39,15 @@ class Rule:
     check: Check
 
 
-DEFINED: list[Rule] = []
+DEFINED: list[FindingRule] = []
 """All rules, in the order of definition."""
 
 
 def rule(code: str, severity: Severity, about: str) -> Callable[[Check], Check]:
-    """Make the decorated function a rule; arguments as for ``Rule``."""
+    """Make the decorated function a rule; arguments as for ``FindingRule``."""
 
     def register(check: Check) -> Check:
-        DEFINED.append(Rule(code, severity, about, check))
+        DEFINED.append(FindingRule(code, severity, about, check))
         return check
 
     return register

@@ -6,14 +6,14 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, Site, StandingPlan, checked_action
+from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, NoRecipe, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
-from ebbtide.engine.inputs import CAST, Inputs
+from ebbtide.engine.inputs import CAST, BlockInputs
 from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
@@ -26,6 +26,9 @@ from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.views import shows
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 
@@ -63,9 +66,9 @@ class Admission(RunRecord):
         current: Any = getattr(engine.plan, "current", engine.plan)
         self._standing: StandingPlan | None = current if hasattr(current, "stands_until") else None
         self.saved: list[tuple[Site, Action, int, bool]] = []  # what was replayed, until ``close`` counts it
-        self._inputs = Inputs(inputs)
-        self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
-        device = self.where or next((weight.device for weight in block.weights()), None)
+        self._inputs = BlockInputs(inputs)
+        self.device = next((t.device for t in inputs if engine.tier.owns(t)), None)
+        device = self.device or next((weight.device for weight in block.weights()), None)
         self.device_type = "cpu" if device is None else device.type
         self.tally.input_bytes, self.tally.largest_input_bytes = self._inputs.nbytes, self._inputs.largest_bytes
         self.compared = engine.trust.begin_block(
@@ -145,19 +148,19 @@ class Admission(RunRecord):
         kept_bytes = engine.kept.total if self._reads_kept else 0
         candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
         described, follows = candidate, covered and weight is None and not (node is None and self._casts)
-        recipe, settled = None, False
+        recipe, without_recipe = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
             recipe = Expr(_caster(base_layout.dtype, copy=True), (operand,), key=("cast", base_layout.dtype))
         elif may_recompute and not came_in and shown is not None and self.builder is not None and self.recipes:
-            settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
-            recipe = None if settled else self.builder.recipe(shown, base.output_nr)
+            without_recipe = self._needs_recipe is not None and not self._needs_recipe(candidate)
+            recipe = None if without_recipe else self.builder.recipe(shown, base.output_nr)
         if recipe is not None:
             candidate = self._sites.candidate(
                 site, nbytes, block_input=is_input, kept_bytes=kept_bytes, flops=recipe.flops
             )
         moved = (0, nbytes)
-        if recipe is None and not settled and (layout.first, layout.last) != moved:
+        if recipe is None and not without_recipe and (layout.first, layout.last) != moved:
             moved = region(layout, nbytes, engine.index.bytes_apart(storage, at))
         empty, live = engine.empty(tensor), engine.live_entries
         entry = Entry(empty, site=site, region=moved, base_layout=base_layout, at=at, live=live)
@@ -176,9 +179,11 @@ class Admission(RunRecord):
         else:
             self._carry_out(action, entry, tensor, base, recipe)
         if timer is not None:
-            self._inform_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
+            why = self._why_no_recipe(node, shown, is_input=is_input, covered=covered, may_recompute=may_recompute)
+            why = None if recipe is not None or without_recipe else why
+            self._inform_timer(timer, entry, candidate, tensor, base, recipe, why, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
-        self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
+        self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or without_recipe or is_input))
         return entry
 
     def _choose(self, candidate: Candidate) -> Action:
@@ -193,6 +198,7 @@ class Admission(RunRecord):
         tensor: torch.Tensor,
         base: torch.Tensor,
         recipe: Expr | None,
+        no_recipe: NoRecipe | None,
         host_seconds: float,
     ) -> None:
         """Record in the measured step what was saved and what was done with it."""
@@ -209,8 +215,25 @@ class Admission(RunRecord):
             prepare=None
             if recipe is None
             else functools.partial(engine.recomputer, self.block.name, entry, recipe, base),
+            no_recipe=no_recipe,
             host_seconds=host_seconds,
         )
+
+    def _why_no_recipe(
+        self, node: Node | None, shown: Node | None, *, is_input: bool, covered: bool, may_recompute: bool
+    ) -> NoRecipe | None:
+        """Return why a storage that ``node`` made has no recipe; None where recipes are not built."""
+        if is_input:
+            return NoRecipe.INPUT
+        if covered and not may_recompute:
+            return NoRecipe.FILTERED
+        if node is None:
+            return NoRecipe.NO_OPERATOR
+        if not covered or shown is None:
+            return NoRecipe.PART
+        if self.builder is None or not self.recipes:
+            return None
+        return NoRecipe.NO_OPERAND if node.name() in self.builder.rules else NoRecipe.NO_RULE
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None

@@ -19,7 +19,7 @@ import torch
 
 from ebbtide.engine.declared import DeclaredRule, input_shape, signed
 from ebbtide.engine.guard import Watched
-from ebbtide.engine.inputs import Inputs
+from ebbtide.engine.inputs import BlockInputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.recipe import MAX_DEPTH
@@ -144,7 +144,7 @@ class Builder:
         self,
         rules: dict[str, Rule],
         weights: Weights,
-        inputs: Inputs,
+        inputs: BlockInputs,
         saved_input: Callable[[torch.Tensor], Ticket | KeptTicket | None],
         watch: Callable[[torch.Tensor, int | None], Watched],
         *,

@@ -85,7 +85,7 @@ class Engine:
         self.number = next(_NUMBERS)
         self.lock = threading.RLock()
         self.trust = trust or Trust(bus, always_full=options.verify)
-        guard = self.guard = WeightGuard(self.lock, self.trust.settle)
+        guard = self.guard = WeightGuard(self.lock, self.trust.await_comparisons)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
         self.live_tickets, self.live_entries = LiveCount(), LiveCount()  # open hooks count as an entry

@@ -127,11 +127,11 @@ class WeightGuard:
 
     Args:
         lock: The engine's.
-        settle: Called before an optimizer steps: raises if what its gradients were computed from was wrong.
+        await_comparisons: Called before an optimizer steps: raises if what its gradients were computed from was wrong.
     """
 
-    def __init__(self, lock: RLock, settle: Callable[[], None]) -> None:
-        self._lock, self._settle = lock, settle
+    def __init__(self, lock: RLock, await_comparisons: Callable[[], None]) -> None:
+        self._lock, self._await_comparisons = lock, await_comparisons
         self._watched: set[weakref.ref[Watched]] = set()
         self._forget = self._watched.discard  # which nothing interrupts; one object for all references
         self.steps = 0  # optimizer steps of this process since the guard was made
@@ -178,7 +178,7 @@ class WeightGuard:
     def before_step(self, weights: Iterable[torch.Tensor]) -> None:
         """Copy those of an optimizer's weights that are watched: it is about to change them."""
         with self._lock:
-            self._settle()
+            self._await_comparisons()
             by_storage = self._by_storage()
             if not by_storage:
                 return

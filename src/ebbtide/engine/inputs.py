@@ -12,7 +12,7 @@ CAST = "ToCopyBackward0"
 """Name of the node that makes a tensor of another type, or on another device."""
 
 
-class Inputs:
+class BlockInputs:
     """The tensors that a block is called with.
 
     Held while the block runs, so that the ids of their storages and nodes stay valid.

@@ -27,14 +27,14 @@ class Decision(NamedTuple):
     Attributes:
         plan: The plan.
         limit_bytes: See ``StandingPlan.stands_until``.
-        settled: It does not depend on a recipe.
+        without_recipe: It does not depend on a recipe.
         flops: The recipe's; None: there was none.
         action: The decision.
     """
 
     plan: Plan
     limit_bytes: int
-    settled: bool
+    without_recipe: bool
     flops: float | None
     action: Action
 

@@ -64,7 +64,7 @@ class SlotMover:
             logger.warning("what the store cannot take stays on the device: %s", str(error))
 
     def release_sources(self, group: Sequence[Entry], *, wait: bool) -> bool:
-        """Release the sources of entries whose copies-out began together and are done."""
+        """Release the sources of entries whose copy-outs began together and are done."""
         copied: list[Entry] = []
         slots: list[Slot] = []
         for entry in group:
@@ -109,7 +109,7 @@ class SlotMover:
         except torch.OutOfMemoryError:
             return len(group)
         except BaseException as error:
-            note_place(error, f"while bringing in {_named(group[0])} ahead of its reader")
+            note_place(error, f"while prefetching {_named(group[0])} ahead of its reader")
             raise
 
     def discard(self, saved: Entry) -> None:

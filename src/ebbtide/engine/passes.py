@@ -119,7 +119,7 @@ class RunRecord:
         pass_: The forward that it is a part of.
         orders: By kind and number of entries, the order in which an earlier backward read them.
         live_tickets: Counts the tickets that are alive.
-        checkpointed: The block runs again in backward.
+        checkpointed: The block's forward runs a second time in backward.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RunRecord:
         self.checkpointed = checkpointed
         self.checkpointable = False  # noted in a measured step only: whether it might run again
         self.pack_seconds = 0.0  # the host's, in the pack hook where nothing is replayed, as in a measured step
-        self.where: torch.device | None = None  # of its inputs; None: of none that is offloaded
+        self.device: torch.device | None = None  # of its inputs; None: of none that is offloaded
         self.mark: object = None  # of the engine's live entries, while its hooks are open
         self.is_open = False  # its forward runs and holds what ``close`` releases
         self.entries: list[weakref.ref[Any]] = []  # of what it did not keep, in the order of the forward
@@ -196,10 +196,10 @@ class PlainRun:
     Args:
         block: The block.
         pass_: The forward that it is a part of.
-        where: The device of its inputs; None: of none that is offloaded.
+        device: The device of its inputs; None: of none that is offloaded.
     """
 
-    def __init__(self, block: Block, pass_: Pass, where: torch.device | None) -> None:
-        self.block, self.pass_, self.where = block, pass_, where
+    def __init__(self, block: Block, pass_: Pass, device: torch.device | None) -> None:
+        self.block, self.pass_, self.device = block, pass_, device
         pass_.offers_last = False
         self.previous = pass_.latest  # the latest run of a block with hooks

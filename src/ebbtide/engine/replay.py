@@ -59,14 +59,14 @@ class Replay(Admission):
         decision, recipe = memo.decision, None
         if decision is not None:
             stands = decision.plan is self._standing
-            if stands and builder is not None and node is not None and not decision.settled:
+            if stands and builder is not None and node is not None and not decision.without_recipe:
                 recipe = builder.recipe(node, base.output_nr)
                 stands = decision.flops == (None if recipe is None else recipe.flops)
             if not stands or (decision.limit_bytes != ALWAYS and engine.kept.total > decision.limit_bytes):
                 decision = None
         if decision is None:
             decision, recipe = self._decide(memo, candidate, base, may_recompute=builder is not None)
-        action, settled = decision.action, decision.settled
+        action, without_recipe = decision.action, decision.without_recipe
         if action is KEEP:
             kept = KeptStorage(storage)
             kept.nbytes, kept.site = nbytes, site
@@ -74,7 +74,7 @@ class Replay(Admission):
             ticket = KeptTicket(tensor, self, kept)
         else:
             layout, moved = memo.layout, (0, nbytes)
-            if recipe is None and not settled and (layout.first, layout.last) != moved:
+            if recipe is None and not without_recipe and (layout.first, layout.last) != moved:
                 moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
             live = engine.live_entries
             entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
@@ -95,7 +95,7 @@ class Replay(Admission):
                 self._seen.add(reference)
                 self.entries.append(reference)
             action, nbytes = entry.action, entry.nbytes
-        self.saved.append((site, action, nbytes, not (recipe or settled or is_input)))
+        self.saved.append((site, action, nbytes, not (recipe or without_recipe or is_input)))
         return ticket
 
     def _decide(
@@ -116,8 +116,8 @@ class Replay(Admission):
         if self._reads_kept:
             kept_bytes = self.engine.kept.total
             candidate = candidate.with_kept(kept_bytes)
-        settled = may_recompute and self._needs_recipe is not None and not self._needs_recipe(candidate)
-        if may_recompute and not settled and self.builder is not None and node is not None:
+        without_recipe = may_recompute and self._needs_recipe is not None and not self._needs_recipe(candidate)
+        if may_recompute and not without_recipe and self.builder is not None and node is not None:
             recipe = self.builder.recipe(node, base.output_nr)
         if recipe is not None:
             candidate = self._sites.candidate(
@@ -129,6 +129,6 @@ class Replay(Admission):
             )
         standing, flops = self._standing, None if recipe is None else recipe.flops
         limit_bytes = None if standing is None else standing.stands_until(candidate)
-        decision = Decision(standing or plan, limit_bytes or 0, settled, flops, self._choose(candidate))
+        decision = Decision(standing or plan, limit_bytes or 0, without_recipe, flops, self._choose(candidate))
         memo.decision = None if limit_bytes is None else decision
         return decision, recipe

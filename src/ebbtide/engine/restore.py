@@ -46,7 +46,7 @@ class Backward:
         self.run: RunRecord | None = None
 
     def flow(self, run: RunRecord) -> CopyIn[Entry] | None:
-        """Return the copies in of a block's pass, if they have begun."""
+        """Return the copy-ins of a block's pass, if they have begun."""
         return self.flows.get(id(run.pass_))
 
 
@@ -81,8 +81,8 @@ class Restorer:
 
     Args:
         engine: Whose entries are read.
-        mover: Carries out copies in.
-        copy_out: The copies out, which a backward cancels, and their window.
+        mover: Carries out copy-ins.
+        copy_out: The copy-outs, which a backward cancels, and their window.
         stalls: Attributes the waits of reads.
         bus: Receives an event when a block's backward begins.
 
@@ -127,10 +127,10 @@ class Restorer:
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
             flow = None if backward is None else backward.flow(run)
             if timer is not None:
-                timer.begin(run.where)
+                timer.begin(run.device)
             content = self._with_room("recompute", flow, work)
             if timer is not None:
-                timer.end(run.where)
+                timer.end(run.device)
             self.recomputes += 1
             self.recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -202,7 +202,7 @@ class Restorer:
         try:
             take, timer = slot.take, self._timer
             if timer is not None and run is not None and target is not None and entry is not target:
-                take = functools.partial(timer.operand, slot.take, run.where)
+                take = functools.partial(timer.operand, slot.take, run.device)
             if recording():
                 content = self._with_room("copy_in", flow, take)
             else:
@@ -238,7 +238,7 @@ class Restorer:
         flow.discard()
 
     def begin_block(self, run: RunRecord, task: int) -> None:
-        """Begin a block's backward: cancel copies out that are not needed, and prefetch what comes next."""
+        """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
         run.task, run.unordered = task, run.order_key not in self._orders
         backward = self.watch(task)
         if backward.run is not None and backward.run.reads:

@@ -58,7 +58,7 @@ class Span:
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
         verifies: Recipes were verified before their first use in it, which takes time that later passes do not.
-        held_bytes: Memory in use when it began; None as for the peak.
+        in_use_bytes: Memory in use when it began; None as for the peak.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class Span:
     blocks: tuple[BlockSpan, ...] = ()
     system_seconds: float | None = None
     verifies: bool = False
-    held_bytes: int | None = None
+    in_use_bytes: int | None = None
 
 
 class _Open(Stopwatch):
@@ -93,7 +93,7 @@ class SpanTimer:
 
     Attributes:
         open: The pass that is timed now, if there is one.
-        tail_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
+        between_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
         paused: Passes until they are timed again; 0: they are timed now, or never again.
     """
 
@@ -114,7 +114,7 @@ class SpanTimer:
         self._dropped: weakref.ref[Pass] | None = None  # it began before passes were wanted anew
         self._wants = 0
         self._device: torch.device | None = None
-        self.tail_peak_bytes: int | None = None
+        self.between_peak_bytes: int | None = None
 
     def want(self, *, wanted: bool = True) -> None:
         """Time passes from the next one on, or no longer; those that have begun do not count."""
@@ -148,7 +148,7 @@ class SpanTimer:
                 return  # the rest of a pass whose backward came in between, or that is dropped
             peak_bytes = self._meter.take_peak_bytes(device) if self._memory else None
             if self._latest is not None and peak_bytes is not None:
-                self.tail_peak_bytes = max(self.tail_peak_bytes or 0, peak_bytes)
+                self.between_peak_bytes = max(self.between_peak_bytes or 0, peak_bytes)
             self.open = _Open(self._meter, run.pass_, device, memory=self._memory)
             self.open.unsure = self._unsure()
             self.open.system_seconds = self._meter.system_seconds() if self._memory else None
@@ -173,7 +173,7 @@ class SpanTimer:
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; the span of one that ``raised`` is not handed over."""
         now = self.open
-        if now is not None and (raised or not now.turned):  # not its own: graphs overlap
+        if now is not None and (raised or not now.backward_began):  # not its own: graphs overlap
             now.alone = False
         if self._memory and self.wanted and (now is None or now.ended is not None):
             peak = self._meter.take_peak_bytes(self._device)  # of a second backward: no optimizer's step
@@ -209,5 +209,5 @@ class SpanTimer:
             blocks=blocks,
             system_seconds=found.system_seconds,
             verifies=found.verifies,
-            held_bytes=found.held_bytes,
+            in_use_bytes=found.in_use_bytes,
         )

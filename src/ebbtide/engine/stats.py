@@ -145,14 +145,14 @@ class StallBook:
         number, self._passes = self._passes % _PASSES_PER_TIMED, self._passes + 1
         self._stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
-    def set_reader(self, where: str, block: str) -> None:
+    def set_reader(self, phase: str, block: str) -> None:
         """Attribute the following calls of the store to this block.
 
         Args:
-            where: ``"forward"`` or ``"backward"``.
+            phase: ``"forward"`` or ``"backward"``.
             block: Its name.
         """
-        self._stalls.reader = (where, block, None)
+        self._stalls.reader = (phase, block, None)
 
     def clear_reader(self) -> None:
         """Attribute the following calls of the store to no block: their stalls count only in the total."""
@@ -163,14 +163,14 @@ class StallBook:
         found: dict[tuple[str, str], tuple[float, int | None]] = {}
         for reader, seconds in self._tier.counters.stalls.read():
             if reader is not None:
-                where, block, nbytes = reader
-                total, moved = found.get((where, block), (0.0, None))
-                found[where, block] = total + seconds, moved if nbytes is None else nbytes + (moved or 0)
-        for (where, block), (seconds, nbytes) in found.items():
-            name = f"{where} {block}"
+                phase, block, nbytes = reader
+                total, moved = found.get((phase, block), (0.0, None))
+                found[phase, block] = total + seconds, moved if nbytes is None else nbytes + (moved or 0)
+        for (phase, block), (seconds, nbytes) in found.items():
+            name = f"{phase} {block}"
             self.by_block[name] = self.by_block.get(name, 0.0) + seconds
             if seconds > _LEAST_STALL_SECONDS:
-                self._bus.emit("stall", where=where, block=block, seconds=seconds, bytes=nbytes)
+                self._bus.emit("stall", where=phase, block=block, seconds=seconds, bytes=nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,11 +64,11 @@ class Stopwatch:
 
     def __init__(self, meter: Meter, pass_: Pass, device: torch.device | None, *, memory: bool) -> None:
         self._meter, self._memory, self.pass_ = meter, memory, weakref.ref(pass_)
-        self.held_bytes = meter.held_bytes(device) if memory else None  # in use when it began
+        self.in_use_bytes = meter.in_use_bytes(device) if memory else None  # in use when it began
         self.began = meter.timestamp(device)
         self.blocks: list[BlockTimes] = []  # in the order in which their forwards began
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, BlockTimes] = weakref.WeakKeyDictionary()
-        self.alone, self.turned = True, False  # no other pass ran in between; its backward came
+        self.alone, self.backward_began = True, False  # no other pass ran in between; its backward came
         self.reached: Timestamp | None = None  # the gradient of the first block's input is there
         self.ended: Timestamp | None = None  # the end of its backward, if blocks that run backward later do not count
         self._open: tuple[Stretches, Timestamp] | None = None

@@ -76,21 +76,21 @@ class TimedStep:
     Attributes:
         blocks: In the order in which their forwards began.
         head_seconds: Between the last forward and the first backward.
-        tail_seconds: From the end of the first block's backward to the first block of the next pass.
+        epilogue_seconds: From the end of the first block's backward to the first block of the next pass.
         head_peak_bytes: Most memory during ``head_seconds``; None if not requested, or not known.
         head_resident_bytes: Bytes that were resident then though the step had not kept them.
         saved_bytes: What its blocks saved, as the engine counts it.
-        held_bytes: Memory in use when it began; None if not requested, or not known.
+        in_use_bytes: Memory in use when it began; None if not requested, or not known.
         alone: No block of another pass began before its backward was over.
     """
 
     blocks: tuple[TimedBlock, ...]
     head_seconds: float
-    tail_seconds: float
+    epilogue_seconds: float
     head_peak_bytes: int | None
     head_resident_bytes: int = 0
     saved_bytes: int = 0
-    held_bytes: int | None = None
+    in_use_bytes: int | None = None
     alone: bool = True
 
 

@@ -3,8 +3,8 @@
 [Note: a measured step]
 Events divide a step into consecutive parts: a block's forward begins or ends, a block's backward begins, the backward
 ends. A part belongs to the block that began it, and time between two blocks to the earlier one; the time from the last
-forward to the first backward is counted apart, and so is the tail, from the end of the first block's backward to the
-next pass. Where autograd goes on beyond the blocks, to an embedding, that backward ends when the gradient of the
+forward to the first backward is counted apart, and so is the epilogue, from the end of the first block's backward to
+the next pass. Where autograd goes on beyond the blocks, to an embedding, that backward ends when the gradient of the
 block's input is there (``marks``): an embedding's gradient, as large as its weight, would look like time of the block.
 Blocks of other graphs in between end a part and are not counted. Recomputes are timed in forward and in backward
 (``ebbtide.engine.executed``).
@@ -32,7 +32,7 @@ from dataclasses import replace
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.actions import Action, Candidate, NoRecipe
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import Span, SpanTimer
@@ -48,7 +48,7 @@ GROWTH = 1.1
 TRIES = 3
 """How often a larger size is measured if memory counts and the passes that follow it are smaller."""
 
-TAIL = "tail"
+BETWEEN_STEPS = "between steps"
 """Names the wait between two steps."""
 
 OTHERS = 16
@@ -63,7 +63,7 @@ class _Pass(Stopwatch):
     ) -> None:
         super().__init__(meter, pass_, device, memory=memory)
         self.waited, self.recomputes = dict(waited), RecomputeTimer(meter)
-        self.tail: Stretches | None = None
+        self.epilogue: Stretches | None = None
         self.saved_bytes = 0
         self.others = 0  # backwards of others that ended before its own came
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
@@ -71,7 +71,7 @@ class _Pass(Stopwatch):
 
     def is_dropped(self, other: Pass) -> bool:
         """Whether its graph died before the pass ``other``, and no backward came, or is not expected to come."""
-        return other is not self.pass_() and (not self.by_run or (not self.turned and self.others >= OTHERS))
+        return other is not self.pass_() and (not self.by_run or (not self.backward_began and self.others >= OTHERS))
 
     def cut(self, then: Stretches | None, device: torch.device | None, now: Timestamp | None = None) -> None:
         """End the stretch that is open, note its memory, and begin one of ``then``."""
@@ -100,7 +100,7 @@ class StepTimer:
         done: Called with each measured step, when the first block of the next pass begins. Returns whether to measure
             another step.
         waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them, and as
-            ``TAIL`` those in which the loop was made to wait between two steps.
+            ``BETWEEN_STEPS`` those in which the loop was made to wait between two steps.
         memory: Whether memory is measured too.
         outdated: Returns whether the measurement is out of date.
         saw_span: Called with each span, and with None: see ``done`` of ``SpanTimer``.
@@ -123,7 +123,7 @@ class StepTimer:
         self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
         self.wanted, self._largest_bytes = False, 0  # ``wanted``: passes are measured now
         self._pass: _Pass | None = None
-        self._where: torch.device | None = None
+        self._device: torch.device | None = None
         self.began: Timestamp | None = None  # the first block of the latest pass that is measured
         self.recomputes: RecomputeTimer | None = None  # of the pass that is measured, if there is one
         self.marks = False  # note when the gradient of a block's output is there
@@ -189,22 +189,22 @@ class StepTimer:
 
     def block_begins(self, run: RunRecord | PlainRun) -> None:
         """A block's forward begins."""
-        self._where = run.where or self._where
+        self._device = run.device or self._device
         if self._pass is not None:
             self.hand_over()
         if not self.wanted:
-            self.spans.block_begins(run, self._where)
+            self.spans.block_begins(run, self._device)
             return
         now = self._pass
         if now is None or now.is_dropped(run.pass_):
             waited = self._waited()
-            now = self._pass = _Pass(self._meter, run.pass_, self._where, memory=self._memory, waited=waited)
+            now = self._pass = _Pass(self._meter, run.pass_, self._device, memory=self._memory, waited=waited)
             self.began, self.recomputes = now.began, now.recomputes
-        if run.pass_ is now.pass_() and not now.turned:
-            now.begin(run, self._where)
+        if run.pass_ is now.pass_() and not now.backward_began:
+            now.begin(run, self._device)
         else:
             now.alone = False
-            now.cut(None, self._where)
+            now.cut(None, self._device)
 
     def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
@@ -214,15 +214,15 @@ class StepTimer:
             if not isinstance(run, PlainRun):
                 block.checkpointable, block.input_bytes = run.checkpointable, run.tally.checkpoint_bytes
                 block.pack_seconds = run.pack_seconds
-            now.cut(now.blocks[-1].after, self._where)
+            now.cut(now.blocks[-1].after, self._device)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """Begin a block's backward."""
         now = self._pass or self.spans.open
         if now is not None and now.ended is None:
             block = now.by_run.get(run)
-            now.turned = now.turned or block is not None
-            now.cut(None if block is None else block.backward, self._where)
+            now.backward_began = now.backward_began or block is not None
+            now.cut(None if block is None else block.backward, self._device)
 
     def is_first(self, run: RunRecord | PlainRun) -> bool:
         """Whether a block that has begun is the first of a pass that is timed."""
@@ -233,20 +233,20 @@ class StepTimer:
         """The gradient of the first block's input is there."""
         now = self._pass or self.spans.open
         if now is not None and run in now.by_run:
-            now.reached = self._meter.timestamp(self._where)
+            now.reached = self._meter.timestamp(self._device)
 
     def backward_ends(self, *, raised: bool = False) -> None:
         """A backward is over; what was measured of one that ``raised`` is dropped."""
         now = self._pass
         if now is None:
             self.spans.backward_ends(raised=raised)
-        elif not now.turned:
+        elif not now.backward_began:
             now.others += 1
         elif raised:
             self.forget()
-        elif now.tail is None:
-            now.tail = Stretches()
-            now.end(now.tail, self._where)
+        elif now.epilogue is None:
+            now.epilogue = Stretches()
+            now.end(now.epilogue, self._device)
 
     def forget(self) -> None:
         """Drop what was measured of the pass: no backward of it is expected any more."""
@@ -256,9 +256,9 @@ class StepTimer:
         """Hand over a step whose backward is over, or such spans: a plan may be made of it, or another one of them."""
         if self._pass is None:
             self.spans.finish()
-        elif self._pass.tail is not None:
-            self._pass.cut(None, self._where)
-            self._finish(self._pass, self._pass.tail)
+        elif self._pass.epilogue is not None:
+            self._pass.cut(None, self._device)
+            self._finish(self._pass, self._pass.epilogue)
 
     @property
     def measuring(self) -> bool:
@@ -275,6 +275,7 @@ class StepTimer:
         narrow_bytes: int | None,
         movable: bool,
         prepare: Prepare | None,
+        no_recipe: NoRecipe | None = None,
         host_seconds: float = 0.0,
     ) -> None:
         """A block saved a storage.
@@ -287,29 +288,31 @@ class StepTimer:
             narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
             prepare: Returns a function that recomputes it, or None if that is not allowed; None if no recipe is known.
+            no_recipe: Why none is; None if one is, or that is not known.
             host_seconds: The host's time of carrying out the action.
         """
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
             return
-        kind, where, recomputes = (unit.site, unit.nbytes), run.where or self._where, self._pass.recomputes
-        if prepare is not None and not recomputes.knows(kind):
-            began = self._meter.timestamp(where)
-            recomputes.time(kind, prepare(), where)
-            block.aside.append((began, self._meter.timestamp(where)))
+        saved, device, recomputes = (unit.site, unit.nbytes), run.device or self._device, self._pass.recomputes
+        if prepare is not None and not recomputes.knows(saved):
+            began = self._meter.timestamp(device)
+            recomputes.time(saved, prepare(), device)
+            block.aside.append((began, self._meter.timestamp(device)))
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
             TimedUnit(
                 site=unit.site, nbytes=unit.nbytes, narrow_bytes=narrow_bytes, block_input=unit.block_input,
                 movable=movable, action=action, recompute_seconds=None,
-                recompute_flops=None if prepare is None else unit.recompute_flops, host_seconds=host_seconds,
+                recompute_flops=None if prepare is None else unit.recompute_flops, no_recipe=no_recipe,
+                host_seconds=host_seconds,
             )
         )  # fmt: skip
 
     # Internals
 
-    def _finish(self, found: _Pass, tail: Stretches) -> None:
+    def _finish(self, found: _Pass, epilogue: Stretches) -> None:
         meter, waited, head = self._meter, self._waited(), found.join()
         prices = found.recomputes.prices()
         executions = Counter(block.name for block in found.blocks)
@@ -317,14 +320,16 @@ class StepTimer:
             block.forward.add_memory(block.after.peak_bytes, block.after.resident_bytes)
 
         def own(stretches: Stretches, edge: str, name: str = "", aside: float = 0.0) -> float:
-            where = f"{edge} {name}".strip()
-            stall = (waited.get(where, 0.0) - found.waited.get(where, 0.0)) / max(executions[name], 1)
+            key = f"{edge} {name}".strip()
+            stall = (waited.get(key, 0.0) - found.waited.get(key, 0.0)) / max(executions[name], 1)
             return max(stretches.seconds(meter) - stall - aside, 0.0)
 
         def priced(unit: TimedUnit) -> TimedUnit:
             seconds = None if unit.recompute_flops is None else prices.get((unit.site, unit.nbytes))
-            flops = None if seconds is None else unit.recompute_flops
-            return replace(unit, recompute_seconds=seconds, recompute_flops=flops)
+            if seconds is None:
+                differs = unit.no_recipe if unit.recompute_flops is None else NoRecipe.DIFFERS
+                return replace(unit, recompute_seconds=None, recompute_flops=None, no_recipe=differs)
+            return replace(unit, recompute_seconds=seconds)
 
         blocks = tuple(
             TimedBlock(
@@ -348,11 +353,11 @@ class StepTimer:
         step = TimedStep(
             blocks=blocks,
             head_seconds=head.seconds(meter),
-            tail_seconds=own(tail, TAIL),
+            epilogue_seconds=own(epilogue, BETWEEN_STEPS),
             head_peak_bytes=head.peak_bytes,
             head_resident_bytes=head.resident_bytes,
             saved_bytes=found.saved_bytes,
-            held_bytes=found.held_bytes,
+            in_use_bytes=found.in_use_bytes,
             alone=found.alone,
         )
         self.forget()

@@ -107,12 +107,12 @@ class Trust:
     # Before a recipe is used
 
     def holds(
-        self, where: Key, entry: Entry, recipe: Expr, base: torch.Tensor, run: Callable[[], torch.Tensor]
+        self, block_key: Key, entry: Entry, recipe: Expr, base: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> bool:
         """Return whether ``recipe`` gives ``base`` exactly; compares when this block has not saved here before.
 
         Args:
-            where: Name of the block that saves ``base``, and the numerics under which it runs.
+            block_key: Name of the block that saves ``base``, and the numerics under which it runs.
             entry: The tensor's.
             recipe: Its recipe.
             base: The tensor.
@@ -120,7 +120,7 @@ class Trust:
         """
         if entry.site in self.demoted:
             return False
-        key = (where, entry.site, base.dtype, recipe.structure)
+        key = (block_key, entry.site, base.dtype, recipe.structure)
         verdict = self._verdicts.get(key)
         if verdict is not None:
             return verdict
@@ -196,7 +196,7 @@ class Trust:
     # When it is used
 
     def begin_block(self, name: str, kind: Key, *, accelerator: bool) -> Compared:
-        """Return how a block's run compares what it recomputes, or what its second run computes.
+        """Return how a block's run compares what it recomputes, or what its second forward computes.
 
         Args:
             name: The block's.
@@ -239,7 +239,7 @@ class Trust:
         while self._coming and self._coming[0][0].arrived:
             _read(*self._coming.popleft())
 
-    def settle(self) -> None:
+    def await_comparisons(self) -> None:
         """Wait for comparisons that a device has not answered yet, and raise if one failed."""
         self._send()
         for key in list(self._unanswered):

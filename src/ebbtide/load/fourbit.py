@@ -100,7 +100,7 @@ class FourBit:
         scales = {key for keys in self._scales.values() for key in keys.values()}
         return {key: entry for key, entry in entries.items() if key not in scales}
 
-    def settle(self, sources: Mapping[str, SourceLayout | Conversion]) -> None:
+    def learn_sources(self, sources: Mapping[str, SourceLayout | Conversion]) -> None:
         """Learn where weights come from, and put columns on meta if they are not there yet.
 
         Raises:

@@ -25,7 +25,7 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import SHOWN, NameMap, check_plan, make_plan, values_of, wanted_of, word
+from ebbtide.load.names import SHOWN, NameMap, check_names, match_names, values_of, wanted_of, word
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
@@ -237,8 +237,8 @@ class Loading:
             }
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         if self.checkpoint is not None and self.path != "initialize":
-            self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
-            check_plan(
+            self.plan = match_names(self.model, self.checkpoint.entries, self._four)
+            check_names(
                 self.plan,
                 self.checkpoint.name,
                 missing=self.options.missing,
@@ -253,7 +253,7 @@ class Loading:
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
         sourced = {name for names in self.plan.tied.values() for name in names}
         self._initialiser = Initialiser(self.model, self._init, seed=seed, sourced=sourced)
-        self._four.settle(self.plan.sources)
+        self._four.learn_sources(self.plan.sources)
         return {name: f"{tuple(t.shape)} of {word(t.dtype)}" for name, t in wanted_of(self.model).items()}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:

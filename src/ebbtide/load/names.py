@@ -125,7 +125,7 @@ def _by_base(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return bases
 
 
-def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
+def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
     """Match a checkpoint's tensors with the names of a model that is on meta and not sharded yet.
 
     Raises:
@@ -244,7 +244,7 @@ def castable(found: torch.dtype, wanted: torch.dtype) -> bool:
     return found == wanted or (found in plain and wanted in plain)
 
 
-def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
+def check_names(plan: NameMap, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
     """Raise one error for all mismatches.
 
     Args:

@@ -174,10 +174,10 @@ class SliceReader:
         try:
             for batch in self._batches(pieces):
                 if len(waiting) >= 2 * READERS:
-                    waiting = self._settle(waiting, done)
+                    waiting = self._wait_for_some(waiting, done)
                 waiting.add(self._pool.submit(self._read_batch, batch))
             while waiting:
-                waiting = self._settle(waiting, done)
+                waiting = self._wait_for_some(waiting, done)
             for file in self._files.values():
                 _check(file)
         except BaseException:
@@ -185,7 +185,7 @@ class SliceReader:
             wait(waiting)
             raise
 
-    def _settle(self, waiting: set[Future[int]], done: Callable[[int], None]) -> set[Future[int]]:
+    def _wait_for_some(self, waiting: set[Future[int]], done: Callable[[int], None]) -> set[Future[int]]:
         ended, left = wait(waiting, return_when=FIRST_COMPLETED)
         for future in ended:
             done(future.result())

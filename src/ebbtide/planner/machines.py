@@ -95,7 +95,7 @@ PRODUCTS, ATTENTION, MEMORY = 0.97, 0.82, 0.6
 """Shares of the best rates that a training step reaches. See [Note: named machines]."""
 
 # Devices and GiB of each; TFLOP/s: products in half precision and in float32, attention;
-# GB/s: memory, copies out and in; GiB and GB/s of the host.
+# GB/s: memory, copy-outs and copy-ins; GiB and GB/s of the host.
 _ROWS: tuple[tuple[str, int, float, float, float, float, float, float, float, int, float], ...] = (
     ("b200", 8, 178, 1745, 80, 1360, 8000, 52.8, 55, 2048, 717),
     ("h200", 8, 139, 790, 52, 616, 4800, 52.8, 55, 2048, 921),

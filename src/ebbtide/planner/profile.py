@@ -1,6 +1,6 @@
 """Profiles: the executed blocks of one step, the storages each saves, and the machine's rates.
 
-A profile is measured on the machine (``ebbtide.profiling.measured``) or simulated for another. It is plain
+A profile is measured on the machine (``ebbtide.profiling.auto``) or simulated for another. It is plain
 values: numbers, names, no tensors.
 """
 
@@ -116,9 +116,9 @@ class Profile:
     Attributes:
         blocks: In the order in which their forwards began.
         rates: The cost of offloading.
-        lead_seconds: Before the first block's forward.
+        prologue_seconds: Before the first block's forward.
         head_seconds: From the end of the last block's forward to its backward: the head and the loss.
-        tail_seconds: After the first block's backward: the backward of the parts before the blocks, and the optimizer.
+        epilogue_seconds: After the first block's backward: that of the parts before the blocks, and the optimizer.
         head_base_bytes: Most device memory while the head and the loss run, without what blocks have saved.
         window_bytes: Bytes allowed in flight each way; None: follows the largest block.
         store_bytes: Most bytes that the store holds at once; None: no limit.
@@ -126,15 +126,15 @@ class Profile:
 
     blocks: tuple[BlockProfile, ...]
     rates: Rates
-    lead_seconds: float = 0.0
+    prologue_seconds: float = 0.0
     head_seconds: float = 0.0
-    tail_seconds: float = 0.0
+    epilogue_seconds: float = 0.0
     head_base_bytes: int = 0
     window_bytes: int | None = None
     store_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lead_seconds", "head_seconds", "tail_seconds", "head_base_bytes"):
+        for name in ("prologue_seconds", "head_seconds", "epilogue_seconds", "head_base_bytes"):
             _check(name, getattr(self, name))
         _check("store_bytes", self.store_bytes or 0)
         for block in self.blocks:
@@ -174,7 +174,7 @@ class Profile:
     @property
     def step_seconds(self) -> float:
         """Time of the step when everything is kept: no copies, no recomputes."""
-        others = self.lead_seconds + self.head_seconds + self.tail_seconds
+        others = self.prologue_seconds + self.head_seconds + self.epilogue_seconds
         return self.forward_seconds + self.backward_seconds + others
 
 

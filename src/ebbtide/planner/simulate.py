@@ -83,11 +83,11 @@ class _Step:
 
     def __init__(self, profile: Profile, assignment: Assignment) -> None:
         self.profile, self.assignment = profile, assignment
-        self.now = profile.lead_seconds
+        self.now = profile.prologue_seconds
         self.stalls = [0.0] * len(profile.blocks)
         self.levels: list[int] = []
         self.peak, self.peak_at = 0, ("forward", "")
-        self.held = 0  # bytes kept, and offloaded bytes whose source is still there
+        self.resident = 0  # bytes kept, and offloaded bytes whose source is still there
         self.offloaded: dict[tuple[int, int], _Offloaded] = {}
         self.served_bytes = 0
         self._place = 0  # whose forward or backward runs: it has the stalls
@@ -105,11 +105,11 @@ class _Step:
         self._copy_out: CopyOut[_Offloaded] = CopyOut(self, self._window)
         self._copy_out.expect(sum(moved), to_its_end=bool(moved and moved[-1]))
 
-    def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
-        """Record the memory of one part of the step: its most saved bytes, all other memory, and where it was."""
+    def see(self, level_bytes: int, base_bytes: int, phase: str, name: str) -> None:
+        """Record the memory of a part of the step: its most saved bytes, all other memory, phase and block."""
         self.levels.append(level_bytes)
         if level_bytes + base_bytes > self.peak:
-            self.peak, self.peak_at = level_bytes + base_bytes, (where, name)
+            self.peak, self.peak_at = level_bytes + base_bytes, (phase, name)
 
     def handle(self, nbytes: int) -> None:
         """Spend the compute time of offloading one storage."""
@@ -138,7 +138,7 @@ class _Step:
         for saved in group:
             if saved.on_device:
                 saved.on_device = False
-                self.held -= saved.nbytes
+                self.resident -= saved.nbytes
         return True
 
     def cancel_copy_out(self, saved: _Offloaded) -> bool:
@@ -167,19 +167,19 @@ class _Step:
         self._place, began = place, self.now
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.forward_seconds / max(len(block.units), 1)
-        level = self.held
+        level = self.resident
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             self.now += slice_seconds
             if action is Action.KEEP:
-                self.held += unit.nbytes
+                self.resident += unit.nbytes
             elif action is Action.OFFLOAD:
                 self.handle(unit.moved_bytes)
-                self.held += unit.moved_bytes
+                self.resident += unit.moved_bytes
                 saved = self.offloaded[place, number] = _Offloaded(unit.site, unit.moved_bytes)
                 self._copy_out.add(saved, self._forward)
-            level = max(level, self.held)
-        self.held += _more_inputs(block, actions)
-        level = max(level, self.held)
+            level = max(level, self.resident)
+        self.resident += _more_inputs(block, actions)
+        level = max(level, self.resident)
         if not block.units:
             self.now += block.forward_seconds
         self._copy_out.begin()
@@ -191,7 +191,7 @@ class _Step:
 
     def head(self) -> None:
         self._copy_out.end_forward(self._forward)
-        self.see(self.held, self.profile.head_base_bytes, "head", "")
+        self.see(self.resident, self.profile.head_base_bytes, "head", "")
         self.now += self.profile.head_seconds
         self._copy_out.cancel(self._forward)
         blocks = self.profile.blocks
@@ -217,7 +217,7 @@ class _Step:
             self.now += block.checkpoint_seconds
             base = max(base, block.checkpoint_base_bytes)
             back = sum(u.nbytes for u, action in zip(block.units, actions, strict=True) if action is Action.CHECKPOINT)
-        level = self.held + coming.ahead_bytes + back
+        level = self.resident + coming.ahead_bytes + back
         for number in reversed(range(len(block.units))):
             unit, action = block.units[number], actions[number]
             if action is Action.RECOMPUTE:
@@ -227,19 +227,19 @@ class _Step:
                 back += self._read(self.offloaded[place, number], coming)
             if action is Action.OFFLOAD and unit.narrow_bytes is not None:
                 back += unit.nbytes  # cast up again
-            level = max(level, self.held + coming.ahead_bytes + back)
+            level = max(level, self.resident + coming.ahead_bytes + back)
             self.now += slice_seconds
         if not block.units:
             self.now += block.backward_seconds
         self.backwards[place] = began, self.now
         self.see(level, base, "backward", block.name)
         # Its graph is freed, and so are the bytes kept for it.
-        self.held -= _more_inputs(block, actions)
+        self.resident -= _more_inputs(block, actions)
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             if action is Action.KEEP:
-                self.held -= unit.nbytes
+                self.resident -= unit.nbytes
             elif action is Action.OFFLOAD and self.offloaded[place, number].on_device:
-                self.held -= unit.moved_bytes
+                self.resident -= unit.moved_bytes
 
     def _read(self, saved: _Offloaded, coming: CopyIn[_Offloaded]) -> int:
         """Wait for the bytes of a unit that is in the store; return how many came in for it."""
@@ -275,7 +275,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     for block, actions in zip(profile.blocks, assignment, strict=True):
         recomputed += block.checkpoint_seconds if Action.CHECKPOINT in actions else 0.0
-    seconds = step.now + profile.tail_seconds
+    seconds = step.now + profile.epilogue_seconds
     return Simulated(
         step_seconds=seconds,
         overhead_seconds=seconds - profile.step_seconds,

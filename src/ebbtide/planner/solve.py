@@ -30,7 +30,7 @@ from ebbtide.planner.simulate import Assignment, Simulated, simulate
 SHARES = (1.0, 0.97, 0.93, 0.85, 0.7, 0.4, 0.0)
 """The tried shares of the bytes that the bound moves across the link."""
 
-TAILS = (2, 0, 1, 4, 8)
+LAST_BLOCKS = (2, 0, 1, 4, 8)
 """The tried numbers of last blocks that keep everything not recomputed, if there is room; likeliest first."""
 
 DISTURBANCE = 0.05
@@ -143,7 +143,7 @@ class _Family:
     """Candidates that differ in the bytes that stay. See [Note: the search]."""
 
     share: float
-    tail: int
+    last_blocks: int
     priced: bool = True
 
 
@@ -167,7 +167,7 @@ class Search:
     def smallest(self) -> Solution:
         """The plan of the smallest peak: nothing is kept that can be offloaded or recomputed."""
         kept = self.profile.must_keep_bytes
-        tried = [self._try(_Family(share, tail), kept) for share in SHARES for tail in (0, 2)]
+        tried = [self._try(_Family(share, last_blocks), kept) for share in SHARES for last_blocks in (0, 2)]
         tried += self.checkpointed(lambda found: False)
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
 
@@ -231,13 +231,13 @@ class Search:
 
     def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
         """Return the best candidate within the limit: vary the offloaded share, then how many last blocks keep."""
-        tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
-        families = [_Family(share, tails[0]) for share in SHARES] + [_Family(1.0, tails[0], priced=False)]
+        counts = [count for count in LAST_BLOCKS if count <= len(self.profile.blocks)]
+        families = [_Family(share, counts[0]) for share in SHARES] + [_Family(1.0, counts[0], priced=False)]
         by_family = {family: found for family in families if (found := border(family)) is not None}
         if not by_family:
             return None
         first = min(by_family, key=lambda family: cost(by_family[family]))
-        others = [border(replace(first, tail=tail)) for tail in tails[1:]]
+        others = [border(replace(first, last_blocks=count)) for count in counts[1:]]
         return min((s for s in (by_family[first], *others) if s is not None), key=cost)
 
     def _border(
@@ -318,9 +318,9 @@ class Search:
                 crosses -= unit.moved_bytes
             else:
                 room += unit.nbytes
-        tail = min(family.tail, len(blocks))
-        room = self._keep_last(actions, range(len(blocks) - tail, len(blocks)), room)
-        self._keep_evenly(actions, range(len(blocks) - tail), room)
+        others = len(blocks) - min(family.last_blocks, len(blocks))
+        room = self._keep_last(actions, range(others, len(blocks)), room)
+        self._keep_evenly(actions, range(others), room)
         return tuple(map(tuple, actions))
 
     def _recomputed_first(
@@ -353,8 +353,8 @@ class Search:
 
 
 def _holder(least: Solution) -> str:
-    where, block = least.predicted.peak_at
-    what = {"head": "the head and the loss"}.get(where, f"the {where} of block {block!r}")
+    phase, block = least.predicted.peak_at
+    what = {"head": "the head and the loss"}.get(phase, f"the {phase} of block {block!r}")
     base = format_size(least.predicted.peak_bytes - max(least.predicted.levels_bytes, default=0))
     return (
         f"that peak is in {what}, and {base} of it are no saved tensors of blocks but weights, gradients, optimizer "

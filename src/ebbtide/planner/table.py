@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.actions import ALWAYS, Action, Candidate, Explained, Plan, Site
+from ebbtide.base.actions import ALWAYS, Action, Candidate, Explained, NoRecipe, Plan, Site
 from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
-from ebbtide.planner.rules import plan_for
+from ebbtide.planner.policies import plan_for
 from ebbtide.planner.solve import Solution
 
 logger = logging.getLogger("ebbtide")
@@ -83,7 +83,7 @@ class TablePlan(Explained):
     predicted: Prediction
     reasons: tuple[str, ...] = ()
     keeps_others: bool = field(default=False, compare=False)
-    by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
+    heuristic: Plan = field(default_factory=lambda: plan_for(Auto()), compare=False)
     _inputs: Mapping[str, Action] = field(init=False, compare=False)
     """Block → action for its inputs, if it is checkpointed."""
     _without_recomputes: Set[str] = field(init=False, compare=False)
@@ -113,11 +113,11 @@ class TablePlan(Explained):
         if self._keeps(candidate.block_name):
             return Action.KEEP
         if action is None:
-            return self.by_rule.choose(candidate)
+            return self.heuristic.choose(candidate)
         if action is Action.RECOMPUTE and candidate.recompute_flops is None:
             return Action.OFFLOAD
         if action is Action.KEEP and candidate.kept_bytes + candidate.nbytes > self.predicted.kept_bytes:
-            return self.by_rule.choose(candidate)
+            return self.heuristic.choose(candidate)
         return action
 
     def _keeps(self, block_name: str) -> bool:
@@ -296,22 +296,23 @@ def _reasons(solution: Solution) -> tuple[str, ...]:
     """Return one line per site kind: actions, number of blocks, reason; largest first."""
     groups: dict[Site, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     nbytes: dict[Site, int] = defaultdict(int)
-    recompute: dict[Site, float | None] = {}
+    recompute: dict[Site, float | NoRecipe | None] = {}
     for place, number, unit in solution.profile.units():
         groups[unit.site][solution.assignment[place][number]] += 1
         nbytes[unit.site] += unit.nbytes
-        if unit.recompute_seconds is not None or unit.site not in recompute:
-            seconds = unit.recompute_seconds
-            recompute[unit.site] = None if seconds is None else seconds / max(unit.nbytes, 1)
+        if unit.recompute_seconds is not None:
+            recompute[unit.site] = unit.recompute_seconds / max(unit.nbytes, 1)
+        else:
+            recompute.setdefault(unit.site, unit.no_recipe)
     moving = 1 / solution.profile.rates.out_bytes_per_second
     lines: list[str] = []
     for site in sorted(groups, key=lambda s: -nbytes[s]):
         done = ", ".join(f"{action.value} x{count}" for action, count in groups[site].items() if count)
-        seconds = recompute[site]
-        if seconds is None:
-            cost = "no recompute rule"
+        found = recompute[site]
+        if found is None or isinstance(found, NoRecipe):
+            cost = "cannot be recomputed" if found is None else found.value
         else:
-            cost = f"recompute: {seconds * MILLISECONDS_PER_MB:.3g} ms/MB"
+            cost = f"recompute: {found * MILLISECONDS_PER_MB:.3g} ms/MB"
         lines.append(
             f"{format_size(nbytes[site]):>10}  {done:<28}  {site} ({cost}; a copy that does not hide: "
             f"{moving * MILLISECONDS_PER_MB:.3g} ms/MB)"

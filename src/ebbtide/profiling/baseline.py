@@ -240,7 +240,7 @@ def undisturbed(steps: list[TimedStep]) -> TimedStep:
         base,
         blocks=tuple(blocks),
         head_seconds=min(step.head_seconds for step in equal_steps),
-        tail_seconds=min(step.tail_seconds for step in equal_steps),
+        epilogue_seconds=min(step.epilogue_seconds for step in equal_steps),
     )
 
 

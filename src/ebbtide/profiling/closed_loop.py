@@ -38,8 +38,8 @@ from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution, follow
 from ebbtide.profiling.baseline import sample
-from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
-from ebbtide.store.meter import device_bytes, room_bytes, store_bytes
+from ebbtide.profiling.promise import CORRECTIONS, Judgement, loosened, recalibrated
+from ebbtide.store.meter import allocatable_bytes, room_bytes, store_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -93,18 +93,18 @@ class ClosedLoop:
         self._policy, self._tier = policy, tier
         self._noise, self._corrections, self._loosened, self._known = 0.0, 0, 0, True
         self._aim = 1.0  # share of the promised slowdown that plans are made for
-        self._before: Check | None = None  # the plan that kept its promise, while one that keeps less is tried
+        self._before: Judgement | None = None  # the plan that kept its promise, while one that keeps less is tried
         self._warned = False
         self.story: list[str] = []
 
     @property
     def budget_bytes(self) -> int | None:
         """The user's memory budget, or what the device has if that is less; None: there is none."""
-        return _budget_within(self._policy.budget_bytes, device_bytes(self._tier))
+        return _budget_within(self._policy.budget_bytes, allocatable_bytes(self._tier))
 
     @property
     def _device_bytes(self) -> int | None:
-        found = device_bytes(self._tier)
+        found = allocatable_bytes(self._tier)
         return None if found is None else _without_fragments(found)
 
     def _room_bytes(self) -> int | None:
@@ -121,7 +121,7 @@ class ClosedLoop:
     def _reserve(self) -> float:
         return RESIDENT_RESERVE if self._device_bytes is None else RESERVE
 
-    def first(self, profile: Profile, noise: float, *, known: bool = True) -> Check:
+    def first(self, profile: Profile, noise: float, *, known: bool = True) -> Judgement:
         """Return the first plan of a profile.
 
         Args:
@@ -135,43 +135,44 @@ class ClosedLoop:
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
         self._before, self.story, self._known = None, [], known
         profile = replace(profile, store_bytes=store_bytes(self._tier))
-        check = marked("plan", lambda: self._check(*self._first(profile)))
+        judgement = marked("plan", lambda: self._judgement_of(*self._first(profile)))
         if self.budget_bytes != self._policy.budget_bytes:
             self._record(f"memory_budget is {self._policy.memory_budget!r}, so {self._room_in_words}, is the budget")
-        elif check.budget_bytes is not None and self.budget_bytes is None:
+        elif judgement.budget_bytes is not None and self.budget_bytes is None:
             self._record(f"the plan for max_slowdown does not fit {self._room_in_words}")
-        return (self._try_looser(check) or check) if check.keeps and known else check
+        return (self._try_looser(judgement) or judgement) if judgement.keeps and known else judgement
 
-    def after(self, check: Check) -> Check | None:
+    def after(self, judgement: Judgement) -> Judgement | None:
         """Return the plan that follows a judged one; None: the judged one stays."""
-        if not (check.too_slow or check.over_budget_bytes):
-            shown = "keeps" if check.allowed_share >= 1 else "does not clearly miss"
-            logger.info("the plan %s its promise: %s", shown, check.text())
-            return None if check.looks else self._try_looser(check)
+        if not (judgement.too_slow or judgement.over_budget_bytes):
+            shown = "keeps" if judgement.allowed_share >= 1 else "does not clearly miss"
+            logger.info("the plan %s its promise: %s", shown, judgement.text())
+            return None if judgement.looks else self._try_looser(judgement)
         before, self._before = self._before, None
         if before is not None:
             self._loosened = LOOSENED
         if before is not None and not before.keeps:  # else its prices were too high, and those measured now may do
-            self._record(f"a plan that kept less missed the promise, so the one before it is restored: {check.text()}")
+            what = "a plan that kept less missed the promise, so the one before it is restored"
+            self._record(f"{what}: {judgement.text()}")
             return before
         if self._corrections == CORRECTIONS:
-            self._give_up(check)
+            self._give_up(judgement)
             return None
         if self._corrections:
-            self._aim *= min(check.allowed_share, 1.0)
+            self._aim *= min(judgement.allowed_share, 1.0)
         self._corrections += 1
-        found = self._corrected(check)
+        found = self._corrected(judgement)
         if found is None:
-            self._give_up(check)
+            self._give_up(judgement)
         else:
-            self._record(f"correction {self._corrections}: the plan before missed its promise: {check.text()}")
+            self._record(f"correction {self._corrections}: the plan before missed its promise: {judgement.text()}")
         return found
 
-    def yardsticks(self, check: Check) -> frozenset[str]:
+    def yardsticks(self, judgement: Judgement) -> frozenset[str]:
         """Return blocks that run without hooks while a plan is judged, besides those that keep everything."""
-        if check.budget_bytes is not None:
+        if judgement.budget_bytes is not None:
             return frozenset()
-        solution, room = check.solution, self._room_bytes()
+        solution, room = judgement.solution, self._room_bytes()
         kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
         enough = Counter(kind for name, kind in kinds.items() if name in kept)
         treated = Counter(kind for name, kind in kinds.items() if name not in kept)
@@ -184,45 +185,45 @@ class ClosedLoop:
         ]
         return sample(few, None if room is None else room - solution.predicted.peak_bytes, most=YARDSTICKS)
 
-    def _give_up(self, check: Check) -> None:
-        if check.budget_bytes is not None and not check.over_budget_bytes:
-            self._record(f"it takes longer than predicted, and no faster plan is known that fits: {check.text()}")
+    def _give_up(self, judgement: Judgement) -> None:
+        if judgement.budget_bytes is not None and not judgement.over_budget_bytes:
+            self._record(f"it takes longer than predicted, and no faster plan is known that fits: {judgement.text()}")
         else:
             self.story.append("the promise is not kept, and no plan is known that would keep it")
-            logger.warning("%s: %s", self.story[-1], check.text())
+            logger.warning("%s: %s", self.story[-1], judgement.text())
 
     def _record(self, line: str) -> None:
         self.story.append(line)
         logger.info("%s", line)
 
-    def _try_looser(self, check: Check) -> Check | None:
+    def _try_looser(self, judgement: Judgement) -> Judgement | None:
         """Try a plan that keeps less, and remember the one that kept its promise; None if the gain is too small."""
-        if check.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
+        if judgement.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
             return None
-        cheaper = loosened(check)
+        cheaper = loosened(judgement)
         if cheaper is None:
             return None
         found, budget = self._solution(cheaper, None)
-        gained = check.solution.predicted.peak_bytes - found.predicted.peak_bytes
+        gained = judgement.solution.predicted.peak_bytes - found.predicted.peak_bytes
         if budget is not None or gained <= 0 or gained < WORTH * cheaper.saved_bytes:
             return None
         self._loosened += 1
-        self._before = check
-        self._record(f"an earlier plan, replaced by one that saves {format_size(gained)} more: {check.text()}")
-        return self._check(found, None)
+        self._before = judgement
+        self._record(f"an earlier plan, replaced by one that saves {format_size(gained)} more: {judgement.text()}")
+        return self._judgement_of(found, None)
 
-    def _corrected(self, check: Check) -> Check | None:
-        before, budget = check.solution, check.budget_bytes
-        profile = (recalibrated(check) if check.too_slow else None) or before.profile
-        if budget is not None and check.over_budget_bytes:
+    def _corrected(self, judgement: Judgement) -> Judgement | None:
+        before, budget = judgement.solution, judgement.budget_bytes
+        promised, profile = budget, (recalibrated(judgement) if judgement.too_slow else None) or before.profile
+        if budget is not None and judgement.over_budget_bytes:
             predicted = int(before.predicted.peak_bytes * (1 + self._reserve))
-            budget = max(int(min(budget, predicted) * (1 - MARGIN)) - check.over_budget_bytes, 1)
+            budget = max(int(min(budget, predicted) * (1 - MARGIN)) - judgement.over_budget_bytes, 1)
         found, budget = self._solution(profile, budget)
         if budget is not None:
-            return None if found.assignment == before.assignment else self._check(found, check.budget_bytes or budget)
+            return None if found.assignment == before.assignment else self._judgement_of(found, promised or budget)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
             found = Search(profile).everything
-        return self._check(found, None) if self._has_room(found) else None
+        return self._judgement_of(found, None) if self._has_room(found) else None
 
     def _has_room(self, solution: Solution) -> bool:
         predicted, room = solution.predicted, self._room_bytes()
@@ -256,12 +257,11 @@ class ClosedLoop:
             return self._solution(profile, self._room_bytes())
         return found, budget_bytes
 
-    def _check(self, solution: Solution, budget_bytes: int | None) -> Check:
+    def _judgement_of(self, solution: Solution, budget_bytes: int | None) -> Judgement:
         promised = solution.profile.step_seconds * (1 + self._policy.max_slowdown)
         allowed = promised if budget_bytes is None else solution.predicted.step_seconds
-        check = Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget_bytes)
-        check.known = self._known
-        return check
+        known, noise = self._known, self._noise
+        return Judgement(solution, allowed_seconds=allowed, noise=noise, budget_bytes=budget_bytes, known=known)
 
 
 def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]:
@@ -276,13 +276,13 @@ def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]
     return [line]
 
 
-def why_kept(check: Check) -> KeptBecause:
+def why_kept(judgement: Judgement) -> KeptBecause:
     """Return why a plan keeps everything."""
-    if check.budget_bytes is not None:
+    if judgement.budget_bytes is not None:
         return KeptBecause.FITS
-    if not check.known:
+    if not judgement.known:
         return KeptBecause.UNLIKE
-    return KeptBecause.GAINS_NOTHING if check.solution.profile.saved_bytes else KeptBecause.SMALL
+    return KeptBecause.GAINS_NOTHING if judgement.solution.profile.saved_bytes else KeptBecause.SMALL
 
 
 def kept_blocks(solution: Solution) -> frozenset[str]:

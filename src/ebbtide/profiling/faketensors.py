@@ -84,7 +84,7 @@ class FakeMachine(TorchDispatchMode):
 
     # The meter of a step
 
-    def timestamp(self, where: torch.device | None) -> float:
+    def timestamp(self, device: torch.device | None) -> float:
         """Return the clock."""
         return self._clock
 
@@ -96,12 +96,12 @@ class FakeMachine(TorchDispatchMode):
         """Return True: the clock is at its latest moment."""
         return True
 
-    def take_peak_bytes(self, where: torch.device | None = None) -> int:
+    def take_peak_bytes(self, device: torch.device | None = None) -> int:
         """Return the most bytes alive at once since the last call."""
         peak, self._peak = self._peak, self.live_bytes
         return peak
 
-    def held_bytes(self, where: torch.device | None = None) -> None:
+    def in_use_bytes(self, device: torch.device | None = None) -> None:
         """Return None: nobody compares simulated steps."""
         return None
 

@@ -58,9 +58,9 @@ def measured_speed(target: str, disk_path: str | None) -> Speed:
     """
     tier = open_tier(target, disk_path=disk_path)
     try:
-        where = torch.device("cpu") if tier.name == "disk" else device_here()
-        most = min(_spare_bytes(where), _spare_bytes(torch.device("cpu")))
-        return measure_speed(tier, where, most_bytes=max(most, _LEAST_BYTES))
+        device = torch.device("cpu") if tier.name == "disk" else device_here()
+        most = min(_spare_bytes(device), _spare_bytes(torch.device("cpu")))
+        return measure_speed(tier, device, most_bytes=max(most, _LEAST_BYTES))
     finally:
         tier.close()
 
@@ -77,7 +77,7 @@ def machine_with(speed: Speed) -> Machine:
         name=device_name(device),
         devices=torch.accelerator.device_count() if accelerated else 1,
         memory_bytes=device_bytes(device),
-        flop_per_second=_products(device, _half_kinds(device)),
+        flop_per_second=_products(device, _half_dtypes(device)),
         flop32_per_second=_products(device, (torch.float32,)),
         attention_flop_per_second=_attention(device),
         memory_bytes_per_second=_copies(device),
@@ -115,7 +115,7 @@ def _spare_bytes(device: torch.device) -> int:
     return max(free_bytes(device) // 4, _LEAST_BYTES)
 
 
-def _half_kinds(device: torch.device) -> tuple[torch.dtype, ...]:
+def _half_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the dtypes for matrix products, half precision first; the last is float32, which always works."""
     first = torch.bfloat16
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -123,35 +123,35 @@ def _half_kinds(device: torch.device) -> tuple[torch.dtype, ...]:
     return first, torch.float16, torch.float32
 
 
-def _products(device: torch.device, kinds: Sequence[torch.dtype]) -> float:
-    def prepare(side: int, kind: torch.dtype) -> Work:
-        one = _numbers(side * side, device, kind).view(side, side)
+def _products(device: torch.device, dtypes: Sequence[torch.dtype]) -> float:
+    def prepare(side: int, dtype: torch.dtype) -> Work:
+        one = _numbers(side * side, device, dtype).view(side, side)
         return lambda: one @ one
 
     sides = _sizes(256, 2048) if device.type == "cpu" else _sizes(1024, 8192)
     most = math.isqrt(_spare_bytes(device) // (3 * 4))
-    return _rate(device, kinds, _fitting(sides, most), lambda side: 2.0 * side**3, prepare)
+    return _rate(device, dtypes, _fitting(sides, most), lambda side: 2.0 * side**3, prepare)
 
 
 def _attention(device: torch.device) -> float:
     attend = torch.nn.functional.scaled_dot_product_attention
     heads, width = (8, 64) if device.type == "cpu" else (32, 128)  # of large models: small ones fill no accelerator
 
-    def prepare(tokens: int, kind: torch.dtype) -> Work:
-        one = _numbers(heads * tokens * width, device, kind).view(1, heads, tokens, width)
+    def prepare(tokens: int, dtype: torch.dtype) -> Work:
+        one = _numbers(heads * tokens * width, device, dtype).view(1, heads, tokens, width)
         return lambda: attend(one, one, one, is_causal=True)
 
     sizes = _sizes(256, 2048) if device.type == "cpu" else _sizes(1024, 8192)
     most = math.isqrt(_spare_bytes(device) // (heads * 3 * 4))  # as much as unfused attention takes
     work = 2.0 * heads * width  # two products, half of the pairs
-    return _rate(device, _half_kinds(device), _fitting(sizes, most), lambda n: work * n * n, prepare)
+    return _rate(device, _half_dtypes(device), _fitting(sizes, most), lambda n: work * n * n, prepare)
 
 
 def _copies(device: torch.device) -> float:
     """Return the memory's rate: a copy reads and writes."""
 
-    def prepare(nbytes: int, kind: torch.dtype) -> Work:
-        one, other = (torch.zeros(nbytes, dtype=kind, device=device) for _ in range(2))
+    def prepare(nbytes: int, dtype: torch.dtype) -> Work:
+        one, other = (torch.zeros(nbytes, dtype=dtype, device=device) for _ in range(2))
         return lambda: other.copy_(one)
 
     most = min(_spare_bytes(device) // 2, (1024 if device.type != "cpu" else 128) * _MIB)
@@ -173,14 +173,14 @@ def _fitting(sizes: Sequence[int], most: int) -> list[int]:
     return [size for size in sizes if size <= most] or [sizes[0]]
 
 
-def _numbers(count: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
+def _numbers(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return random numbers: on zeros a device may take less power and be faster."""
-    return incompressible(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
+    return incompressible(count, device).to(torch.float32).sub_(128).div_(128).to(dtype)
 
 
 def _rate(
     device: torch.device,
-    kinds: Sequence[torch.dtype],
+    dtypes: Sequence[torch.dtype],
     sizes: Sequence[int],
     amount: Callable[[int], float],
     prepare: Callable[[int, torch.dtype], Work],
@@ -189,17 +189,17 @@ def _rate(
 
     Args:
         device: The measured device.
-        kinds: Dtypes; the first that the device supports is used.
+        dtypes: The first of them that the device supports is used.
         sizes: Sizes of the work, rising.
         amount: The work in a size.
         prepare: Builds the work of a size.
     """
     refused: Exception | None = None
-    for kind in kinds:
+    for dtype in dtypes:
         found, spent = 0.0, 0.0
         for size in sizes:
             try:
-                work = prepare(size, kind)
+                work = prepare(size, dtype)
                 rounds = [_seconds(device, work) for _ in range(1 + _LEAST_ROUNDS)]
                 rounds = rounds[1:]  # the first warms up, which may take longer than all others
                 spent += sum(rounds)

@@ -37,20 +37,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
-from ebbtide.base.actions import Action, Candidate, Plan
-from ebbtide.base.events import BUS, Bus
+from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.events import Bus
 from ebbtide.base.weak import weakly
-from ebbtide.config import Auto, Minimal, Policy
+from ebbtide.config import Minimal
 from ebbtide.engine import Engine
 from ebbtide.engine.marks import marked
 from ebbtide.engine.spans import Span
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
-from ebbtide.planner.rules import PolicyPlan
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.planner.policies import PolicyPlan
 from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials, with_backward
-from ebbtide.store.meter import device_bytes, meter_for
+from ebbtide.store.meter import allocatable_bytes, meter_for
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -105,7 +104,7 @@ class MinimalPlan(PolicyPlan):
         rule = self.current = self.voted = plan_for(policy)
         super().__init__(policy, rule.name, rule.text)
         self._tier, self._window_bytes, self._bus, self.judged = tier, window_bytes, bus, False
-        self._mixes = device_bytes(tier) is not None
+        self._mixes = allocatable_bytes(tier) is not None
         self._warm = not self._mixes  # a mix is made of the second measured step
         self._measured: TimedStep | None = None  # of which the mix is made
         self._mix: TablePlan | None = None
@@ -223,23 +222,23 @@ class MinimalPlan(PolicyPlan):
     def _check_memory(self, span: Span) -> bool:
         """Return whether a step's peak may be compared with a mix's; end the trials if more memory is in use now."""
         step = self._measured
-        if not self._mixes or step is None or span.held_bytes is None or step.held_bytes is None:
+        if not self._mixes or step is None or span.in_use_bytes is None or step.in_use_bytes is None:
             return True
-        if span.held_bytes > (1 + SAME) * step.held_bytes and self._states:
+        if span.in_use_bytes > (1 + SAME) * step.in_use_bytes and self._states:
             self._states, self._outdated = self._states - 1, True
             self._end({})
-        less = span.held_bytes < (1 - SAME) * step.held_bytes or span.saved_bytes * GROWTH < step.saved_bytes
+        less = span.in_use_bytes < (1 - SAME) * step.in_use_bytes or span.saved_bytes * GROWTH < step.saved_bytes
         return not less and not self._outdated
 
     def _peak_bytes(self, span: Span) -> int:
         """Return the peak of a step as if it were as long as the measured one; in doubt more of a mix, else less."""
-        peak_bytes, held_bytes, step = span.peak_bytes or 0, span.held_bytes, self._measured
-        if step is None or held_bytes is None or not step.saved_bytes:
+        peak_bytes, in_use_bytes, step = span.peak_bytes or 0, span.in_use_bytes, self._measured
+        if step is None or in_use_bytes is None or not step.saved_bytes:
             return peak_bytes
         longer = span.saved_bytes / step.saved_bytes
         if abs(longer - 1) <= SAME or (longer > 1) is self.reads_kept_bytes:  # gradients do not grow with the step
             return peak_bytes
-        return held_bytes + int((peak_bytes - held_bytes) / longer)
+        return in_use_bytes + int((peak_bytes - in_use_bytes) / longer)
 
     def _take_outdated(self) -> bool:
         """Return whether a step is to be measured again, once for each reason."""
@@ -250,7 +249,7 @@ class MinimalPlan(PolicyPlan):
         """End the trials; where a mix was to be compared, checkpoint what can be."""
         able = {b.kind for b in self._measured.blocks if b.checkpointable} if self._mixes and self._measured else set()
         self._why = dict.fromkeys(able, f"{Method.CHECKPOINT.value}: {why}")
-        self._settle(dict.fromkeys(able, Method.CHECKPOINT))
+        self._conclude(dict.fromkeys(able, Method.CHECKPOINT))
 
     def _note(self, trial: Trial, span: Span) -> None:
         """Note the times of a step with a trial."""
@@ -289,7 +288,7 @@ class MinimalPlan(PolicyPlan):
         self._timer.checkpointed = frozenset()
         self._answer(methods)
 
-    def _settle(self, methods: dict[str, Method]) -> None:
+    def _conclude(self, methods: dict[str, Method]) -> None:
         """End the trials with the choice."""
         self._end(methods)
         self.judged = True
@@ -325,7 +324,7 @@ class MinimalPlan(PolicyPlan):
             each = (f"{r.middle:.4g} s ({r.low:.4g} to {r.high:.4g}) {w.value}" for w, r in times.items())
             self._why[kind] = f"{methods[kind].value}: a block took " + ", ".join(each) + why
             logger.info("%s blocks are %s", kind, self._why[kind])
-        self._settle(methods)
+        self._conclude(methods)
 
     def _times(self, out: set[Method]) -> dict[str, dict[Method, Range]]:
         """Return the times of each kind of block of which several methods were tried, but those that are out."""
@@ -349,14 +348,3 @@ def _can_move(step: TimedStep) -> bool:
         for block in step.blocks
         if not block.checkpointed
     )
-
-
-def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:
-    """Return the plan of a policy that measures steps; None for other policies."""
-    match policy:
-        case Auto():
-            return MeasuredPlan(policy, tier, window_bytes, BUS)
-        case Minimal():
-            return MinimalPlan(policy, tier, window_bytes, BUS)
-        case _:
-            return None

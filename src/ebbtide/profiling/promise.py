@@ -133,7 +133,7 @@ def from_blocks(span: Span, solution: Solution) -> Measured | None:
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
     plain_forward = sum(block.forward_seconds for block in profile.blocks)
     plain_backward = sum(block.backward_seconds for block in profile.blocks)
-    others = max(others, 0.0) + profile.tail_seconds
+    others = max(others, 0.0) + profile.epilogue_seconds
 
     def seconds(forward: float, backward: float) -> float:
         plain = forward * plain_forward + backward * plain_backward
@@ -200,7 +200,7 @@ def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: i
     return profile[place].seconds * median(factors) if factors else mine.seconds
 
 
-class Check:
+class Judgement:
     """Judges one plan. See [Note: the loop].
 
     Args:
@@ -208,10 +208,11 @@ class Check:
         allowed_seconds: The longest step that was promised.
         noise: Relative difference of the equal steps that were measured.
         budget_bytes: The promised peak; None: no promise.
+        known: Whether the profile's times are those of ordinary training.
     """
 
     def __init__(
-        self, solution: Solution, *, allowed_seconds: float, noise: float, budget_bytes: int | None = None
+        self, solution: Solution, *, allowed_seconds: float, noise: float, budget_bytes: int | None, known: bool = True
     ) -> None:
         self.solution, self.allowed_seconds, self.budget_bytes = solution, allowed_seconds, budget_bytes
         self._noise = max(noise, LEAST_NOISE)
@@ -221,7 +222,7 @@ class Check:
         self.looks = 0  # later ones, after the first verdict
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
-        self.known = True  # whether the profile's times are those of ordinary training
+        self.known = known
         self._unused = 0
         self.too_slow = False  # steps took longer than promised, beyond noise
         self.by_blocks = False  # judged by blocks without hooks in the same passes
@@ -248,7 +249,7 @@ class Check:
         self._unused = 0
         if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
-        seconds = span.seconds + self.solution.profile.tail_seconds
+        seconds = span.seconds + self.solution.profile.epilogue_seconds
         self._steps.append(
             Measured(
                 seconds=seconds,
@@ -365,9 +366,9 @@ class Check:
         return "; ".join(parts)
 
 
-def recalibrated(check: Check) -> Profile | None:
+def recalibrated(judgement: Judgement) -> Profile | None:
     """Return the step with prices that explain the plan's measured time; None if no prices apply."""
-    predicted, profile, measured = check.solution.predicted, check.solution.profile, check.measured
+    predicted, profile, measured = judgement.solution.predicted, judgement.solution.profile, judgement.measured
     if measured is None:
         return None
     work = Work(
@@ -375,21 +376,21 @@ def recalibrated(check: Check) -> Profile | None:
         moved_bytes=predicted.moved_bytes,
         crossings=0,
         all_kinds=True,
-        hook_seconds=check.solution.hook_seconds,
+        hook_seconds=judgement.solution.hook_seconds,
     )
     return charged(profile, work, measured.seconds - predicted.step_seconds)
 
 
-def loosened(check: Check) -> Profile | None:
+def loosened(judgement: Judgement) -> Profile | None:
     """Return the step with lower prices, if a plan showed that its own were too high; else None.
 
     Args:
-        check: A plan that kept its promise, or keeps everything and shows no price.
+        judgement: A plan that kept its promise, or keeps everything and shows no price.
     """
-    profile, predicted, measured = check.solution.profile, check.solution.predicted, check.measured
-    if check.keeps:
+    profile, predicted, measured = judgement.solution.profile, judgement.solution.predicted, judgement.measured
+    if judgement.keeps:
         return scaled(profile, LEAST_PRICE)
-    if measured is None or not check.by_blocks or predicted.overhead_seconds <= 0:
+    if measured is None or not judgement.by_blocks or predicted.overhead_seconds <= 0:
         return None
     # No plan is faster than ordinary training: what one seems to gain is an error, which may have the other sign, too.
     extra = max(measured.high_seconds - profile.step_seconds, profile.step_seconds - measured.seconds)

@@ -92,7 +92,7 @@ class Job:
                 )
 
 
-def forecast(
+def simulate_model(
     model: nn.Module,
     batch: Any,
     machine: Machine,
@@ -131,7 +131,7 @@ def forecast(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The arguments of ``forecast``."""
+    """The arguments of ``simulate_model``."""
 
     model: nn.Module
     batch: Any
@@ -207,13 +207,13 @@ class _Task:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast or around):
             return _loss_of(_call(twin, arguments), self.loss)
 
-    def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
+    def _profile_of(self, step: TimedStep, twin: nn.Module, prologue: float) -> Profile:
         job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
-        tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
+        epilogue = profile.epilogue_seconds + _update_seconds(twin, job, machine)
         store_bytes = None if machine.stores_on_disk else share_of(host_bytes, host_bytes, ranks)
-        return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds, store_bytes=store_bytes)
+        return replace(profile, prologue_seconds=prologue, epilogue_seconds=epilogue, store_bytes=store_bytes)
 
 
 def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, int]) -> Profile:

@@ -37,7 +37,7 @@ def profile_of(
         blocks=tuple(map(_block, step.blocks)),
         rates=rates,
         head_seconds=step.head_seconds,
-        tail_seconds=step.tail_seconds,
+        epilogue_seconds=step.epilogue_seconds,
         window_bytes=window_bytes,
     )
     if step.head_peak_bytes is None:
@@ -79,7 +79,7 @@ def _base(peak_bytes: int | None, level_bytes: int) -> int:
 
 
 def measured_rates(tier: Tier) -> Rates:
-    """Return the rates of a store's copies so far; if there were none, of one copy out and in that is made now."""
+    """Return the rates of a store's copies so far; if there were none, of a copy-out and a copy-in, made now."""
     counters = tier.counters
     if not (counters.out_bytes_per_second and counters.in_bytes_per_second):
         _probe(tier)

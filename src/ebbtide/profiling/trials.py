@@ -17,7 +17,7 @@ from ebbtide.profiling.closed_loop import FASTER, within_checkpointing
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.schedule.window import LEAST_WINDOW
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, store_bytes
+from ebbtide.store.meter import allocatable_bytes, store_bytes
 from ebbtide.store.protocol import Tier
 
 NOTCH = 1.57
@@ -127,6 +127,6 @@ def mixed(step: TimedStep, tier: Tier, window_bytes: int | None, limit_bytes: in
     """
     profile = profile_of(step, measured_rates(tier), window_bytes)
     profile = replace(profile, store_bytes=store_bytes(tier))
-    found = within_checkpointing(profile, limit_bytes, device_bytes(tier) or 0)
-    by_rule = plan_for(Minimal())
-    return None if found is None else replace(table_plan(found, by_rule.name), by_rule=by_rule)
+    found = within_checkpointing(profile, limit_bytes, allocatable_bytes(tier) or 0)
+    heuristic = plan_for(Minimal())
+    return None if found is None else replace(table_plan(found, heuristic.name), heuristic=heuristic)

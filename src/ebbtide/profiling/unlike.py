@@ -72,7 +72,7 @@ class UnlikeSteps:
             largest,
             blocks=blocks,
             head_seconds=min(step.head_seconds for step in self._hooked),
-            tail_seconds=min(step.tail_seconds for step in self._hooked),
+            epilogue_seconds=min(step.epilogue_seconds for step in self._hooked),
             saved_bytes=max(largest.saved_bytes, sum(block.saved_bytes for block in blocks)),
         )
 

@@ -100,9 +100,9 @@ def stalls_table(run: Run, *, most: int = 12) -> Table:
         groups.setdefault((str(event.get("where")), str(event.get("block"))), []).append(event)
     longest = sorted(groups.items(), key=lambda item: -sum(e["seconds"] for e in item[1]))[:most]
     rows = [
-        (block, where, str(len(events)), f"{sum(e['seconds'] for e in events):.4f} s",
+        (block, phase, str(len(events)), f"{sum(e['seconds'] for e in events):.4f} s",
          f"{max(e['seconds'] for e in events):.4f} s")
-        for (where, block), events in longest
+        for (phase, block), events in longest
     ]  # fmt: skip
     return Table(columns=("block", "in", "stalls", "sum", "longest"), rows=tuple(rows))
 

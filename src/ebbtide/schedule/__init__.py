@@ -15,7 +15,7 @@ a prefetch makes that window smaller.
 [Note: start of backward]
 What is saved last is read first. So the last bytes of a pass, as many as its largest block offloads, are *held back*:
 the pass before shows how many bytes a pass offers, and whether its last block offers any. (If not, the backward of that
-block hides the first copies in, and nothing is held back.) A pass that turns out longer begins the oldest of them when
+block hides the first copy-ins, and nothing is held back.) A pass that turns out longer begins the oldest of them when
 more would be held; a shorter one holds less. Bytes held back count as bytes in the window, so memory is the same
 whether the forecast was right or not; in backward they count as bytes ahead of their reader, as if they had been copied
 in. Copies that have not begun when backward begins are cancelled where the store can do that (a disk; a copy queued on

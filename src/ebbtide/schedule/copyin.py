@@ -27,7 +27,7 @@ class CopyIn(Generic[SavedT]):
     Args:
         upcoming: What the backward will read.
         window: Bounds the bytes copied in and not yet read.
-        mover: Carries the copies out.
+        mover: Carries out the copies.
     """
 
     def __init__(self, upcoming: Upcoming[SavedT], window: Window, mover: Mover[SavedT]) -> None:

@@ -113,7 +113,7 @@ class CopyOut(Generic[SavedT]):
         Args:
             offered_bytes: Its bytes.
             to_its_end: Its last block offers some. If not, nothing is held back: the backward of that block hides the
-                first copies in.
+                first copy-ins.
         """
         self._expected_bytes = offered_bytes if to_its_end else sys.maxsize
 

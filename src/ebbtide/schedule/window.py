@@ -85,7 +85,7 @@ class Window:
         self._follow()
         if first:
             logger.warning(
-                "the device has no room for a window of %s on top of what backward needs: copies in run less far "
+                "the device has no room for a window of %s on top of what backward needs: copy-ins run less far "
                 "ahead, and compute may wait for them; a smaller window, or offloading less, makes room",
                 format_size(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW)),
             )

@@ -35,7 +35,7 @@ from ebbtide.engine.storages import plain_tensors
 from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
-from ebbtide.track.parts import held_bytes, model_bytes, optimizer_bytes
+from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
@@ -236,7 +236,7 @@ class ScriptSteps:
             "parts",
             step=self._step,
             weights=model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
-            gradient_bytes=held_bytes(p.grad for p in self._trained() if p.grad is not None),
+            gradient_bytes=tensor_bytes(p.grad for p in self._trained() if p.grad is not None),
             optimizer_bytes=optimizer_bytes([optimizer]),
             average_bytes=0,
         )

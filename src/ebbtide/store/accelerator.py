@@ -73,14 +73,14 @@ class AcceleratorDevice:
             runtime = find() if find is not None else None
             if not hasattr(runtime, "cudaHostRegister") or not hasattr(runtime, "cudaHostUnregister"):
                 return None
-            registrar = RuntimeRegistrar(runtime, self._settle, self._forget_error, self._at_home)
+            registrar = RuntimeRegistrar(runtime, self._synchronize, self._forget_error, self._at_home)
             trial = pinned_memory(mmap.PAGESIZE, registrar)
             return registrar if trial.is_pinned() else None
         except (RuntimeError, AssertionError) as error:  # torch raises the latter without a runtime
             _LOG.debug("mapped memory cannot be pinned: %s", error)
             return None
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         for where in tuple(self._used):
             with contextlib.suppress(RuntimeError):  # a failed device copies nothing
                 torch.accelerator.synchronize(where)

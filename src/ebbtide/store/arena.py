@@ -85,14 +85,14 @@ class ArenaState:
     """The state of an arena.
 
     Attributes:
-        held_bytes: Its host memory.
+        reserved_bytes: Its host memory.
         pageable_bytes: The part that is not pinned, although the device could use pinned memory.
         used_bytes: Bytes offloaded now.
         peak_used_bytes: Most bytes ever offloaded at once.
         chunks: Number of chunks ever allocated; each costs milliseconds.
     """
 
-    held_bytes: int
+    reserved_bytes: int
     pageable_bytes: int
     used_bytes: int
     peak_used_bytes: int
@@ -155,7 +155,7 @@ class Arena:
         """The current state."""
         self._audit()
         return ArenaState(
-            held_bytes=self._extents.size_bytes,
+            reserved_bytes=self._extents.size_bytes,
             pageable_bytes=sum(c.memory.numel() for c in self._chunks if not c.pinned)
             if self._device.capabilities.pinned_host
             else 0,
@@ -241,7 +241,7 @@ class Arena:
         self._cooling.prune(self._device)
         self._cooling.mark(self._device, streams)
         self._tops.append(self._top_bytes)
-        self._top_bytes = self._extents.size_bytes - self._extents.tail_bytes
+        self._top_bytes = self._extents.size_bytes - self._extents.free_end_bytes
         chunks = len(self._chunks)
         self._shrink(max(self._tops), wait=False)
         self._gave_back = self._gave_back or len(self._chunks) < chunks
@@ -349,7 +349,7 @@ class Arena:
         self._torn = True
         while self._chunks and keep_bytes <= self._chunks[-1].begin:
             chunk, size = self._chunks[-1], self._extents.size_bytes
-            if size - self._extents.tail_bytes > chunk.begin:
+            if size - self._extents.free_end_bytes > chunk.begin:
                 break
             for guard in self._cooling.over([(chunk.begin, size - chunk.begin)]):
                 if wait:

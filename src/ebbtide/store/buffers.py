@@ -91,7 +91,7 @@ class _Chunk:
 
     def reserve(self, nbytes: int) -> int | None:
         """Return where a free place begins, now used; None if there is none."""
-        self.places.settle(self._release)
+        self.places.release_dead(self._release)
         offset = self.extents.reserve(nbytes)
         self.used = self.used or offset is not None
         return offset

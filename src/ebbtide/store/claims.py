@@ -44,7 +44,7 @@ class Claims(Generic[_Held]):
         claim.held = held
         self._live.add(claim)
 
-    def settle(self, release: Callable[[_Held], None]) -> None:
+    def release_dead(self, release: Callable[[_Held], None]) -> None:
         """Release what dead objects held.
 
         Args:

@@ -52,8 +52,8 @@ class TierCounters:
         out_seconds: Time spent copying ``timed_out_bytes`` out.
         in_bytes: Bytes copied in.
         in_seconds: Time spent copying ``timed_in_bytes`` in.
-        timed_out_bytes: Bytes whose copy out was timed, and is over. See ``Stalls.timed``.
-        timed_in_bytes: Bytes whose copy in was timed, and is over.
+        timed_out_bytes: Bytes whose copy-out was timed, and is over. See ``Stalls.timed``.
+        timed_in_bytes: Bytes whose copy-in was timed, and is over.
         stalls: Time compute waited for either.
         probed_bytes: Of the bytes each way, those that were copied only to measure rates.
         probed_seconds: Of the time that compute waited, that for them.
@@ -71,25 +71,25 @@ class TierCounters:
 
     @property
     def out_bytes_per_second(self) -> float | None:
-        """Rate of copies out; None before one was timed."""
+        """Rate of copy-outs; None before one was timed."""
         return self.timed_out_bytes / self.out_seconds if self.out_seconds else None
 
     @property
     def in_bytes_per_second(self) -> float | None:
-        """Rate of copies in; None before one was timed."""
+        """Rate of copy-ins; None before one was timed."""
         return self.timed_in_bytes / self.in_seconds if self.in_seconds else None
 
     def probed(self, nbytes: int, seconds: float) -> None:
-        """Count a copy out and in that only measured rates, and the wait for it."""
+        """Count a copy-out and a copy-in that only measured rates, and the wait for them."""
         self.probed_bytes += nbytes
         self.probed_seconds += seconds
 
     def copied_out(self, nbytes: int, seconds: float) -> None:
-        """Count a copy out that was timed and is over."""
+        """Count a copy-out that was timed and is over."""
         self.timed_out_bytes += nbytes
         self.out_seconds += seconds
 
     def copied_in(self, nbytes: int, seconds: float) -> None:
-        """Count a copy in that was timed and is over."""
+        """Count a copy-in that was timed and is over."""
         self.timed_in_bytes += nbytes
         self.in_seconds += seconds

@@ -47,7 +47,7 @@ class AllocatorFigures(NamedTuple):
     flushes: int
 
 
-def allocator_figures(where: torch.device | int | None = None) -> AllocatorFigures:
+def allocator_figures(device: torch.device | int | None = None) -> AllocatorFigures:
     """Return the allocator's figures of a device.
 
     ``torch.accelerator.memory_stats``, which every public getter calls, sorts a hundred figures in Python: 0.4 ms. So
@@ -55,52 +55,52 @@ def allocator_figures(where: torch.device | int | None = None) -> AllocatorFigur
     """
     read: Any = getattr(torch._C, "_accelerator_getDeviceStats", None)
     if read is None or device_memory() is not torch.accelerator:
-        flat = device_memory().memory_stats(where)
+        flat = device_memory().memory_stats(device)
         return AllocatorFigures(*(flat.get(".".join(name), 0) for name in _FIGURES))
     if not torch._C._accelerator_isAllocatorInitialized():
         return AllocatorFigures(0, 0, 0, 0, 0)
-    nested = read(index_of(where))
+    nested = read(index_of(device))
     return AllocatorFigures(*(functools.reduce(operator.getitem, name, nested) for name in _FIGURES))
 
 
-def peak_bytes(where: torch.device | int | None = None) -> int:
+def peak_bytes(device: torch.device | int | None = None) -> int:
     """Return the most bytes that torch had allocated on a device, also before ``take_peak_bytes``."""
-    return max(allocator_figures(where).peak_bytes, _highest.get(index_of(where), 0))
+    return max(allocator_figures(device).peak_bytes, _highest.get(index_of(device), 0))
 
 
-def take_peak_bytes(where: torch.device | int | None = None) -> int:
+def take_peak_bytes(device: torch.device | int | None = None) -> int:
     """Return the most bytes allocated since the last call, and reset torch's peak."""
-    index, peak = index_of(where), allocator_figures(where).peak_bytes
+    index, peak = index_of(device), allocator_figures(device).peak_bytes
     _highest[index] = max(peak, _highest.get(index, 0))
-    device_memory().reset_peak_memory_stats(where)
+    device_memory().reset_peak_memory_stats(device)
     return peak
 
 
-def allowed_bytes(where: torch.device | None = None) -> int | None:
+def allowed_bytes(device: torch.device | None = None) -> int | None:
     """Return the memory that torch's allocator may still take from a device; None where torch does not know it.
 
     That is the free memory, or what is left of the process's share (``torch.cuda.set_per_process_memory_fraction``).
     """
-    known, share = free_and_total_bytes(where), getattr(_module(where), "get_per_process_memory_fraction", None)
+    known, share = free_and_total_bytes(device), getattr(_module(device), "get_per_process_memory_fraction", None)
     if known is None or share is None:
         return None if known is None else known[0]
     free, total = known
-    return max(0, min(free, int(share(where) * total) - allocator_figures(where).reserved_bytes))
+    return max(0, min(free, int(share(device) * total) - allocator_figures(device).reserved_bytes))
 
 
-def free_and_total_bytes(where: torch.device | None = None) -> tuple[int, int] | None:
+def free_and_total_bytes(device: torch.device | None = None) -> tuple[int, int] | None:
     """Return a device's free memory and all of its memory; None where torch does not know them."""
     info: Any = getattr(torch.accelerator, "get_memory_info", None)
     if info is None:
-        info = getattr(_module(where), "mem_get_info", None)
-    return None if info is None else info(where)
+        info = getattr(_module(device), "mem_get_info", None)
+    return None if info is None else info(device)
 
 
-def index_of(where: torch.device | int | None) -> int:
+def index_of(device: torch.device | int | None) -> int:
     """Return the index of a device; None, and a device without one: the current one."""
-    index = where.index if isinstance(where, torch.device) else where
+    index = device.index if isinstance(device, torch.device) else device
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def _module(where: torch.device | None) -> Any:
-    return torch.get_device_module(torch.accelerator.current_accelerator() if where is None else where)
+def _module(device: torch.device | None) -> Any:
+    return torch.get_device_module(torch.accelerator.current_accelerator() if device is None else device)

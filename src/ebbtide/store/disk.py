@@ -196,7 +196,7 @@ class DiskTier(Streamless):
         return slots
 
     def are_copied_out(self, slots: Sequence[DiskSlot]) -> bool:
-        """Whether the copies-out of several slots are done."""
+        """Whether the copy-outs of several slots are done."""
         self._work.check_usable()
         for slot in slots:
             parcel = slot._parcel
@@ -207,7 +207,7 @@ class DiskTier(Streamless):
         return True
 
     def wait_copied_out(self, slots: Sequence[DiskSlot]) -> None:
-        """Wait for the copies-out of several slots."""
+        """Wait for the copy-outs of several slots."""
         for slot in slots:
             slot.wait_copied_out()
 

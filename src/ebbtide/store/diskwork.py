@@ -119,7 +119,7 @@ class DiskWork:
             DiskError: The tier cannot be used.
         """
         with self._lock:
-            self._settle()
+            self._release_dead()
             for parcel in parcels:
                 need = parcel.interior_bytes
                 self._wait_until(lambda need=need: self._out_bytes <= 0 or self._out_bytes + need <= _WINDOW_BYTES)
@@ -140,7 +140,7 @@ class DiskWork:
     def wait_copied_out(self, parcel: Parcel) -> None:
         """Wait for the end of the write."""
         with self._lock:
-            self._settle()
+            self._release_dead()
             self._hasten(parcel)
             self._wait_until(lambda: parcel.state not in (ParcelState.QUEUED, ParcelState.WRITING))
         self._trash.clear()
@@ -148,7 +148,7 @@ class DiskWork:
     def cancel(self, parcel: Parcel) -> bool:
         """Cancel a write that has not begun and that no ``take`` waits for; True if it was cancelled."""
         with self._lock:
-            self._settle()
+            self._release_dead()
             taken = any(read.parcel is parcel and read is not parcel.read for read in self._reads)
             if cancelled := parcel.state is ParcelState.QUEUED and not taken:
                 self._release_place(parcel)
@@ -160,7 +160,7 @@ class DiskWork:
         for parcel in parcels:
             self.check(parcel)
         with self._lock:
-            self._settle()
+            self._release_dead()
             for parcel in parcels:
                 if parcel.read is None and parcel.state not in (ParcelState.FAILED, ParcelState.DEAD):
                     self._ask(parcel)
@@ -170,14 +170,14 @@ class DiskWork:
     def discard(self, parcel: Parcel) -> None:
         """Discard an unused read."""
         with self._lock:
-            self._settle()
+            self._release_dead()
             self._drop_read(parcel)
         self._trash.clear()
 
     def take(self, parcel: Parcel) -> torch.Tensor | None:
         """Wait for a read; returns the tensor (None: freed meanwhile)."""
         with self._lock:
-            self._settle()
+            self._release_dead()
             read, parcel.read = parcel.read or self._ask(parcel), None
             try:
                 read.urgent = True
@@ -225,7 +225,7 @@ class DiskWork:
             self.check_usable()
             if not wait_held(self._done, _WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
                 raise ended_error()
-            self._settle()
+            self._release_dead()
         self._counters.stalls.add_since(started)
 
     def _ask(self, parcel: Parcel) -> Read:
@@ -247,18 +247,18 @@ class DiskWork:
             self._ahead_bytes -= read.parcel.nbytes
             self._to_read.notify()
 
-    def _settle(self) -> None:
+    def _release_dead(self) -> None:
         while self._freed:
             self._release_place(self._freed[0])
             self._freed.popleft()  # last: an interrupted release is repeated
-        self.claims.settle(self._release_place)
+        self.claims.release_dead(self._release_place)
         if self._in_use is not None and not self._in_use():
             self._closed = True
             self._wake_all()
 
     def _audit(self) -> int:
         """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""
-        self._settle()
+        self._release_dead()
         for parcel in self._room.dead(self._writing, self._reading):
             self._release_place(parcel)
         draining = self._room.mend()
@@ -322,10 +322,10 @@ class DiskWork:
     def _write_loop(self) -> None:
         while True:
             with self._lock:
-                self._settle()
+                self._release_dead()
                 while not self._writes and not self._closed:
                     self._to_write.wait(_WAKE_SECONDS)
-                    self._settle()
+                    self._release_dead()
                 if self._closed:
                     return
                 parcel = self._writes.popleft()
@@ -362,10 +362,10 @@ class DiskWork:
     def _read_loop(self) -> None:
         while True:
             with self._lock:
-                self._settle()
+                self._release_dead()
                 while (read := self._next_read()) is None and not self._closed:
                     self._to_read.wait(_WAKE_SECONDS)
-                    self._settle()
+                    self._release_dead()
                 if read is None or self._closed:
                     return
             self._trash.clear()

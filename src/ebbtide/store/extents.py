@@ -42,7 +42,7 @@ class Extents:
         return self.size_bytes - self.free_bytes
 
     @property
-    def tail_bytes(self) -> int:
+    def free_end_bytes(self) -> int:
         """Free bytes at the end of the file; with them it need not grow by the full size."""
         if self._free and sum(self._free[-1]) == self.size_bytes:
             return self._free[-1][1]
@@ -112,14 +112,14 @@ class Extents:
         """Remove free bytes from the end.
 
         Args:
-            size_bytes: The new size, at least the old one less ``tail_bytes``.
+            size_bytes: The new size, at least the old one less ``free_end_bytes``.
 
         Raises:
             ValueError: A place is in the removed part.
         """
-        if size_bytes < self.size_bytes - self.tail_bytes:
+        if size_bytes < self.size_bytes - self.free_end_bytes:
             raise ValueError(
-                f"cannot cut {self.size_bytes} bytes to {size_bytes}: {self.tail_bytes} at the end are free"
+                f"cannot cut {self.size_bytes} bytes to {size_bytes}: {self.free_end_bytes} at the end are free"
             )
         if size_bytes == self.size_bytes:
             return

@@ -68,9 +68,10 @@ class HostTier:
     def gauges(self) -> dict[str, int]:
         """Return the figures of host memory, by name."""
         state = self.arena
+        reserved = state.reserved_bytes
         return {
-            "host_held_bytes": state.held_bytes,
-            "host_pinned_bytes": state.held_bytes - state.pageable_bytes if self.device.capabilities.pinned_host else 0,
+            "host_held_bytes": reserved,
+            "host_pinned_bytes": reserved - state.pageable_bytes if self.device.capabilities.pinned_host else 0,
             "host_used_bytes": state.used_bytes,
             "host_most_used_bytes": state.peak_used_bytes,
             "host_chunks": state.chunks,
@@ -79,19 +80,19 @@ class HostTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of places in use now."""
-        with self._settled():
+        with self._up_to_date():
             return self._arena.used_bytes
 
     @property
     def arena(self) -> ArenaState:
         """The state of their host memory."""
-        with self._settled():
+        with self._up_to_date():
             return self._arena.state
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes that the budget still allows; ``None`` without a budget."""
-        with self._settled():
+        with self._up_to_date():
             return self._arena.free_bytes
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
@@ -154,7 +155,7 @@ class HostTier:
         """
         self._check(None)
         with self._lock:
-            self._settle()
+            self._release_dead()
             place = self._arena.take(content.numel())
         for event in place.guard.events(self.device):
             self.device.synchronize(event)
@@ -168,7 +169,7 @@ class HostTier:
             self._arena.expect(nbytes)
 
     def are_copied_out(self, slots: Sequence[HostSlot]) -> bool:
-        """Whether the copies-out of several slots are done."""
+        """Whether the copy-outs of several slots are done."""
         latest = None  # those of a group share it
         for slot in slots:
             if slot.done is not latest and (latest := slot.done) is not None and not self.copies.is_done(latest):
@@ -178,7 +179,7 @@ class HostTier:
         return True
 
     def wait_copied_out(self, slots: Sequence[HostSlot]) -> None:
-        """Make compute wait for the copies-out of several slots: once for those that were queued together."""
+        """Make compute wait for the copy-outs of several slots: once for those that were queued together."""
         for slot in {id(slot.done): slot for slot in slots}.values():
             if slot.done is not None:
                 self.copies.stall(slot.compute, slot.done)
@@ -223,7 +224,7 @@ class HostTier:
             self._check(slot)
         if self._waits_for_device or self._leaving:
             with self._lock:
-                self._settle()
+                self._release_dead()
         if self.synchronous:
             target = self.device.allocate(slot.nbytes, slot.where)
             for part, piece in pieces(slot.has_place(), target):
@@ -258,10 +259,10 @@ class HostTier:
             self._waits_for_device = True
         if (self._closed or self._closes_unused) and self._lock.acquire(blocking=False):  # there may be no next holder
             try:
-                self._settle()
+                self._release_dead()
                 if self._closed or not self._arena.used_bytes:
                     self._arena.clear()
-                    self._settle()
+                    self._release_dead()
             finally:
                 self._lock.release()
 
@@ -272,7 +273,7 @@ class HostTier:
         self._headroom.forget()
         with self._lock:
             self.copies.harvest()
-            self._settle()
+            self._release_dead()
             self._arena.trim(self.copies.streams)
 
     def close_unused(self, in_use: Callable[[], object]) -> None:
@@ -284,15 +285,15 @@ class HostTier:
         if self._closed or self._is_forked:
             return
         with self._lock:
-            self._settle()
+            self._release_dead()
             self._closed = True
             self._arena.clear()
-            self._settle()
+            self._release_dead()
 
     def _places(self, sizes: list[int], spare_bytes: int) -> list[Place | CapError]:
         """Return a place, or the error that prevents it, for each size: in one region, if there is one for all."""
         with self._lock:
-            self._settle()
+            self._release_dead()
             with contextlib.suppress(CapError):
                 return [*self._arena.take_all(sizes, spare_bytes=spare_bytes)]
             places: list[Place | CapError] = []
@@ -315,13 +316,13 @@ class HostTier:
         return os.getpid() != self._pid
 
     @contextlib.contextmanager
-    def _settled(self) -> Generator[None]:
-        """Settle, and hold the lock; a forked child does neither: at the fork, another thread may have held it."""
+    def _up_to_date(self) -> Generator[None]:
+        """Release the dead, and hold the lock; not in a forked child: at the fork, another thread may have held it."""
         with contextlib.nullcontext() if self._is_forked else self._lock:
-            self._settle()
+            self._release_dead()
             yield
 
-    def _settle(self) -> None:
+    def _release_dead(self) -> None:
         if self._is_forked:
             return
         self._waits_for_device = False

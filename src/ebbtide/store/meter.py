@@ -36,7 +36,7 @@ _FORGET_PEAK = "5"
 class Meter(Protocol):
     """The meter of a step. Of arguments ``where``, None is the current device."""
 
-    def timestamp(self, where: torch.device | None) -> Timestamp:
+    def timestamp(self, device: torch.device | None) -> Timestamp:
         """Return a timestamp after all work queued on the device so far."""
         ...
 
@@ -48,11 +48,11 @@ class Meter(Protocol):
         """Whether a timestamp is reached, so that reading it does not wait."""
         ...
 
-    def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
+    def take_peak_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the peak memory since the last call, and reset it; None if unknown."""
         ...
 
-    def held_bytes(self, where: torch.device | None = None) -> int | None:
+    def in_use_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the memory that is allocated now; None where that is of no interest."""
         ...
 
@@ -78,9 +78,9 @@ class DevicePeak:
     def __init__(self) -> None:
         _unread[self] = {}
 
-    def take_bytes(self, where: torch.device | int | None) -> int:
+    def take_bytes(self, device: torch.device | int | None) -> int:
         """Return the peak since the last call, and reset torch's; None: of the current device."""
-        return _shared(self, index_of(where), take_peak_bytes(where))
+        return _shared(self, index_of(device), take_peak_bytes(device))
 
 
 class HostMeter:
@@ -89,7 +89,7 @@ class HostMeter:
     def __init__(self) -> None:
         _unread[self] = {}
 
-    def timestamp(self, where: torch.device | None) -> float:
+    def timestamp(self, device: torch.device | None) -> float:
         """Return the clock's time: a CPU runs synchronously."""
         return time.perf_counter()
 
@@ -101,7 +101,7 @@ class HostMeter:
         """Return True: a CPU runs synchronously."""
         return True
 
-    def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
+    def take_peak_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the largest resident size since the last call."""
         try:
             found = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -110,7 +110,7 @@ class HostMeter:
             return None
         return _shared(self, None, int(found.split()[1]) * 1024)
 
-    def held_bytes(self, where: torch.device | None = None) -> None:
+    def in_use_bytes(self, device: torch.device | None = None) -> None:
         """Return None: the heap keeps what was freed."""
         return None
 
@@ -138,9 +138,9 @@ class DeviceMeter:
     def __init__(self, device: Device) -> None:
         self._device, self._peak = device, DevicePeak()
 
-    def timestamp(self, where: torch.device | None) -> Timestamp:
+    def timestamp(self, device: torch.device | None) -> Timestamp:
         """Return an event of the compute stream of that device."""
-        device = torch.accelerator.current_accelerator() if where is None else where
+        device = torch.accelerator.current_accelerator() if device is None else device
         if device is None:
             raise RuntimeError("a timestamp needs a device")
         stream = self._device.compute_stream(device)
@@ -164,17 +164,17 @@ class DeviceMeter:
         """Whether the device has reached a timestamp."""
         return not self._device.capabilities.timed_events or self._device.query(timestamp.event)
 
-    def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
+    def take_peak_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the peak allocation since the last call, and reset torch's; None: of tensors of no accelerator."""
-        if not torch.accelerator.is_available() or (where is not None and where.type == "cpu"):
+        if not torch.accelerator.is_available() or (device is not None and device.type == "cpu"):
             return None
-        return self._peak.take_bytes(where)
+        return self._peak.take_bytes(device)
 
-    def held_bytes(self, where: torch.device | None = None) -> int | None:
+    def in_use_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the bytes that torch has allocated; None: of tensors of no accelerator."""
-        if not torch.accelerator.is_available() or (where is not None and where.type == "cpu"):
+        if not torch.accelerator.is_available() or (device is not None and device.type == "cpu"):
             return None
-        return allocator_figures(where).allocated_bytes
+        return allocator_figures(device).allocated_bytes
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""
@@ -200,12 +200,12 @@ def room_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes() // ranks_of(os.environ)
-    where = home_of(tier)
-    allowed, found = allowed_bytes(where), allocator_figures(where)
+    device = home_of(tier)
+    allowed, found = allowed_bytes(device), allocator_figures(device)
     return None if allowed is None else allowed + found.reserved_bytes - found.allocated_bytes
 
 
-def device_bytes(tier: Tier) -> int | None:
+def allocatable_bytes(tier: Tier) -> int | None:
     """Return all memory that torch may allocate on the device, including memory in use; None without a device."""
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:

@@ -29,7 +29,7 @@ class RuntimeRegistrar:
 
     Args:
         runtime: A module with ``cudaHostRegister`` and ``cudaHostUnregister``.
-        settle: Waits for all copies of the process.
+        synchronize: Waits for all copies of the process.
         forget_error: Clears the runtime's last error, which the next kernel launch would raise otherwise.
         on_device: Makes the device current that the calls go to: a runtime begins the one that is.
     """
@@ -37,11 +37,11 @@ class RuntimeRegistrar:
     def __init__(
         self,
         runtime: Any,
-        settle: Callable[[], None],
+        synchronize: Callable[[], None],
         forget_error: Callable[[], None],
         on_device: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self._runtime, self._settle, self._forget_error = runtime, settle, forget_error
+        self._runtime, self._synchronize, self._forget_error = runtime, synchronize, forget_error
         self._on_device = on_device
 
     def register(self, address: int, nbytes: int) -> int:
@@ -54,7 +54,7 @@ class RuntimeRegistrar:
 
     def unregister(self, address: int) -> int:
         """Wait for the copies that may use it and unpin it; returns 0, or the runtime's error number."""
-        self._settle()
+        self._synchronize()
         with self._on_device():
             code = int(self._runtime.cudaHostUnregister(address))
         if code:

@@ -115,11 +115,11 @@ class Tier(Protocol):
         ...
 
     def are_copied_out(self, slots: Sequence[Any]) -> bool:
-        """Whether the copies-out of several slots of this tier are done. Raises the error of a failed copy."""
+        """Whether the copy-outs of several slots of this tier are done. Raises the error of a failed copy."""
         ...
 
     def wait_copied_out(self, slots: Sequence[Any]) -> None:
-        """Make compute wait for the copies-out of several slots of this tier. Raises the error of a failed copy."""
+        """Make compute wait for the copy-outs of several slots of this tier. Raises the error of a failed copy."""
 
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots of this tier together (after their copy-outs), unless they have begun.

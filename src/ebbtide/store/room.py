@@ -174,7 +174,7 @@ class Room:
         place = self._extents.reserve(need_bytes)
         if place is not None:
             return place
-        least = round_up(need_bytes) - self._extents.tail_bytes
+        least = round_up(need_bytes) - self._extents.free_end_bytes
         growth = self._file.disk_free_bytes() // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES
         cause: OSError | None = None
         # In large steps, for contiguous blocks on disk; if that is too much, in small ones.

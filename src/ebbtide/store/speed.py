@@ -41,20 +41,20 @@ class Speed:
     in_bytes_per_second: float
 
 
-def incompressible(nbytes: int, where: torch.device) -> torch.Tensor:
+def incompressible(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return incompressible bytes, one-dimensional and equal in each call; torch's random state is unchanged."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(nbytes, _TILE_BYTES)
-    tile = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu", generator=generator).to(where)
+    tile = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu", generator=generator).to(device)
     return tile.repeat(-(-nbytes // size))[:nbytes]
 
 
-def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int) -> Speed:
+def measure_speed(tier: Tier, device: torch.device, *, most_bytes: int) -> Speed:
     """Copy some pieces out and in. See [Note: incompressible bytes].
 
     Args:
         tier: The tier; left empty.
-        where: The device whose memory the tier saves.
+        device: The device whose memory the tier saves.
         most_bytes: Most memory to use on either side.
 
     Raises:
@@ -62,21 +62,21 @@ def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int) -> Speed:
         CapError: Likewise, in host memory.
         DiskError: A copy failed.
     """
-    return _Trial(tier, where, most_bytes).run()
+    return _Trial(tier, device, most_bytes).run()
 
 
 class _Trial:
     """One measurement."""
 
-    def __init__(self, tier: Tier, where: torch.device, most_bytes: int) -> None:
-        self._tier, self._where, self._most_bytes = tier, where, most_bytes
+    def __init__(self, tier: Tier, device: torch.device, most_bytes: int) -> None:
+        self._tier, self._device, self._most_bytes = tier, device, most_bytes
         self._timed = keeps_time(tier)
-        self._source = incompressible(_LEAST_BYTES, where)
+        self._source = incompressible(_LEAST_BYTES, device)
 
     def run(self) -> Speed:
         self._out([])  # allocates memory, and the first part of the file
         first = self._out([])
-        self._source = incompressible(self._piece_bytes(first), self._where)
+        self._source = incompressible(self._piece_bytes(first), self._device)
         slots: list[Slot] = []
         try:
             out = _median(self._all_out(slots))
@@ -94,7 +94,7 @@ class _Trial:
         """Copy out one piece; the slot may be dropped."""
         before = self._read()
         slot = copy_out_one(self._tier, self._source)
-        synchronize(self._where)
+        synchronize(self._device)
         slots.append(slot)
         return self._rate(before, self._read(), 0)
 
@@ -109,7 +109,7 @@ class _Trial:
     def _in(self, slot: Slot) -> float:
         before = self._read()
         slot.take()
-        synchronize(self._where)
+        synchronize(self._device)
         return self._rate(before, self._read(), 2)
 
     def _read(self) -> tuple[float, float, float, float]:

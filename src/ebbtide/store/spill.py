@@ -125,7 +125,7 @@ class SpillTier:
         return self.host.are_copied_out(slots if self._disk is None else _stages(slots))
 
     def wait_copied_out(self, slots: Sequence[Any]) -> None:
-        """Make compute wait for the copies-out of several slots to host memory."""
+        """Make compute wait for the copy-outs of several slots to host memory."""
         self.host.wait_copied_out(slots if self._disk is None else _stages(slots))
 
     def prefetch(self, slots: Sequence[Any]) -> int:

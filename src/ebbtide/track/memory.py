@@ -58,9 +58,9 @@ def track_memory(
         DataError: The folder already holds a run, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    from ebbtide.track.steps import marking, settle  # needs torch, which reports do not
+    from ebbtide.track.steps import emit_ended_step, marking  # needs torch, which reports do not
 
-    settle()
+    emit_ended_step()
     name = model if model is None or isinstance(model, str) else type(model).__name__
     run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)
     with run, marking(None if isinstance(model, str) else model) as run.marker:

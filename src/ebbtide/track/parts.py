@@ -10,7 +10,7 @@ import torch
 from ebbtide.engine.storages import plain_tensors
 
 
-def held_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None) -> int:
+def tensor_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None) -> int:
     """Return the device memory of tensors on this process; of sharded tensors, that of its shards.
 
     A storage counts once. With an accelerator, tensors in host memory do not count.
@@ -19,10 +19,10 @@ def held_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None)
         tensors: Of any kind; those without a storage of their own do not count.
         counted: Addresses of storages that do not count; those of the tensors are added.
     """
-    kind = "cpu"
+    device_type = "cpu"
     if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
-        kind = accelerator.type
-    counted, held = set() if counted is None else counted, 0
+        device_type = accelerator.type
+    counted, total = set() if counted is None else counted, 0
     for tensor in plain_tensors(tensors):
         parts = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
         for part in parts:
@@ -31,10 +31,10 @@ def held_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None)
                 address = storage.data_ptr()
             except (RuntimeError, ValueError):  # an opaque subclass, another layout, a lazy parameter
                 continue
-            if part.device.type == kind and address not in counted:
+            if part.device.type == device_type and address not in counted:
                 counted.add(address)
-                held += storage.nbytes()
-    return held
+                total += storage.nbytes()
+    return total
 
 
 def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[str, int]:
@@ -46,7 +46,7 @@ def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[st
     sizes: dict[str, int] = {}
     numbers: dict[str, int] = {}
     for name, parameters in models:
-        if size := held_bytes(parameters, counted):
+        if size := tensor_bytes(parameters, counted):
             number = numbers[name] = numbers.get(name, 0) + 1
             sizes[name if number == 1 else f"{name} {number}"] = size
     return sizes
@@ -57,8 +57,8 @@ def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, An
     optimizers = list(optimizers)
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return {
-        "weights": {"trained": held_bytes(trained)},
-        "gradient_bytes": held_bytes(p.grad for p in trained if p.grad is not None),
+        "weights": {"trained": tensor_bytes(trained)},
+        "gradient_bytes": tensor_bytes(p.grad for p in trained if p.grad is not None),
         "optimizer_bytes": optimizer_bytes(optimizers),
     }
 
@@ -66,4 +66,4 @@ def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, An
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return the device memory of the state of optimizers."""
     states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
-    return held_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    return tensor_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))

@@ -78,7 +78,7 @@ class StepMarker:
     def __exit__(self, *exception: object) -> None:
         while self._undo:
             self._undo.pop()()
-        self.settle()
+        self.emit_ended_step()
 
     @contextmanager
     def follow(self, model: nn.Module) -> Generator[None, None, None]:
@@ -105,10 +105,10 @@ class StepMarker:
         finally:
             self._hand_phases, self._hand_steps = hands
 
-    def settle(self) -> None:
+    def emit_ended_step(self) -> None:
         """Emit the step that an optimizer has just ended."""
         with self._lock:
-            self._settle()
+            self._emit_ended_step()
 
     def finish(self, **figures: Any) -> None:
         """Emit the step that an optimizer has just ended, with further figures; log those of a step marked by hand.
@@ -128,7 +128,7 @@ class StepMarker:
                     "recorded; hint: a gradient scaler skips some steps; call run.step once after optimizer.step(), "
                     "and with an optimizer that is not torch's pass number and time: run.step(n, seconds=...)"
                 )
-            self._settle(**figures)
+            self._emit_ended_step(**figures)
 
     # Hooks of a followed module
 
@@ -178,7 +178,7 @@ class StepMarker:
             self._hand_phases, self._phase = True, None
             self._since = time.monotonic() if self._since is None else self._since
             if self._ended is None or self._step != fields["step"]:
-                self._settle()
+                self._emit_ended_step()
                 self._step = fields["step"]
 
     def _step_by_hand(self, fields: dict[str, Any]) -> None:
@@ -186,12 +186,12 @@ class StepMarker:
         self._step = fields.get("step")
         if self._ended is None:
             self._ended = time.monotonic()
-        self._settle()
+        self._emit_ended_step()
 
     def _forward_begins(self) -> None:
         if self._phase == "forward" and self._passes:
             return  # of a followed module, which the engine also reports
-        self._settle()
+        self._emit_ended_step()
         self._end_phase()
         self._turned = None
         self._begin_phase("forward")
@@ -225,7 +225,7 @@ class StepMarker:
             if self._is_stepping() and self._stepping is not optimizer:
                 return  # an optimizer inside another
             if any(other is optimizer for other in self._stepped):
-                self._settle()
+                self._emit_ended_step()
             self._stepping, self._caller = optimizer, (get_ident(), sys._getframe(1))
             if _in_backward():
                 return  # it steps inside backward, as soon as a gradient is ready
@@ -276,7 +276,7 @@ class StepMarker:
 
     # Emitting
 
-    def _settle(self, **figures: Any) -> None:
+    def _emit_ended_step(self, **figures: Any) -> None:
         """End the step if an optimizer has stepped; emit it, unless the loop does."""
         end, self._ended = self._ended, None
         if end is None:
@@ -336,16 +336,16 @@ def marking(model: nn.Module | None) -> Generator[StepMarker, None, None]:
             with nullcontext() if model is None else marker.follow(model):
                 yield marker
         finally:
-            marker.settle()  # a record that began earlier may end earlier
+            marker.emit_ended_step()  # a record that began earlier may end earlier
             _records.pop()
             if not _records:
                 marker.__exit__()
 
 
-def settle() -> None:
+def emit_ended_step() -> None:
     """Emit the step that an optimizer has just ended, before a further record begins."""
     for marker in _records[:1]:
-        marker.settle()
+        marker.emit_ended_step()
 
 
 def _in_backward() -> bool:

@@ -28,6 +28,7 @@ from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointable import Checkpointable
 from ebbtide.wrap.checkpointed import REQUIRES_GRAD, ForwardContext, run_checkpointed
+from ebbtide.wrap.checkpointedcall import is_checkpoint_hook
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.foreign_checkpoints import (
     Kept,
@@ -51,7 +52,6 @@ from ebbtide.wrap.other_offloaders import attached, refuse_around, refuse_attach
 from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
-from ebbtide.wrap.secondrun import runs_again
 from ebbtide.wrap.state import State
 from ebbtide.wrap.strategy import weights_move
 from ebbtide.wrap.threads import SerialCalls, serially
@@ -201,7 +201,7 @@ class Attachment:
         if not self.enabled or scope.open or in_backward() or self._transformed() or self._graphed(scope.module):
             return forward(*args, **kwargs)
         block, pack = scope.block, innermost_hooks()
-        if runs_again(pack):  # called by a checkpointed block, which saves nothing inside it
+        if is_checkpoint_hook(pack):  # called by a checkpointed block, which saves nothing inside it
             return forward(*args, **kwargs)
         if not self._depth and not self._in_block():
             # Blocks called without the model's forward: a repeat begins a new pass.

@@ -1,7 +1,7 @@
 """Which blocks may be checkpointed.
 
 [Note: what may be checkpointed]
-A second forward must compute the same values without side effects: see [Note: a second run]. So some blocks are not
+A second forward must compute the same values without side effects: see [Note: a second forward]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
 cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
 tensor, list or dictionary among their arguments; blocks that can reach a random generator or hold an iterator; and

@@ -1,6 +1,6 @@
 """Checkpointed blocks: their forward is repeated in backward, in the context of the first.
 
-[Note: a second run] Gradients are right only if the second forward computes the same values. So what it depends on is
+[Note: a second forward] Gradients are right only if it computes the same values as the first. So what it depends on is
 restored: autocast, the default device, the states of torch's, Python's and numpy's random generators, everything that
 the block's modules can reach (see [Note: state]: the parameters and adapters of that time, counters, memories),
 ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules are
@@ -27,8 +27,8 @@ from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointable import Varies
+from ebbtide.wrap.checkpointedcall import CheckpointedCall
 from ebbtide.wrap.generators import generators, restore, states
-from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 
 _KERNELS = [
@@ -149,7 +149,7 @@ def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, sav
         saved_bytes: Bytes that such a block saves without a checkpoint.
         varies: Called when its second forward differs.
     """
-    second = SecondRun(run, called, functools.partial(context.back, varies), varies)
+    second = CheckpointedCall(run, called, functools.partial(context.back, varies), varies)
     try:
         with saved_tensors_hooks(second.pack, second.unpack):
             return called.run()

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun, begin_block
+from ebbtide.wrap.checkpointedcall import CheckpointedCall
 from ebbtide.wrap.foreign_checkpoints import innermost_hooks
-from ebbtide.wrap.secondrun import SecondRun
 
 _NO_HOOKS = "support saved tensor hooks"
 """A part of torch's error for ``torch.func.grad`` and similar transforms while hooks are open."""
@@ -78,4 +78,4 @@ def _close_checkpoints(error: BaseException) -> None:
 def _run_of(pack: Any) -> BlockRun | None:
     """Return the run whose block opened a hook: its own, or that of its checkpoint."""
     owner = getattr(pack, "__self__", None)
-    return owner.run if isinstance(owner, SecondRun) else owner
+    return owner.run if isinstance(owner, CheckpointedCall) else owner

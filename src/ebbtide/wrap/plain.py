@@ -100,8 +100,8 @@ class PlainBlocks:
         """Run a block without hooks."""
         engine = self._engine
         timer, pass_, state = engine.timer, engine.current_pass, self._state(called.tensors)
-        where = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
-        run, self.ran = PlainRun(block, pass_, where), True
+        device = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
+        run, self.ran = PlainRun(block, pass_, device), True
         if timer is not None:
             timer.block_begins(run)
         try:

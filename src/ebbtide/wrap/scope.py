@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
-from ebbtide.wrap import checkpointed, secondrun
+from ebbtide.wrap import checkpointed, checkpointedcall
 from ebbtide.wrap.blocks import gathered_for, weights_of
 from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled_inside, while_tracing
 from ebbtide.wrap.other_offloaders import Inside
@@ -46,7 +46,7 @@ class Scope:
 
     def __init__(self, block: Block, module: nn.Module) -> None:
         # Dynamo may run these hooks in eager code; where it traces them, they do nothing.
-        leave_untraced(__name__, checkpointed.__name__, secondrun.__name__)
+        leave_untraced(__name__, checkpointed.__name__, checkpointedcall.__name__)
         self.block, self.module = block, module
         self.open = False
         self.inside: list[Callable[[], None]] = []  # restore the block's forward

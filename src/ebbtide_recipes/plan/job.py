@@ -124,7 +124,7 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
     )
     return replace(
         profile, blocks=blocks, head_base_bytes=profile.head_base_bytes + total,
-        tail_seconds=profile.tail_seconds / steps,
+        epilogue_seconds=profile.epilogue_seconds / steps,
     )  # fmt: skip
 
 

@@ -103,16 +103,16 @@ def _simulated(
     config: PlanConfig, module: nn.Module, batch: Callable[[], dict[str, torch.Tensor]], machine: Machine
 ) -> tuple[Profile, bool]:
     """Return the step, and whether blocks save too little for ebbtide; it then has all that they save."""
-    from ebbtide.profiling.simulated import Job, NothingSaved, forecast
+    from ebbtide.profiling.simulated import Job, NothingSaved, simulate_model
     from ebbtide_recipes.plan.job import state_ratio
 
     try:
         state = state_ratio(config.optim, module)
         job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
         try:
-            return forecast(module, batch(), machine, job=job), False
+            return simulate_model(module, batch(), machine, job=job), False
         except NothingSaved:
-            return forecast(module, batch(), machine, job=job, options=Options(min_bytes=0)), True
+            return simulate_model(module, batch(), machine, job=job, options=Options(min_bytes=0)), True
     except NothingSaved as error:
         raise ConfigError(
             f"no block of {config.name} saved anything that the backward read",

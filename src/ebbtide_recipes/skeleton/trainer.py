@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArg
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
 from ebbtide.store.allocator import trim_heap
-from ebbtide.track.parts import held_bytes, model_bytes, optimizer_bytes
+from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument
@@ -173,7 +173,7 @@ class RecordedTrainer(Trainer):
             step=self.state.global_step,
             weights=model_bytes((name, part.parameters()) for name, part in self.models()),
             # The gradients are already freed; they are as large as what is trained.
-            gradient_bytes=held_bytes(p for p in self.model.parameters() if p.requires_grad),
+            gradient_bytes=tensor_bytes(p for p in self.model.parameters() if p.requires_grad),
             optimizer_bytes=optimizer_bytes([self.optimizer]),
             average_bytes=self.average_bytes(),
         )

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from ebbtide.base.errors import DataError
-from ebbtide.track.parts import held_bytes
+from ebbtide.track.parts import tensor_bytes
 from ebbtide_recipes.skeleton.trainer import local
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Average(TrainerCallback):
     @property
     def bytes(self) -> int:
         """Device memory of the average."""
-        return held_bytes(self._average.shadow_params) if self._average is not None else 0
+        return tensor_bytes(self._average.shadow_params) if self._average is not None else 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -53,7 +53,7 @@ def test_a_rank_alone_is_the_planners_simulated_step(seed: int) -> None:
         for place in range(6)
     ]  # fmt: skip
     rates = Rates(out_bytes_per_second=draw.uniform(10, 90) * MIB, in_bytes_per_second=draw.uniform(10, 90) * MIB)
-    profile = Profile(blocks=tuple(blocks), rates=rates, lead_seconds=0.3, head_seconds=0.7, tail_seconds=0.2)
+    profile = Profile(blocks=tuple(blocks), rates=rates, prologue_seconds=0.3, head_seconds=0.7, epilogue_seconds=0.2)
     kinds = [Action.OFFLOAD, Action.OFFLOAD, Action.KEEP, Action.RECOMPUTE]
     assignment = [[draw.choice(kinds) for _ in block.units] for block in blocks]
     expected = simulate(profile, assignment)

@@ -23,7 +23,7 @@ from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 from ebbtide.cli.progress import plain_console
 from ebbtide.cli.rounds import DEFAULT_MODES, MORE_FOR_MINIMAL, Rounds, announce, check_folder, run_rounds
-from ebbtide.profiling.measured import MEASURED_STEPS
+from ebbtide.profiling.auto import MEASURED_STEPS
 from ebbtide.profiling.minimal import ROUNDS
 from ebbtide.report import comparison_text, load_run
 

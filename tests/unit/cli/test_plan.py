@@ -71,7 +71,7 @@ def test_progress_is_no_part_of_what_is_printed_and_ends_with_an_error(
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr("ebbtide.profiling.simulated.forecast", fail)
+    monkeypatch.setattr("ebbtide.profiling.simulated.simulate_model", fail)
     assert cli.main(["plan", "--model", model, "--gpu", "h200", "--json", "true"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -282,7 +282,7 @@ def test_two_forwards_and_one_backward_over_both(policy: str) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_gradient_inside_a_forward_cancels_no_copy(tier: str) -> None:
-    """The forward continues, and its copies out are not cancelled."""
+    """The forward continues, and its copy-outs are not cancelled."""
     x = leaf(64, 64)
     (expected,) = torch.autograd.grad(x.sin().cos().exp().sum(), x)
     with open_engine("offload", tier) as engine:

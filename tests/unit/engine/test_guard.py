@@ -24,8 +24,8 @@ from tests.helpers.engines import REMAKE, forward_pass, leaf, open_engine
 from tests.helpers.torches import needs_slots
 
 
-def guard(settle: Any = lambda: None) -> WeightGuard:
-    return WeightGuard(threading.RLock(), settle)
+def guard(await_comparisons: Any = lambda: None) -> WeightGuard:
+    return WeightGuard(threading.RLock(), await_comparisons)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -141,11 +141,11 @@ def test_a_guard_may_die_while_an_optimizer_steps_and_leaves_nothing() -> None:
     assert not any(known() is None for known in _guards)
 
 
-def test_comparisons_are_settled_before_an_optimizer_steps() -> None:
-    def settle() -> None:
+def test_comparisons_are_awaited_before_an_optimizer_steps() -> None:
+    def await_comparisons() -> None:
         raise RestoreError("a device found a difference")
 
-    own, weight = guard(settle), parameter(3)
+    own, weight = guard(await_comparisons), parameter(3)
     watched = own.watch(weight, weight._version, compared=Compared.NOT)
     weight.grad = torch.ones_like(weight)
     value = weight.detach().clone()

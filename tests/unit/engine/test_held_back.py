@@ -73,7 +73,7 @@ def test_a_forward_that_is_one_block_goes_on_offloading(tier: str) -> None:
     ("names", "staying"), [({"0"}, 0), ({"0", "1"}, 0), ({"0", "2"}, 1), ({"2"}, 1), ({"0", "1", "2"}, 1)]
 )
 def test_only_what_the_last_blocks_offload_is_held_back(names: set[str], staying: int) -> None:
-    """The backward of later blocks, which keep everything, hides the first copies in."""
+    """The backward of later blocks, which keep everything, hides the first copy-ins."""
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
     x = torch.randn(32, 64)
     with ebbtide.enable_activation_offloading(model, policy=Some(names), min_bytes=0) as handle:

@@ -269,7 +269,7 @@ def test_checkpointing_of_transformers_composes(policy: str, dropout: float) -> 
 
 
 def test_a_cache_is_not_run_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """A second run of a block would find its cache changed: such blocks are treated tensor by tensor."""
+    """A second forward of a block would find its cache changed: such blocks are treated tensor by tensor."""
 
     class Caching(Layer):
         def forward(self, x: Tensor, cache: Any = None) -> Tensor:

@@ -14,7 +14,7 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.engine.passes import PlainRun
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import OTHERS, StepTimer
+from ebbtide.engine.timing import BETWEEN_STEPS, OTHERS, StepTimer
 from ebbtide.store.meter import HostMeter
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Clock:
         self.now, self.peak = 0.0, 0
         self.ahead = False  # whether the device has reached every event by the time of a query
 
-    def timestamp(self, where: torch.device | None) -> float:
+    def timestamp(self, device: torch.device | None) -> float:
         return self.now
 
     def seconds(self, begin: float, end: float) -> float:
@@ -36,11 +36,11 @@ class Clock:
     def reached(self, timestamp: float) -> bool:
         return self.ahead
 
-    def take_peak_bytes(self, where: torch.device | None = None) -> int:
+    def take_peak_bytes(self, device: torch.device | None = None) -> int:
         peak, self.peak = self.peak, 0
         return peak
 
-    def held_bytes(self, where: torch.device | None = None) -> int:
+    def in_use_bytes(self, device: torch.device | None = None) -> int:
         return 7
 
     def system_seconds(self) -> float:
@@ -89,7 +89,7 @@ class Run:
     """Stand-in for a run of a block."""
 
     def __init__(self, pass_: Any, name: str) -> None:
-        self.pass_, self.where = pass_, CPU
+        self.pass_, self.device = pass_, CPU
         self.checkpointed = False
         self.checkpointable, self.tally, self.pack_seconds = False, SimpleNamespace(checkpoint_bytes=0), 0.0
         self.block = SimpleNamespace(name=name, kind="Layer")
@@ -120,14 +120,14 @@ def test_time_in_the_pack_hook_counts_where_compute_waits_for_the_host(clock: An
     assert [block.pack_seconds for block in scene.found[0].blocks] == [seconds]
 
 
-def test_a_wait_between_two_steps_is_no_part_of_the_tail() -> None:
+def test_a_wait_between_two_steps_is_no_part_of_the_epilogue() -> None:
     scene, one = Scene(), Pass()
-    scene.waits["tail"] = 100.0  # waited before this step
+    scene.waits[BETWEEN_STEPS] = 100.0  # waited before this step
     scene.backward(scene.forward(one, "a"))
     scene.spend(5.0)  # the optimizer, and then a wait of three seconds
-    scene.waits["tail"] = 103.0
+    scene.waits[BETWEEN_STEPS] = 103.0
     scene.forward(Pass(), "a")
-    assert scene.found[0].tail_seconds == 2.0
+    assert scene.found[0].epilogue_seconds == 2.0
 
 
 def test_every_second_of_a_step_belongs_to_one_stretch() -> None:
@@ -141,7 +141,7 @@ def test_every_second_of_a_step_belongs_to_one_stretch() -> None:
     assert [block.name for block in step.blocks] == ["a", "b"]
     assert [block.forward_seconds for block in step.blocks] == [1.25, 1.0]
     assert [block.backward_seconds for block in step.blocks] == [2.0, 2.0]
-    assert (step.head_seconds, step.tail_seconds) == (3.25, 5.0)
+    assert (step.head_seconds, step.epilogue_seconds) == (3.25, 5.0)
     assert step.head_peak_bytes is None
 
 
@@ -287,7 +287,7 @@ def test_it_measures_as_long_as_more_is_wanted() -> None:
     passes = [Pass() for _ in range(4)]
     for pass_ in passes:
         scene.backward(scene.forward(pass_, "a"))
-    assert len(scene.found) == 3  # the last one's tail is not over
+    assert len(scene.found) == 3  # the last one's epilogue is not over
 
 
 def test_when_enough_was_measured_only_a_larger_pass_is() -> None:
@@ -424,12 +424,12 @@ def test_a_pass_in_which_a_recipe_had_no_verdict_says_so() -> None:
     assert [span.verifies for span in scene.told] == [True, False, True]
 
 
-def test_the_peak_between_two_spans_is_that_of_the_tail() -> None:
+def test_the_peak_between_two_spans_is_that_of_the_optimizer() -> None:
     scene = Spans(memory=True)
     for peak in (70, 9, 30, 20):
         scene.spend(1.0, peak)  # the optimizer of the step before
         scene.step(1.0, peak=80)
-        assert scene.timer.spans.tail_peak_bytes == {70: None, 9: 9, 30: 30, 20: 30}[peak]
+        assert scene.timer.spans.between_peak_bytes == {70: None, 9: 9, 30: 30, 20: 30}[peak]
     assert {span.peak_bytes for span in scene.told} == {80}
 
 
@@ -561,7 +561,7 @@ def test_a_pass_whose_backward_raised_is_not_timed() -> None:
     assert [span.seconds for span in scene.told] == [3.0]
 
 
-def test_backward_beyond_the_first_block_is_the_tail() -> None:
+def test_backward_beyond_the_first_block_is_the_epilogue() -> None:
     scene, one = Scene(), Pass()
     runs = scene.forward(one, "a", "b")
     assert scene.timer.is_first(runs[0]) and not scene.timer.is_first(runs[1])
@@ -576,7 +576,7 @@ def test_backward_beyond_the_first_block_is_the_tail() -> None:
     scene.forward(Pass(), "a", "b")
     (step,) = scene.found
     assert [block.backward_seconds for block in step.blocks] == [3.0, 2.0]
-    assert step.tail_seconds == 15.0
+    assert step.epilogue_seconds == 15.0
 
 
 def test_a_block_that_shows_after_the_first_ends_what_was_beyond_it() -> None:
@@ -591,7 +591,7 @@ def test_a_block_that_shows_after_the_first_ends_what_was_beyond_it() -> None:
     scene.forward(Pass(), "a", "b")
     (step,) = scene.found
     assert [block.backward_seconds for block in step.blocks] == [3.0, 2.0]
-    assert step.tail_seconds == 0.0
+    assert step.epilogue_seconds == 0.0
 
 
 def test_a_span_ends_with_the_first_blocks_backward() -> None:

@@ -100,11 +100,11 @@ def test_the_first_run_of_a_block_and_then_one_in_some_are_compared_whole() -> N
 def test_what_a_device_answers_later_is_raised_before_an_optimizer_steps() -> None:
     trust = Trust(Bus())
     trust.require(torch.tensor(True), lambda: RestoreError("never"))
-    trust.settle()
+    trust.await_comparisons()
     trust.require(torch.tensor(False), lambda: RestoreError("wrong"))
     with pytest.raises(RestoreError, match="wrong"):
-        trust.settle()
-    trust.settle()  # logged once
+        trust.await_comparisons()
+    trust.await_comparisons()  # logged once
 
 
 # In training

@@ -1,4 +1,4 @@
-"""Without each guard of operands, trust and second runs a test fails. The full table: run by make test-all.
+"""Without each guard of operands, trust and second forwards a test fails. The full table: run by make test-all.
 
 The mutants of the store run on the simulated device, in ``tests/simdev/test_mutants.py``; that they match the code is
 checked here, with or without a compiler.

@@ -94,7 +94,7 @@ def test_the_first_blocks_are_checkpointed_and_only_those_that_may_be() -> None:
     assert chosen == (keep, whole, whole, keep)
 
 
-def test_blocks_whose_recipes_cost_more_than_a_second_run_are_checkpointed_within_a_budget() -> None:
+def test_blocks_whose_recipes_cost_more_than_a_second_forward_are_checkpointed_within_a_budget() -> None:
     found = fit(dear(), 450)
     assert found.predicted.peak_bytes <= 450
     whole = sum(Action.CHECKPOINT in actions for actions in found.assignment)

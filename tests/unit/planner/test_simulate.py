@@ -42,7 +42,7 @@ def test_a_copy_that_hides_costs_nothing_and_frees_the_memory() -> None:
 def test_more_than_the_window_makes_compute_wait() -> None:
     profile = alike(2, (unit("a", 4),), ONE_A_SECOND, window_bytes=1)
     found = run(profile, OFF)
-    # Saved at 1 s, waited for until 5 s; then at 6 s, until 10 s. Backward: the copy in of the last takes 4 s, that of
+    # Saved at 1 s, waited for until 5 s; then at 6 s, until 10 s. Backward: the copy-in of the last takes 4 s, that of
     # the first begins when the last was read (14 s), is done at 18 s and is wanted at 16 s.
     assert found.stalls == (4 + 2, 4 + 4)
     assert found.overhead_seconds == sum(found.stalls) == 14
@@ -75,7 +75,7 @@ def test_what_backward_reads_first_is_held_back_and_takes_its_part_of_the_window
 
 
 def test_what_is_offloaded_before_a_block_that_keeps_all_is_copied() -> None:
-    """Its backward hides the first copies in."""
+    """Its backward hides the first copy-ins."""
     profile = alike(3, (unit("a", 10),), FAST, window_bytes=20)
     found = simulate(profile, [[OFF], [OFF], [K]])
     assert found.served_bytes == 0 and found.levels_bytes[:4] == (10, 10, 20, 10) and sum(found.stalls) < 1e-6
@@ -100,7 +100,7 @@ def test_copies_begin_and_end_in_groups() -> None:
 
 
 def test_recomputes_hide_copies_in() -> None:
-    """A block that computes longer leaves more time for copies in."""
+    """A block that computes longer leaves more time for copy-ins."""
     units = (unit("a", 6), unit("b", 1, 2.0))
     slow_in = Rates(out_bytes_per_second=1e9, in_bytes_per_second=2.0)
     profile = alike(3, units, slow_in, window_bytes=7)

@@ -45,7 +45,7 @@ def test_actions_are_looked_up_by_block_and_site() -> None:
         assert ask(found, site.module, block) is action
 
 
-def test_what_the_table_does_not_know_goes_by_rule() -> None:
+def test_what_the_table_does_not_know_follows_the_heuristic() -> None:
     assert ask(plan(), "elsewhere", flops=0.0) is Action.RECOMPUTE
     assert ask(plan(), "elsewhere", flops=1e9) is Action.OFFLOAD
     assert ask(plan(), "light", "another.block", flops=None) is Action.OFFLOAD
@@ -125,7 +125,7 @@ def test_a_larger_batch_keeps_no_more_bytes() -> None:
 def test_what_it_says_has_the_figures_and_the_reasons() -> None:
     text = table_plan(shrink(PROFILE, 0.05), "auto").explain()
     assert "predicted: peak" in text and "of activations" not in text and "everything kept: 1.2 KiB" in text
-    assert "Layer/dear/Node#0" in text and "no recompute rule" in text and "ms/MB" in text
+    assert "Layer/dear/Node#0" in text and "cannot be recomputed" in text and "ms/MB" in text
     without_base = alike(4, (unit("never", 100),), Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0))
     assert "B of activations (everything kept: 400 B)" in table_plan(shrink(without_base, 0.05), "auto").explain()
 
@@ -134,7 +134,7 @@ def test_a_site_that_one_block_cannot_recompute_keeps_the_price_of_the_others() 
     profile = alike(2, (unit("x", 100, 1.0),), Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0))
     last = replace(profile.blocks[-1], units=(unit("x", 100),))
     text = table_plan(shrink(replace(profile, blocks=(*profile.blocks[:-1], last)), 5.0), "auto").explain()
-    assert "recompute: " in text and "no recompute rule" not in text
+    assert "recompute: " in text and "cannot be recomputed" not in text
 
 
 def test_a_plan_file_comes_back_the_same(tmp_path: Path) -> None:

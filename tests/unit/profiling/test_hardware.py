@@ -39,8 +39,8 @@ class Clock:
 
 
 def rate(clock: Clock, sizes: list[int], prepare: Callable[[int, torch.dtype], here.Work] | None = None) -> float:
-    kinds = (torch.bfloat16, torch.float16)
-    return here._rate(CPU, kinds, sizes, lambda side: 2.0 * side**3, prepare or clock.prepare)
+    dtypes = (torch.bfloat16, torch.float16)
+    return here._rate(CPU, dtypes, sizes, lambda side: 2.0 * side**3, prepare or clock.prepare)
 
 
 @pytest.mark.parametrize("per_second", [1e8, 5e9, 1e11, 1e15])
@@ -111,7 +111,7 @@ def test_little_memory_is_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "fair_share_bytes", lambda **_: 0)
     assert here._spare_bytes(CPU) == 64 << 20
     sizes: list[int] = []
-    monkeypatch.setattr(here, "_rate", lambda device, kinds, found, amount, prepare: sizes.extend(found) or 1.0)
+    monkeypatch.setattr(here, "_rate", lambda device, dtypes, found, amount, prepare: sizes.extend(found) or 1.0)
     here._copies(CPU)
     here._products(CPU, (torch.float32,))
     here._attention(CPU)

@@ -16,7 +16,7 @@ PROMISED = 0.1
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("closed_loop", "measured"):
+    for module in ("auto", "closed_loop"):
         monkeypatch.setattr(f"ebbtide.profiling.{module}.room_bytes", lambda tier: 10**14)
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", first_blocks)
 

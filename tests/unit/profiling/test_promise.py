@@ -20,9 +20,9 @@ from ebbtide.planner.charges import scaled
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import Search
+from ebbtide.profiling.auto import IN_PIECES, AutoPlan
 from ebbtide.profiling.baseline import HOOKS_OF_PACKS, ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
-from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
 from ebbtide.profiling.promise import (
     ADDED,
     AGREE,
@@ -34,7 +34,7 @@ from ebbtide.profiling.promise import (
     LEAST_PRICE,
     UNUSED,
     VERIFYING,
-    Check,
+    Judgement,
     Measured,
     from_blocks,
     loosened,
@@ -74,7 +74,7 @@ def step(*, forward: float = 1.0, backward: float = 2.5, peak: int | None = None
             )
             for i in range(4)
         ),
-        head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=peak,
+        head_seconds=0.5, epilogue_seconds=0.25, head_peak_bytes=peak,
     )  # fmt: skip
 
 
@@ -89,15 +89,15 @@ def tier() -> Any:
     return SimpleNamespace(name="disk", counters=counters)
 
 
-def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:
-    plan = MeasuredPlan(policy, tier(), None, Bus())
+def planned(policy: Auto, *, peak: int | None = None) -> AutoPlan:
+    plan = AutoPlan(policy, tier(), None, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=peak))
     assert plan.table is not None
     return plan
 
 
-def carry_out(plan: MeasuredPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
+def carry_out(plan: AutoPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
     """Let passes of these lengths carry the plan out, after the settling ones; return whether more are wanted."""
     more = True
     for one in (*[99.0] * SETTLING, *seconds):
@@ -128,7 +128,7 @@ def stand_in() -> Any:
 
 def untimed() -> Any:
     """Return a stand-in for the timer of whole passes."""
-    return SimpleNamespace(tail_peak_bytes=None, want=lambda *, wanted: None)
+    return SimpleNamespace(between_peak_bytes=None, want=lambda *, wanted: None)
 
 
 def many(count: int) -> TimedStep:
@@ -157,8 +157,8 @@ def test_of_many_blocks_a_quarter_runs_plain_up_to_four(count: int, plain: int) 
 def test_ordinary_training_is_measured_where_a_budget_has_no_room(
     budget: int | None, free: int, names: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: free)
-    plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
+    monkeypatch.setattr("ebbtide.profiling.auto.room_bytes", lambda tier: free)
+    plan = AutoPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
     timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=untimed(), expected_bytes=0)
     plan._timer = timer
     blocks = tuple(replace(block, forward_peak_bytes=990 * MB) for block in many(12).blocks)
@@ -257,7 +257,7 @@ def test_a_plain_block_that_was_disturbed_takes_no_longer_than_its_equals() -> N
 
 
 def test_the_promise_is_of_plain_steps() -> None:
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     for found in (step(), step(), with_plain(step(), forward=0.5, backward=1.0)):
         plan.saw_step(found)
     assert plan.profile is not None and plan.profile.step_seconds == pytest.approx(4 * 1.5 + 0.75)
@@ -265,7 +265,7 @@ def test_the_promise_is_of_plain_steps() -> None:
 
 
 def test_a_step_with_plain_blocks_needs_an_equal_one_without() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan = AutoPlan(Auto(), tier(), None, Bus())
     plan.saw_step(step())
     assert plan.saw_step(with_plain(step(), forward=0.5, backward=1.0))
     assert plan.saw_step(step()) and plan.table is None
@@ -291,7 +291,7 @@ def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 700 * MB)
     bus = Bus()
     bus.subscribe(lambda kind, fields: found.append((kind, fields["text"])))
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, bus)
     for _ in range(3):
         plan.saw_step(step())
     while carry_out(plan, *[seconds] * CHECKED):
@@ -335,7 +335,7 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
 
 def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
     """Fewer, not none at once: the price of a checkpoint is that of the measured ones."""
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     units = (replace(unit("", Action.KEEP), block_input=True), unit("dear", Action.KEEP, 30.0))
     units = tuple(replace(one, movable=False, nbytes=number * MB) for number, one in zip((1, 100), units, strict=True))
     blocks = tuple(replace(block, units=units, checkpointable=True) for block in many(40).blocks)
@@ -343,13 +343,13 @@ def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
         plan.saw_step(replace(many(40), blocks=blocks))
 
     def checkpointed() -> int:
-        assert plan._check is not None
-        return sum(Action.CHECKPOINT in actions for actions in plan._check.solution.assignment)
+        assert plan._judgement is not None
+        return sum(Action.CHECKPOINT in actions for actions in plan._judgement.solution.assignment)
 
     before = checkpointed()
-    assert plan._check is not None and before > 8
-    plain, predicted = plan._check.solution.profile.step_seconds, plan._check.solution.predicted.step_seconds
-    missed = plain + 1.5 * (predicted - plain) - plan._check.solution.profile.tail_seconds
+    assert plan._judgement is not None and before > 8
+    plain, predicted = plan._judgement.solution.profile.step_seconds, plan._judgement.solution.predicted.step_seconds
+    missed = plain + 1.5 * (predicted - plain) - plan._judgement.solution.profile.epilogue_seconds
     for one in (*[99.0] * SETTLING, *[missed] * CHECKED):
         plan.saw_span(Span(seconds=one, peak_bytes=None, saved_bytes=40 * 101 * MB))
     assert before / 2 < checkpointed() < before
@@ -357,16 +357,16 @@ def test_after_a_miss_a_plan_checkpoints_fewer_blocks() -> None:
 
 def test_after_a_miss_work_that_the_plan_did_not_do_is_no_way_out() -> None:
     """Else a plan that recomputes is followed by one that offloads as much, and takes as long."""
-    check = judged_plan()._check
-    assert check is not None
-    profile = check.solution.profile
+    judgement = judged_plan()._judgement
+    assert judgement is not None
+    profile = judgement.solution.profile
     recomputes = [
         tuple(Action.KEEP if one.recompute_seconds is None else Action.RECOMPUTE for one in block.units)
         for block in profile.blocks
     ]
     only = Search(profile).simulated(recomputes)
     assert only.predicted.recompute_seconds > 0 == only.predicted.moved_bytes
-    missed = Check(only, allowed_seconds=check.allowed_seconds, noise=0.0)
+    missed = Judgement(only, allowed_seconds=judgement.allowed_seconds, noise=0.0, budget_bytes=None)
     seconds = only.predicted.step_seconds + only.predicted.recompute_seconds
     missed.measured = Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds)
     found = recalibrated(missed)
@@ -379,23 +379,23 @@ def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
     """Prices that explain one plan need not explain the next: else the last one would be slightly too slow as well."""
     plan, shares = planned(Auto(max_slowdown=0.3)), list[float]()
     for _ in range(3):
-        check = plan._check
-        assert check is not None and not check.keeps
-        profile = check.solution.profile
-        allowed = check.allowed_seconds - profile.step_seconds
-        shares.append(check.solution.predicted.overhead_seconds / allowed)
-        missed = profile.step_seconds + 1.5 * allowed - profile.tail_seconds
+        judgement = plan._judgement
+        assert judgement is not None and not judgement.keeps
+        profile = judgement.solution.profile
+        allowed = judgement.allowed_seconds - profile.step_seconds
+        shares.append(judgement.solution.predicted.overhead_seconds / allowed)
+        missed = profile.step_seconds + 1.5 * allowed - profile.epilogue_seconds
         carry_out(plan, *[missed] * CHECKED)
     assert shares[1] > 1 / 1.5 >= shares[2] > 0
 
 
 @pytest.mark.parametrize(("slowdown", "aimed"), [(0.2, 0.19), (0.1, 0.09), (0.016, 0.008)])
 def test_a_first_plan_aims_below_the_promise_which_stays(slowdown: float, aimed: float) -> None:
-    check = judged_plan(slowdown=slowdown, count=200)._check
-    assert check is not None
-    plain = check.solution.profile.step_seconds
-    assert check.allowed_seconds == pytest.approx(plain * (1 + slowdown))
-    assert aimed - 0.007 < check.solution.predicted.overhead_seconds / plain <= aimed
+    judgement = judged_plan(slowdown=slowdown, count=200)._judgement
+    assert judgement is not None
+    plain = judgement.solution.profile.step_seconds
+    assert judgement.allowed_seconds == pytest.approx(plain * (1 + slowdown))
+    assert aimed - 0.007 < judgement.solution.predicted.overhead_seconds / plain <= aimed
 
 
 def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
@@ -441,13 +441,13 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
         )
         for block in found.blocks
     )
-    return replace(found, blocks=blocks, head_seconds=0.5 * factor, tail_seconds=0.25 * factor)
+    return replace(found, blocks=blocks, head_seconds=0.5 * factor, epilogue_seconds=0.25 * factor)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
 def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None:
     """Only the ratios of the second step count: the plan is for the first, in which all blocks had hooks."""
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     second = sized(many(12), factor)
     plain = [replace(b, units=(), plain=True, forward_seconds=0.5 * factor, backward_seconds=2.0 * factor)
              for b in second.blocks[:2]]  # fmt: skip
@@ -461,7 +461,7 @@ def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None
 
 def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None:
     """Several blocks save the same tensor, such as a time embedding: it belongs to the first one with hooks."""
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
     first, *others = many(12).blocks
     shared = replace(unit("time", Action.OFFLOAD), nbytes=MB // 2)
     plain = replace(first, units=(), plain=True, forward_seconds=0.5, backward_seconds=2.0)
@@ -474,7 +474,7 @@ def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None
 
 
 def test_other_blocks_are_measured_again() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan = AutoPlan(Auto(), tier(), None, Bus())
     for count in (4, 4, 3, 4, 3):
         plan.saw_step(many(count))
     assert plan.profile is None
@@ -487,7 +487,7 @@ def test_shorter_sequences_show_neither_the_promised_time_nor_the_peak() -> None
     short = Span(seconds=1.0, peak_bytes=10 * MB, saved_bytes=500 * MB)
     for _ in range(SETTLING + CHECKED + 1):
         assert plan.saw_span(short)
-    assert plan._check is not None and plan._check.measured is None
+    assert plan._judgement is not None and plan._judgement.measured is None
 
 
 def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> None:
@@ -496,7 +496,7 @@ def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> Non
     long = Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=1_600 * MB)
     for _ in range(SETTLING + CHECKED + 1):
         assert plan.saw_span(long)
-    assert plan.table is before and plan._check is not None and plan._check.measured is None
+    assert plan.table is before and plan._judgement is not None and plan._judgement.measured is None
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     before = plan.table
     for _ in range(SETTLING + 1):
@@ -507,9 +507,9 @@ def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> Non
 # Compared with blocks without hooks
 
 
-def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> MeasuredPlan:
+def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> AutoPlan:
     """Return a plan for blocks that take ``plain`` seconds without hooks (a fifth of it forward), and 3.5 with them."""
-    plan = MeasuredPlan(Auto(max_slowdown=slowdown), tier(), None, Bus())
+    plan = AutoPlan(Auto(max_slowdown=slowdown), tier(), None, Bus())
     found = many(count)
     quiet = [replace(b, units=(), plain=True, forward_seconds=plain / 5, backward_seconds=plain * 4 / 5)
              for b in found.blocks[-2:]]  # fmt: skip
@@ -520,7 +520,7 @@ def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> M
     return plan
 
 
-def span_of(plan: MeasuredPlan, slower: float, *, plain: tuple[int, ...], speed: float = 1.0) -> Span:
+def span_of(plan: AutoPlan, slower: float, *, plain: tuple[int, ...], speed: float = 1.0) -> Span:
     """Return a pass of a machine that takes ``speed`` times as long, in which blocks with hooks take ``slower``."""
     assert plan.profile is not None
     blocks = tuple(
@@ -535,25 +535,26 @@ def span_of(plan: MeasuredPlan, slower: float, *, plain: tuple[int, ...], speed:
 @pytest.mark.parametrize("speed", [1.0, 2.0, 0.5])
 def test_a_plan_is_compared_with_blocks_of_the_same_pass(speed: float) -> None:
     plan = judged_plan()
-    assert plan._check is not None and plan.profile is not None
-    found = from_blocks(span_of(plan, 1.5, plain=(3, 7), speed=speed), plan._check.solution)
+    assert plan._judgement is not None and plan.profile is not None
+    found = from_blocks(span_of(plan, 1.5, plain=(3, 7), speed=speed), plan._judgement.solution)
     assert found is not None
-    kept = len(kept_blocks(plan._check.solution) & {"layers.3", "layers.7"})  # these take no longer under the plan
+    kept = len(kept_blocks(plan._judgement.solution) & {"layers.3", "layers.7"})  # these take no longer under the plan
     assert found.seconds == pytest.approx(2.5 * (1.5 * (12 - kept) + kept) + 0.75, rel=0.02)
     assert found.low_seconds == found.seconds == found.high_seconds
 
 
 def test_whole_steps_are_not_judged_together_with_compared_ones() -> None:
     plan = judged_plan()
-    check = plan._check
-    assert check is not None and plan.profile is not None
+    judgement = plan._judgement
+    assert judgement is not None and plan.profile is not None
     disturbed = span_of(plan, 1.9, plain=(3, 7))
     whole = replace(disturbed, seconds=500.0, saved_bytes=plan.profile.saved_bytes)
     alone = replace(whole, blocks=tuple(replace(block, plain=False) for block in whole.blocks))
     for span in (disturbed, alone, disturbed, alone):
         plan.saw_span(span)
-        assert len(check._steps) <= 2 and all(step.seconds < 100.0 for step in check._steps if check.by_blocks)
-    assert check.by_blocks
+        assert len(judgement._steps) <= 2
+        assert all(step.seconds < 100.0 for step in judgement._steps if judgement.by_blocks)
+    assert judgement.by_blocks
 
 
 def slow_backwards(span: Span, factor: float) -> Span:
@@ -564,15 +565,15 @@ def slow_backwards(span: Span, factor: float) -> Span:
 def test_a_pass_of_other_blocks_is_judged_by_those_that_the_plan_knows(slower: float) -> None:
     """For example with layers that are dropped at random: the measured step had dropped some, too."""
     plan = judged_plan()
-    check = plan._check
-    assert check is not None
+    judgement = plan._judgement
+    assert judgement is not None
     complete = span_of(plan, slower, plain=(3, 5, 7, 9))
     more = tuple(replace(block, name=f"other.{place}", plain=False) for place, block in enumerate(complete.blocks[:6]))
     found = [
-        from_blocks(replace(complete, seconds=sum(b.seconds for b in blocks) + 0.5, blocks=blocks), check.solution)
+        from_blocks(replace(complete, seconds=sum(b.seconds for b in blocks) + 0.5, blocks=blocks), judgement.solution)
         for blocks in (complete.blocks, complete.blocks[:4] + complete.blocks[5:], more + complete.blocks)
     ]
-    promised = check.allowed_seconds
+    promised = judgement.allowed_seconds
     assert [one is not None and one.seconds > promised for one in found] == [slower > 1.1] * 3
 
 
@@ -590,8 +591,8 @@ def test_a_pass_of_more_blocks_is_no_missed_promise() -> None:
 
 def test_backwards_without_copies_show_the_machines_speed() -> None:
     plan = judged_plan()
-    assert plan._check is not None
-    solution = plan._check.solution
+    assert plan._judgement is not None
+    solution = plan._judgement.solution
     last = len(solution.assignment) - 1
     blocks = [tuple(Action.KEEP for _ in actions) for actions in solution.assignment]
 
@@ -614,8 +615,8 @@ def test_backwards_without_copies_show_the_machines_speed() -> None:
 def test_forwards_during_copies_do_not_show_the_machines_speed() -> None:
     """Everything that ran during the copies of the third block took 1.3 times as long: the plan is the cause."""
     plan = judged_plan()
-    assert plan._check is not None
-    solution = plan._check.solution
+    assert plan._judgement is not None
+    solution = plan._judgement.solution
     actions = [tuple(Action.OFFLOAD if i >= 2 else Action.KEEP for _ in b) for i, b in enumerate(solution.assignment)]
     even = span_of(plan, 1.3, plain=(0, 1, 5))
     blocks = [replace(b, forward_seconds=b.forward_seconds * (1.3 if i == 5 else 1)) for i, b in enumerate(even.blocks)]
@@ -630,8 +631,8 @@ def test_forwards_during_copies_do_not_show_the_machines_speed() -> None:
 def test_kept_blocks_show_the_machines_speed_once_the_copies_are_over(speed: float) -> None:
     """Forward and backward apart: a profile may have one of them wrong."""
     plan = judged_plan()
-    assert plan._check is not None
-    solution = plan._check.solution
+    assert plan._judgement is not None
+    solution = plan._judgement.solution
     actions = [tuple(Action.OFFLOAD if i < 2 else Action.KEEP for _ in b) for i, b in enumerate(solution.assignment)]
     even = span_of(plan, 1.0, plain=tuple(range(2, 12)))
     # The first two of them run during copies of the other two, in forward and in backward.
@@ -649,28 +650,28 @@ def test_kept_blocks_show_the_machines_speed_once_the_copies_are_over(speed: flo
 
 def test_without_a_block_without_hooks_or_with_unknown_blocks_nothing_is_compared() -> None:
     plan = judged_plan()
-    assert plan._check is not None
-    assert from_blocks(span_of(plan, 1.5, plain=()), plan._check.solution) is None
+    assert plan._judgement is not None
+    assert from_blocks(span_of(plan, 1.5, plain=()), plan._judgement.solution) is None
     other = span_of(plan, 1.5, plain=(3,))
     unknown = tuple(replace(block, name=f"other.{place}") for place, block in enumerate(other.blocks))
-    assert from_blocks(replace(other, blocks=unknown), plan._check.solution) is None
+    assert from_blocks(replace(other, blocks=unknown), plan._judgement.solution) is None
 
 
 def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
     plan = judged_plan()
-    assert plan._check is not None
+    assert plan._judgement is not None
     even = span_of(plan, 1.5, plain=(2, 4, 6, 8))
     speeds = {2: 0.9, 4: 1.0, 6: 1.0, 8: 1.1}
     blocks = tuple(
         replace(b, forward_seconds=b.forward_seconds * speeds.get(i, 1.0)) for i, b in enumerate(even.blocks)
     )
-    found = from_blocks(replace(even, blocks=blocks), plan._check.solution)
+    found = from_blocks(replace(even, blocks=blocks), plan._judgement.solution)
     assert found is not None and found.low_seconds < found.seconds < found.high_seconds
-    alone = from_blocks(span_of(plan, 1.5, plain=(2,)), plan._check.solution)
+    alone = from_blocks(span_of(plan, 1.5, plain=(2,)), plan._judgement.solution)
     assert alone is not None and alone.low_seconds < alone.seconds < alone.high_seconds
 
 
-def judged_after(plan: MeasuredPlan, *slower: float, settled: bool = False) -> int:
+def judged_after(plan: AutoPlan, *slower: float, settled: bool = False) -> int:
     """Return after how many passes no more are wanted, or the plan changes; 0: not yet."""
     before = plan.table
     for number, one in enumerate(slower if settled else (99.0, *slower), int(settled)):  # the first settles
@@ -686,7 +687,7 @@ def test_passes_in_which_recipes_are_verified_do_not_count_for_some_time() -> No
     assert plan.saw_span(slow)  # settles
     for _ in range(VERIFYING):
         assert plan.saw_span(slow)
-    assert plan.table is before and plan._check is not None and not plan._check._steps
+    assert plan.table is before and plan._judgement is not None and not plan._judgement._steps
     assert judged_after(plan, *[1.05] * CHECKED, settled=True) == CHECKED
     assert "missed its promise" not in plan.explain()
     other = judged_plan()
@@ -699,27 +700,27 @@ def test_that_a_promise_is_kept_takes_all_passes_to_show() -> None:
     """Two may have been lucky."""
     plan = judged_plan()
     assert judged_after(plan, *[1.05] * CHECKED) == CHECKED
-    assert plan._check is not None and not plan._check.too_slow and f"in {CHECKED} steps" in plan.explain()
+    assert plan._judgement is not None and not plan._judgement.too_slow and f"in {CHECKED} steps" in plan.explain()
 
 
-def slower_for(plan: MeasuredPlan, over: float) -> float:
+def slower_for(plan: AutoPlan, over: float) -> float:
     """Return the factor of hooked blocks in a pass that is longer than promised by this share of a plain one."""
-    check = plan._check
-    assert check is not None
-    found = [from_blocks(span_of(plan, slower, plain=(3, 5, 7, 9)), check.solution) for slower in (1.0, 2.0)]
-    none, twice = [one.seconds / check.solution.profile.step_seconds for one in found if one is not None]
-    return 1 + (check.allowed_seconds / check.solution.profile.step_seconds + over - none) / (twice - none)
+    judgement = plan._judgement
+    assert judgement is not None
+    found = [from_blocks(span_of(plan, slower, plain=(3, 5, 7, 9)), judgement.solution) for slower in (1.0, 2.0)]
+    none, twice = [one.seconds / judgement.solution.profile.step_seconds for one in found if one is not None]
+    return 1 + (judgement.allowed_seconds / judgement.solution.profile.step_seconds + over - none) / (twice - none)
 
 
 @pytest.mark.parametrize(("over", "passes"), [(-0.001, CHECKED), (0.005, CHECKED), (0.03, 2)])
 def test_the_promise_is_no_percent_more_than_was_promised(over: float, passes: int) -> None:
     """If a step takes up to one percent more, two passes cannot show a miss; five can."""
     plan = judged_plan(slowdown=0.1)
-    check = plan._check
-    assert check is not None
+    judgement = plan._judgement
+    assert judgement is not None
     assert judged_after(plan, *[slower_for(plan, over)] * passes) == passes
-    assert check.measured is not None and check.measured.steps == passes
-    assert check.too_slow is (over > 0)
+    assert judgement.measured is not None and judgement.measured.steps == passes
+    assert judgement.too_slow is (over > 0)
 
 
 LESS, MORE = -0.01, 0.005
@@ -736,32 +737,32 @@ LESS, MORE = -0.01, 0.005
 )
 def test_a_verdict_that_five_passes_do_not_show_takes_more(overs: tuple[float, ...], too_slow: bool) -> None:
     plan = judged_plan(slowdown=0.1)
-    check = plan._check
-    assert check is not None and len(overs) <= LATEST
+    judgement = plan._judgement
+    assert judgement is not None and len(overs) <= LATEST
     assert judged_after(plan, *[slower_for(plan, over) for over in overs]) == len(overs)
-    assert check.too_slow is too_slow and check.measured is not None and check.measured.steps == len(overs)
+    assert judgement.too_slow is too_slow and judgement.measured is not None and judgement.measured.steps == len(overs)
 
 
 def test_a_promise_that_no_machine_can_show_is_not_missed_by_noise() -> None:
     plan = judged_plan(slowdown=0.1)
-    assert plan._check is not None
-    solution = plan._check.solution
-    check = Check(solution, allowed_seconds=solution.profile.step_seconds, noise=0.0)
+    assert plan._judgement is not None
+    solution = plan._judgement.solution
+    judgement = Judgement(solution, allowed_seconds=solution.profile.step_seconds, noise=0.0, budget_bytes=None)
     for slower in (99.0, *[1.001] * CHECKED):
-        check.add(span_of(plan, slower, plain=(3, 5, 7, 9)))
-    assert check.measured is not None and not check.too_slow
+        judgement.add(span_of(plan, slower, plain=(3, 5, 7, 9)))
+    assert judgement.measured is not None and not judgement.too_slow
 
 
 @pytest.mark.parametrize(("faster", "factor"), [(0.0, LEAST_PRICE), (0.5, 0.5), (0.9, None)])
 def test_what_a_plan_seems_faster_by_is_an_error_of_either_sign(faster: float, factor: float | None) -> None:
     """Nothing is faster than keeping everything, so prices fall no further than that error allows."""
-    check = judged_plan()._check
-    assert check is not None
-    plain, overhead = check.solution.profile.step_seconds, check.solution.predicted.overhead_seconds
+    judgement = judged_plan()._judgement
+    assert judgement is not None
+    plain, overhead = judgement.solution.profile.step_seconds, judgement.solution.predicted.overhead_seconds
     seconds = plain - faster * overhead
-    check.by_blocks, check.measured = True, Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds)
-    expected = None if factor is None else scaled(check.solution.profile, factor)
-    found = loosened(check)
+    judgement.by_blocks, judgement.measured = True, Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds)
+    expected = None if factor is None else scaled(judgement.solution.profile, factor)
+    found = loosened(judgement)
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
         hooked, recomputed = found.rates, found.blocks[0].units[0].recompute_seconds
@@ -784,12 +785,12 @@ def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
 # A careful plan is followed by one that does more
 
 
-def kept_bytes(plan: MeasuredPlan) -> int:
+def kept_bytes(plan: AutoPlan) -> int:
     assert plan.table is not None
     return plan.table.predicted.kept_bytes
 
 
-def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
+def rounds(plan: AutoPlan, *slower: float) -> list[int]:
     """Judge one plan after the other, each by a pass whose hooked blocks are this much slower; return the kept bytes.
 
     A plan that misses its promise takes two passes to be judged.
@@ -807,8 +808,8 @@ def test_where_no_pass_can_be_compared_the_plan_is_carried_out_unjudged(
 ) -> None:
     """For example if two graphs are alive in every backward, which gives no span."""
     plan = judged_plan()
-    assert plan._check is not None
-    kept = kept_blocks(plan._check.solution)
+    assert plan._judgement is not None
+    kept = kept_blocks(plan._judgement.solution)
     plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=kept, spans=untimed())  # type: ignore[assignment]
     complete = span_of(plan, 1.5, plain=(3,))  # one such pass gives no verdict
     recorded: list[tuple[str, Any]] = []
@@ -836,12 +837,12 @@ def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
 
 def test_a_plan_that_takes_what_was_predicted_stays() -> None:
     plan = judged_plan(slowdown=0.05)
-    assert plan._check is not None and plan.profile is not None
-    kept, shown = kept_blocks(plan._check.solution), {f"layers.{place}" for place in (3, 5, 7, 9)}
+    assert plan._judgement is not None and plan.profile is not None
+    kept, shown = kept_blocks(plan._judgement.solution), {f"layers.{place}" for place in (3, 5, 7, 9)}
     timed = [block for block in plan.profile.blocks if block.name not in kept & shown]
     share = sum(block.forward_seconds + block.backward_seconds for block in timed)
     before = plan.table
-    assert judged_after(plan, *[1 + plan._check.solution.predicted.overhead_seconds / share] * CHECKED)
+    assert judged_after(plan, *[1 + plan._judgement.solution.predicted.overhead_seconds / share] * CHECKED)
     assert plan.table is before
 
 
@@ -866,13 +867,13 @@ def test_a_first_try_that_misses_is_corrected_where_the_plan_before_saves_nothin
     assert tried < corrected < everything
     assert "restored" not in plan.explain() and "correction 1" in plan.explain()
     assert rounds(plan, 1.01) == [corrected, corrected]
-    assert plan._check is not None and plan._check.measured is not None and not plan._check.too_slow
+    assert plan._judgement is not None and plan._judgement.measured is not None and not plan._judgement.too_slow
 
 
 def test_so_many_plans_do_more_and_no_more() -> None:
     plan = judged_plan(slowdown=0.01, count=100)
     kept = [kept_bytes(plan)]
-    while plan._check is not None and plan._check.unjudged:
+    while plan._judgement is not None and plan._judgement.unjudged:
         assert judged_after(plan, *[1.00001] * CHECKED)
         kept.append(kept_bytes(plan))
     assert len(set(kept)) == LOOSENED + 1 and kept == sorted(kept, reverse=True)
@@ -883,7 +884,7 @@ def test_a_plan_that_was_corrected_does_not_do_more_again() -> None:
     rounds(plan, 1.5)
     assert plan._loop._corrections == 1
     before = plan.table
-    if plan._check is not None and plan._check.unjudged:
+    if plan._judgement is not None and plan._judgement.unjudged:
         judged_after(plan, 1.0)
     assert plan.table is before
 
@@ -892,22 +893,22 @@ def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
     """Noise made the prices far too high: the real ones are tried, and everything is kept if necessary."""
     for slower, expected in ((1.001, False), (1.5, True)):
         plan = judged_plan(slowdown=0.03)
-        assert plan._check is not None and "an earlier plan, replaced by one" in plan.explain()
-        assert not plan._check.keeps
+        assert plan._judgement is not None and "an earlier plan, replaced by one" in plan.explain()
+        assert not plan._judgement.keeps
         rounds(plan, slower)
-        assert plan._check.keeps is expected
+        assert plan._judgement.keeps is expected
         assert ("everything stays, so blocks run without hooks" in plan.explain()) is expected
 
 
 def test_one_lucky_pass_hides_no_miss() -> None:
     for lucky in (1.05, 1.09):
         plan = judged_plan(slowdown=0.1)
-        check = plan._check
-        assert check is not None
-        assert judged_after(plan, lucky, *[1.14] * 4) == CHECKED and check.too_slow
+        judgement = plan._judgement
+        assert judgement is not None
+        assert judged_after(plan, lucky, *[1.14] * 4) == CHECKED and judgement.too_slow
 
 
-def looked_again(plan: MeasuredPlan, slower: float) -> bool:
+def looked_again(plan: AutoPlan, slower: float) -> bool:
     """Let one later verdict come from passes whose blocks with hooks take so much longer; return if more are wanted."""
     more = True
     for one in (99.0, *[slower] * ADDED):  # the first settles
@@ -916,7 +917,7 @@ def looked_again(plan: MeasuredPlan, slower: float) -> bool:
     return more
 
 
-def paused(plan: MeasuredPlan) -> int:
+def paused(plan: AutoPlan) -> int:
     assert plan._timer is not None
     return plan._timer.spans.paused
 
@@ -945,7 +946,7 @@ def test_a_promise_that_is_broken_later_is_corrected(looser: bool) -> None:
     if looser:
         kept += rounds(plan, 1.001)[1:]
         assert kept[1] < kept[0]
-    assert plan._check is not None
+    assert plan._judgement is not None
     plan._loop._loosened = LOOSENED
     judged_after(plan, *[1.02] * CHECKED)
     judged = plan.table
@@ -968,7 +969,7 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
     """All would be kept, if there were room for it."""
     devices = [10**12]
     for budget in (False, True):
-        monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: devices[-1])
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: devices[-1])
         plan = planned(Auto(max_slowdown=0.1), peak=1_300 * MB)
         assert plan.table is not None
         peak = plan.table.predicted.peak_bytes
@@ -998,17 +999,17 @@ def test_a_budget_above_what_the_device_has_is_that_of_the_device(
 ) -> None:
     """A budget within it is the user's own, and uses the share for fragments."""
     most = planned(Auto(memory_budget="1TiB"), peak=1_300 * MB)
-    assert most.table is not None and most._check is not None and most._check.keeps
+    assert most.table is not None and most._judgement is not None and most._judgement.keeps
     device = int((1 - FRAGMENTS) * (1 + FRAGMENTS) * most.table.predicted.peak_bytes)
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: device)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: device)
     for given, limit in (("1TiB", int(device / (1 + FRAGMENTS))), (device, device)):
         caplog.clear()
         with caplog.at_level("INFO", logger="ebbtide"):
             plan = planned(Auto(memory_budget=given), peak=1_300 * MB)
-        assert plan._check is not None and plan._check.budget_bytes == limit
-        assert plan._check.solution.predicted.peak_bytes <= limit
+        assert plan._judgement is not None and plan._judgement.budget_bytes == limit
+        assert plan._judgement.solution.predicted.peak_bytes <= limit
         assert ("memory_budget is '1TiB', so the device's memory" in caplog.text) is (given == "1TiB")
-        found = solution_for(Auto(memory_budget=given), plan._check.solution.profile, device)
+        found = solution_for(Auto(memory_budget=given), plan._judgement.solution.profile, device)
         assert found.predicted.peak_bytes <= limit
 
 
@@ -1020,7 +1021,7 @@ def test_without_a_device_a_plan_keeps_no_more_than_is_free(
     slow.counters = replace(slow.counters, out_seconds=1000.0, in_seconds=1000.0)
     for room, few in ((10**12, False), (500 * MB, True), (MB, True)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
-        plan = MeasuredPlan(Auto(max_slowdown=0.0), slow, None, Bus())
+        plan = AutoPlan(Auto(max_slowdown=0.0), slow, None, Bus())
         for _ in range(3):
             plan.saw_step(step())
         assert plan.table is not None and (plan.table.predicted.kept_bytes < 800 * MB) is few
@@ -1032,22 +1033,22 @@ def test_without_a_device_a_plan_keeps_no_more_than_is_free(
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for room, expected in ((10**12, 3), (None, 0)):
         monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
-        plan = MeasuredPlan(Auto(max_slowdown=1.0), tier(), None, Bus())
+        plan = AutoPlan(Auto(max_slowdown=1.0), tier(), None, Bus())
         plan._timer = timer = stand_in()
         for _ in range(3):
             plan.saw_step(many(12))
-        assert plan._check is not None
-        kept = kept_blocks(plan._check.solution)
+        assert plan._judgement is not None
+        kept = kept_blocks(plan._judgement.solution)
         assert timer.unhooked == kept
         assert len(timer.yardsticks - kept) == (expected if len(kept) < expected else 0)
 
 
 def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> None:
-    plan = MeasuredPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
+    plan = AutoPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
     plan._timer = timer = stand_in()
     for _ in range(3):
         plan.saw_step(replace(many(12), head_peak_bytes=1_300 * MB))
-    assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
+    assert plan._judgement is not None and timer.unhooked == kept_blocks(plan._judgement.solution)
 
 
 # Budgets
@@ -1082,18 +1083,18 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
 def test_a_plan_that_keeps_everything_is_held_to_a_budget() -> None:
     budget = 10_000 * MB
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
-    assert plan._check is not None and plan._check.keeps and "not measured yet" in plan.explain()
+    assert plan._judgement is not None and plan._judgement.keeps and "not measured yet" in plan.explain()
     slow = [99.0] * CHECKED
     assert not carry_out(plan, *slow, peak=budget - MB)
-    assert plan._check.keeps and "it fits" in plan.explain(), "its time is that of ordinary training"
+    assert plan._judgement.keeps and "it fits" in plan.explain(), "its time is that of ordinary training"
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     assert carry_out(plan, 13.0, peak=budget + 8_500 * MB)
-    assert plan._check is not None and not plan._check.keeps and "it fits" not in plan.explain()
+    assert plan._judgement is not None and not plan._judgement.keeps and "it fits" not in plan.explain()
 
 
 def test_what_is_freed_is_returned_more_readily_as_plans_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, bool]] = []
-    monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: 0)
+    monkeypatch.setattr("ebbtide.profiling.auto.resident_bytes", lambda: 0)
     disk = DiskTier()
     monkeypatch.setattr(disk, "return_freed_memory", lambda when, *, at_once: asked.append((when(), at_once)))
     budget = 1_900 * MB
@@ -1113,7 +1114,7 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
     trimmed: list[int] = []
     resident = [1_460 * MB]
     monkeypatch.setattr("ebbtide.store.disk.trim_heap", lambda: trimmed.append(1))
-    monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: resident[0])
+    monkeypatch.setattr("ebbtide.profiling.auto.resident_bytes", lambda: resident[0])
 
     def trims() -> bool:
         disk.return_freed_memory(plan._returns_freed_memory)
@@ -1141,12 +1142,12 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
 @pytest.mark.parametrize("budget", [None, 1_500 * MB])
 def test_a_budget_of_resident_memory_takes_nothing_for_noise(budget: int | None) -> None:
     """Its second measured step, which keeps the heap, is faster on any machine."""
-    plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
+    plan = AutoPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
     faster = step(forward=0.8, backward=2.0, peak=1_300 * MB)
     for found in (step(), step(peak=1_300 * MB), faster):
         plan.saw_step(found)
-    assert plan._check is not None
-    assert plan._check._noise == (pytest.approx(0.25) if budget is None else LEAST_NOISE)
+    assert plan._judgement is not None
+    assert plan._judgement._noise == (pytest.approx(0.25) if budget is None else LEAST_NOISE)
 
 
 def test_a_budget_that_is_exceeded_to_the_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -1162,7 +1163,7 @@ def test_a_peak_outside_forward_and_backward_is_warned_of(over: int, caplog: pyt
     budget = 1_900 * MB
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._timer = timer = stand_in()
-    timer.spans.tail_peak_bytes = budget + over
+    timer.spans.between_peak_bytes = budget + over
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
     assert ("no plan lowers that" in plan.explain()) == ("no plan lowers that" in caplog.text) == bool(over)
 
@@ -1177,21 +1178,21 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
 @pytest.mark.parametrize("budget", ["1MB", 1_500 * MB, 10_000 * MB])
 def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
     """Otherwise hook time is charged to copies and recomputes, and the next plan is made with wrong prices."""
-    plan = MeasuredPlan(Auto(memory_budget=budget), tier(), None, Bus())
+    plan = AutoPlan(Auto(memory_budget=budget), tier(), None, Bus())
     profile = profile_of(step(peak=1_300 * MB), RATES, None)
     profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
-    check = plan._loop.first(profile, 0.0)
-    hooked = 4 - len(kept_blocks(check.solution))
-    recomputed = sum(Action.RECOMPUTE in actions for actions in check.solution.assignment)
-    without = simulate(profile, check.solution.assignment).step_seconds
+    judgement = plan._loop.first(profile, 0.0)
+    hooked = 4 - len(kept_blocks(judgement.solution))
+    recomputed = sum(Action.RECOMPUTE in actions for actions in judgement.solution.assignment)
+    without = simulate(profile, judgement.solution.assignment).step_seconds
     hooks = 0.125 * (hooked + (RECOMPUTE_HOOKS - 1) * recomputed)
-    assert check.solution.predicted.step_seconds == pytest.approx(without + hooks)
-    assert check.allowed_seconds == check.solution.predicted.step_seconds
+    assert judgement.solution.predicted.step_seconds == pytest.approx(without + hooks)
+    assert judgement.allowed_seconds == judgement.solution.predicted.step_seconds
     assert (hooked == 0) is (budget == 10_000 * MB)
 
 
 def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.reserved_bytes", lambda tier: 3 * 1024**3)
+    monkeypatch.setattr("ebbtide.profiling.auto.reserved_bytes", lambda tier: 3 * 1024**3)
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     carry_out(plan, *[13.0] * CHECKED, peak=1024**3)
     assert "peak 1.0 GiB allocated, 3.0 GiB reserved" in plan.explain()
@@ -1200,7 +1201,7 @@ def test_reserved_memory_is_shown_next_to_allocated_memory(monkeypatch: pytest.M
 def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plan = MeasuredPlan(Auto(memory_budget="1MB"), tier(), 100 * MB, Bus())
+    plan = AutoPlan(Auto(memory_budget="1MB"), tier(), 100 * MB, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=1_300 * MB))
     assert plan.table is not None and plan.table.predicted.kept_bytes == 0
@@ -1209,7 +1210,7 @@ def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warnin
     assert "memory_budget is" in record.getMessage() and "smallest peak" in record.getMessage()
 
 
-def test_what_the_table_does_not_know_goes_by_rule() -> None:
+def test_what_the_table_does_not_know_follows_the_heuristic() -> None:
     plan = planned(Auto(max_slowdown=0.1))
     site = Site("Layer", "unknown", "Node", 0)
     candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=MB, block_input=False, recompute_flops=None)

@@ -17,7 +17,7 @@ from ebbtide.planner.machines import MACHINES
 from ebbtide.planner.profile import Profile
 from ebbtide.profiling.faketensors import FakeMachine
 from ebbtide.profiling.repeats import NotAlike
-from ebbtide.profiling.simulated import Job, _Task, forecast
+from ebbtide.profiling.simulated import Job, _Task, simulate_model
 
 WIDTH = 64
 
@@ -83,7 +83,7 @@ def assert_same(one: Profile, other: Profile) -> None:
     def times(profile: Profile) -> list[float]:
         blocks = [seconds for b in profile.blocks for seconds in (b.forward_seconds, b.backward_seconds)]
         units = [-1.0 if u.recompute_seconds is None else u.recompute_seconds for b in profile.blocks for u in b.units]
-        return [profile.lead_seconds, profile.head_seconds, profile.tail_seconds, *blocks, *units]
+        return [profile.prologue_seconds, profile.head_seconds, profile.epilogue_seconds, *blocks, *units]
 
     assert all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(times(one), times(other), strict=True))
 
@@ -122,7 +122,9 @@ def test_more_alike_blocks_take_no_more_operators(operators: list[int]) -> None:
     counts: list[int] = []
     for layers in (16, 48):
         operators[0] = 0
-        forecast(alike(layers), torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0))
+        simulate_model(
+            alike(layers), torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0)
+        )
         counts.append(operators[0])
     assert counts[1] < 1.5 * counts[0]  # thrice as many blocks
 
@@ -133,7 +135,8 @@ def test_blocks_that_only_look_alike_are_simulated_one_by_one() -> None:
         task(net, Job()).profile(every_block=False)
     whole = task(net, Job()).profile(every_block=True)
     assert_same(
-        forecast(net, torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0)), whole
+        simulate_model(net, torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0)),
+        whole,
     )
 
 

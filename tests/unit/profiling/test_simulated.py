@@ -23,9 +23,9 @@ from ebbtide.planner.machines import MACHINES, Machine, machine_named
 from ebbtide.planner.profile import BlockProfile, Profile
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import TablePlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.profiling.faketensors import FakeMachine, without_bytes
-from ebbtide.profiling.measured import MeasuredPlan
-from ebbtide.profiling.simulated import Job, forecast
+from ebbtide.profiling.simulated import Job, simulate_model
 from tests.helpers.models import NAMES, PRECISIONS, Tiny, build, outputs_of
 from tests.helpers.oracle import differences
 
@@ -38,14 +38,14 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def on_paper(tiny: Tiny, **given: Any) -> Profile:
-    return forecast(tiny.model, tiny.inputs, H200, options=Options(min_bytes=0), loss=loss_of, **given)
+    return simulate_model(tiny.model, tiny.inputs, H200, options=Options(min_bytes=0), loss=loss_of, **given)
 
 
 def measured(tiny: Tiny) -> Profile:
     with ebbtide.enable_activation_offloading(tiny.model, min_bytes=0) as handle:
         for _ in range(4):
             tiny.step()
-        assert isinstance(handle.plan, MeasuredPlan) and handle.plan.profile is not None
+        assert isinstance(handle.plan, AutoPlan) and handle.plan.profile is not None
         assert not handle.stats().demoted_sites
         return handle.plan.profile
 
@@ -180,7 +180,7 @@ def test_the_peak_of_checkpointing_is_that_of_a_checkpointed_step(depth: int) ->
     net, rows = Net(), 4096
     net.layers = nn.ModuleList(Gated() for _ in range(depth))
     x = torch.zeros(rows, 64, device="meta")
-    profile = forecast(net, x, H200, job=Job(optimizer_state=0.0), options=Options(min_bytes=0))
+    profile = simulate_model(net, x, H200, job=Job(optimizer_state=0.0), options=Options(min_bytes=0))
     true = plain_peak(net, rows, 64, checkpointed=True)
     assert [block.input_bytes for block in profile.blocks] == [x.nbytes] * depth
     assert checkpointed_peak(profile) == pytest.approx(true, rel=0.1)
@@ -234,10 +234,10 @@ class Stem(Net):
 
 
 def test_blocks_that_are_alike_take_alike_and_what_is_before_them_counts() -> None:
-    profile = forecast(Stem(), torch.zeros(4096, 512, device="meta"), H200, options=Options(min_bytes=0))
+    profile = simulate_model(Stem(), torch.zeros(4096, 512, device="meta"), H200, options=Options(min_bytes=0))
     first, second = profile.blocks
     assert first.forward_seconds == pytest.approx(second.forward_seconds)
-    assert profile.lead_seconds == pytest.approx(2 * 4096 * 512 * 512 / H200.flop32_per_second, rel=0.2)
+    assert profile.prologue_seconds == pytest.approx(2 * 4096 * 512 * 512 / H200.flop32_per_second, rel=0.2)
 
 
 def test_what_blocks_share_is_gathered_once() -> None:
@@ -444,10 +444,10 @@ def test_the_rates_of_named_machines_are_in_proportion() -> None:
 def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:
     assert H200.rates().out_bytes_per_second == 52.8e9
     assert H200.rates(ranks=64).out_bytes_per_second == pytest.approx(921e9 / 64)
-    profile = forecast(Net(), torch.zeros(4, 64), H200, job=Job(shards=8), options=Options(min_bytes=0))
+    profile = simulate_model(Net(), torch.zeros(4, 64), H200, job=Job(shards=8), options=Options(min_bytes=0))
     assert profile.rates.out_bytes_per_second == 52.8e9
     assert profile.store_bytes == (H200.host_memory_bytes - 8 * 1024**3) // 8
-    on_disk = forecast(
+    on_disk = simulate_model(
         Net(), torch.zeros(4, 64), dataclasses.replace(H200, stores_on_disk=True), options=Options(min_bytes=0)
     )
     assert on_disk.store_bytes is None

@@ -31,8 +31,8 @@ KEPT, MOVED = (Site("Layer", name, "Node", 0) for name in ("kept", "moved"))
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake a large device."""
-    monkeypatch.setattr("ebbtide.profiling.minimal.device_bytes", lambda tier: DEVICE)
-    monkeypatch.setattr("ebbtide.profiling.trials.device_bytes", lambda tier: DEVICE)
+    monkeypatch.setattr("ebbtide.profiling.minimal.allocatable_bytes", lambda tier: DEVICE)
+    monkeypatch.setattr("ebbtide.profiling.trials.allocatable_bytes", lambda tier: DEVICE)
     monkeypatch.setattr("ebbtide.profiling.trials.store_bytes", lambda tier: None)
 
 
@@ -144,7 +144,7 @@ def candidate(site: Site, *, kept_bytes: int = 0) -> Candidate:
 
 
 def trying(
-    monkeypatch: pytest.MonkeyPatch, mix: TablePlan | None, held_bytes: int | None = None
+    monkeypatch: pytest.MonkeyPatch, mix: TablePlan | None, in_use_bytes: int | None = None
 ) -> tuple[MinimalPlan, Any, list[int]]:
     """Return a plan that tries methods from now on, its timer, and the peaks that its mix is made for."""
     peaks: list[int] = []
@@ -157,7 +157,7 @@ def trying(
     plan, engine = MinimalPlan(Minimal(), tier(), None, Bus()), Mock(timer=None)
     plan.watch(engine)
     assert plan.saw_step(measured()), "the first measured step is not like later ones"
-    assert not plan.saw_step(replace(measured(), held_bytes=held_bytes))
+    assert not plan.saw_step(replace(measured(), in_use_bytes=in_use_bytes))
     return plan, engine.timer, peaks
 
 
@@ -247,7 +247,7 @@ def test_peaks_are_compared_as_if_all_steps_were_as_long(
     peaks: Mapping[Method, int], longer: Mapping[Method, float], stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps within a tenth count: a mix that was tried in the shorter ones only would take more in the longer ones."""
-    plan, timer, planned = trying(monkeypatch, mix(), held_bytes=100 * MB)
+    plan, timer, planned = trying(monkeypatch, mix(), in_use_bytes=100 * MB)
     seconds = {Method.CHECKPOINT: [4.0], Method.MIXED: [2.0]}
     for _ in range(2 * ROUNDS):
         now = Method.CHECKPOINT if timer.checkpointed else Method.MIXED
@@ -323,12 +323,12 @@ def test_where_much_stays_whatever_the_plan_no_mix_is_tried(input_bytes: int) ->
 
 
 def held(found: TimedStep | Span, nbytes: int) -> Any:
-    return replace(found, held_bytes=nbytes)
+    return replace(found, in_use_bytes=nbytes)
 
 
 def test_a_step_that_begins_with_more_memory_than_the_measured_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that accumulate, or an optimizer's state: the mix was made for less."""
-    plan, timer, _ = trying(monkeypatch, mix(), held_bytes=500 * MB)
+    plan, timer, _ = trying(monkeypatch, mix(), in_use_bytes=500 * MB)
     first = span(plan, timer, {Method.CHECKPOINT: [4.0]}, {Method.CHECKPOINT: 800 * MB})
     assert plan.saw_span(held(first, 505 * MB)) and not timer.outdated()
     assert not plan.saw_span(held(first, 506 * MB))
@@ -339,7 +339,7 @@ def test_a_step_that_begins_with_more_memory_than_the_measured_one_is_measured(m
 
 
 def test_steps_that_begin_with_less_memory_or_save_less_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, timer, peaks = trying(monkeypatch, mix(), held_bytes=500 * MB)
+    plan, timer, peaks = trying(monkeypatch, mix(), in_use_bytes=500 * MB)
     first = span(plan, timer, {Method.CHECKPOINT: [4.0]}, {Method.CHECKPOINT: 800 * MB})
     small = replace(first, saved_bytes=first.saved_bytes // 2)
     for number in range(MOST_SKIPPED):

@@ -15,7 +15,7 @@ from ebbtide.base.runs import KeptBecause
 from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.profiling.promise import CHECKED
 from ebbtide.profiling.unlike import UNLIKE, UnlikeSteps
 from tests.unit.profiling.test_promise import MB, tier
@@ -27,7 +27,7 @@ COUNT, PLAIN, HOOKED = 12, 2.5, 3.5
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake enough free memory."""
-    for module in ("closed_loop", "measured"):
+    for module in ("auto", "closed_loop"):
         monkeypatch.setattr(f"ebbtide.profiling.{module}.room_bytes", lambda tier: 10**12)
 
 
@@ -57,7 +57,7 @@ def step(places: Iterable[int], plain: frozenset[str], speed: float) -> TimedSte
         for block in blocks
     ]
     return TimedStep(
-        blocks=tuple(blocks), head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=None,
+        blocks=tuple(blocks), head_seconds=0.5, epilogue_seconds=0.25, head_peak_bytes=None,
         saved_bytes=len(blocks) * 200 * MB,
     )  # fmt: skip
 
@@ -66,9 +66,9 @@ def skipping(draw: random.Random) -> list[int]:
     return [place for place in range(COUNT) if draw.random() > 0.2]
 
 
-def measured(policy: Auto, *, runs_plain: bool = True) -> tuple[MeasuredPlan, int]:
+def measured(policy: Auto, *, runs_plain: bool = True) -> tuple[AutoPlan, int]:
     """Return the plan of a model that skips blocks, and after how many steps it is made."""
-    plan, draw = MeasuredPlan(policy, tier(), None, Bus()), random.Random(5)
+    plan, draw = AutoPlan(policy, tier(), None, Bus()), random.Random(5)
     for number in range(1, 100):
         plain = plan._timer.plain if runs_plain else frozenset[str]()
         if not plan.saw_step(step(skipping(draw), plain, draw.choice([1.0, 1.3]))):
@@ -90,8 +90,8 @@ def test_blocks_of_all_steps_are_compared_with_those_without_hooks_in_their_step
 @pytest.mark.parametrize(("slower", "kept"), [(1.04, True), (1.5, False)])
 def test_a_promise_is_judged_in_passes_of_other_blocks(slower: float, kept: bool) -> None:
     plan, _ = measured(Auto(max_slowdown=0.2))
-    check, draw = plan._check, random.Random(6)
-    assert check is not None and plan.profile is not None and not check.keeps
+    judgement, draw = plan._judgement, random.Random(6)
+    assert judgement is not None and plan.profile is not None and not judgement.keeps
     for _ in range(4 * CHECKED):
         places = skipping(draw)
         blocks = tuple(
@@ -107,9 +107,9 @@ def test_a_promise_is_judged_in_passes_of_other_blocks(slower: float, kept: bool
             seconds=sum(b.seconds for b in blocks) + 0.5, peak_bytes=None, saved_bytes=len(blocks) * 200 * MB,
             blocks=blocks,
         )  # fmt: skip
-        if check.measured is None:
+        if judgement.measured is None:
             plan.saw_span(span)
-    assert check.measured is not None and check.too_slow is not kept
+    assert judgement.measured is not None and judgement.too_slow is not kept
 
 
 def test_without_a_block_without_hooks_nothing_is_promised_and_everything_stays(

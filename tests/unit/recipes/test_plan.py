@@ -502,7 +502,7 @@ def test_a_step_that_cannot_be_simulated_is_reported(qwen: str, monkeypatch: pyt
     def fail(*given: object, **named: object) -> None:
         raise RuntimeError("a shape that is wrong\nand more")
 
-    monkeypatch.setattr("ebbtide.profiling.simulated.forecast", fail)
+    monkeypatch.setattr("ebbtide.profiling.simulated.simulate_model", fail)
     with pytest.raises(ConfigError) as caught:
         found(qwen)
     assert "cannot be simulated (RuntimeError: a shape that is wrong); expected a model" in str(caught.value)
@@ -586,7 +586,7 @@ def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result)
     assert first.forward_base_bytes - result.profile.blocks[0].forward_base_bytes == gradients
     added = last.backward_base_bytes - result.profile.blocks[-1].backward_base_bytes
     assert 0 < added < gradients
-    assert several.profile.tail_seconds == pytest.approx(result.profile.tail_seconds / 8)
+    assert several.profile.epilogue_seconds == pytest.approx(result.profile.epilogue_seconds / 8)
     assert "--gradient_accumulation_steps 8" in page.command(several, several.options[0])
 
 

@@ -630,7 +630,7 @@ def test_a_device_without_room_brings_in_less_and_says_so_once(caplog: pytest.Lo
 
 
 def test_the_order_of_one_backward_serves_the_next() -> None:
-    """The first backward shows the order in which tensors are read; later copies in follow it."""
+    """The first backward shows the order in which tensors are read; later copy-ins follow it."""
     x = leaf(4, 4)
     with open_engine("offload", rate=1e12, window_bytes=1) as engine:
         expected: list[int] = []

@@ -51,8 +51,8 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
         copy_out_all(device, tier, sizes)
     assert tier.arena == after_first and device.host_calls == after_first.chunks
     assert after_first.peak_used_bytes == sum(sizes)
-    assert after_first.peak_used_bytes <= after_first.held_bytes <= 1.03 * after_first.peak_used_bytes
-    assert device.host_bytes == after_first.held_bytes and device.violations == []
+    assert after_first.peak_used_bytes <= after_first.reserved_bytes <= 1.03 * after_first.peak_used_bytes
+    assert device.host_bytes == after_first.reserved_bytes and device.violations == []
 
 
 def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
@@ -133,7 +133,7 @@ def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.
         "cannot pin host memory (fake host: no more can be pinned): using pageable memory, whose copies stall compute"
     ]
     state = tier.arena
-    assert state.pageable_bytes + 3 * MIB == state.held_bytes == device.host_bytes and device.violations == []
+    assert state.pageable_bytes + 3 * MIB == state.reserved_bytes == device.host_bytes and device.violations == []
 
 
 def test_less_is_asked_for_where_more_is_refused() -> None:

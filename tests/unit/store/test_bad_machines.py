@@ -132,7 +132,7 @@ def test_a_copy_that_fails_names_the_tensor_and_the_next_step_is_right() -> None
             with pytest.raises(RuntimeError, match="planted: the copy failed") as caught:
                 tiny.step()
             notes = "".join(caught.value.__notes__)
-            assert "while copying out" in notes or "while bringing in" in notes or "while restoring" in notes, notes
+            assert "while copying out" in notes or "while prefetching" in notes or "while restoring" in notes, notes
             assert "Mlp/" in notes
             del caught
             device.when = 0

@@ -25,15 +25,15 @@ def test_what_an_object_held_is_released_once_it_is_dead() -> None:
     claims, released, first, other = Claims[str](), list[str](), Holder(), Holder()
     claims.add(first, "first")
     claims.add(other, "other")
-    claims.settle(released.append)
+    claims.release_dead(released.append)
     assert released == []
     del first
-    claims.settle(released.append)
-    claims.settle(released.append)
+    claims.release_dead(released.append)
+    claims.release_dead(released.append)
     assert released == ["first"]
     claims.clear()
     del other
-    claims.settle(released.append)
+    claims.release_dead(released.append)
     assert released == ["first"]
 
 
@@ -45,8 +45,8 @@ def test_an_interrupted_release_is_repeated() -> None:
 
     claims.add(Holder(), "bytes")
     with pytest.raises(KeyboardInterrupt):
-        claims.settle(interrupted)
-    claims.settle(released.append)
+        claims.release_dead(interrupted)
+    claims.release_dead(released.append)
     assert released == ["bytes"]
 
 

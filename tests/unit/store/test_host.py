@@ -82,7 +82,7 @@ def test_places_are_reused_and_nothing_new_is_allocated() -> None:
             slot.take()
             slot.free()
         tier.trim()
-        assert device.host_calls == 1 and device.host_bytes == tier.arena.held_bytes == 1024
+        assert device.host_calls == 1 and device.host_bytes == tier.arena.reserved_bytes == 1024
     assert tier.used_bytes == 0 and tier.free_bytes == 1024
     tier.close()
     assert device.host_bytes == 0

@@ -29,7 +29,7 @@ from tests.helpers.oracle import differences, same_bits
 
 POLICIES = ["offload", "minimal"]  # auto measures first, and keeps all of a model as small as these
 WINDOW = 1  # every copy-out is waited for: none can fail unnoticed
-ACTION = re.compile(r"\nwhile (copying out|bringing in|reading|restoring) Mlp/\S+ .*\((offload|recompute)\)")
+ACTION = re.compile(r"\nwhile (copying out|prefetching|reading|restoring) Mlp/\S+ .*\((offload|recompute)\)")
 BLOCK = re.compile(r"\n(while|at) .* of block 'layers\.\d'")
 
 

@@ -177,12 +177,12 @@ class Runtime:
 def test_the_runtime_is_asked_and_forgets_its_errors(code: int) -> None:
     runtime = Runtime(code)
     registrar = RuntimeRegistrar(
-        runtime, lambda: runtime.asked.append(("settle",)), lambda: runtime.asked.append(("forget",))
+        runtime, lambda: runtime.asked.append(("synchronize",)), lambda: runtime.asked.append(("forget",))
     )
     assert registrar.register(4096, 8192) == registrar.unregister(4096) == code
     forget = [("forget",)] if code else []
     assert runtime.asked == [
-        ("register", 4096, 8192, 1), *forget, ("settle",), ("unregister", 4096), *forget
+        ("register", 4096, 8192, 1), *forget, ("synchronize",), ("unregister", 4096), *forget
     ]  # fmt: skip
 
 

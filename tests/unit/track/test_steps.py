@@ -18,7 +18,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.runs import read_events
 from ebbtide.report import load_run
 from ebbtide.track import summarise
-from ebbtide.track.parts import held_bytes, model_bytes
+from ebbtide.track.parts import model_bytes, tensor_bytes
 from ebbtide.track.steps import StepMarker
 from tests.helpers.torches import needs_slots
 
@@ -332,7 +332,7 @@ def test_sparse_gradients_are_counted_and_tensors_without_a_storage_left_out(tmp
             model(torch.tensor([1, 2])).sum().backward()
             optimizer.step()
     assert marks(tmp_path, "parts")[0]["gradient_bytes"] == 2 * 8 * 4 + 2 * 8
-    assert held_bytes([Opaque(torch.ones(8)), torch.ones(8)]) == 32
+    assert tensor_bytes([Opaque(torch.ones(8)), torch.ones(8)]) == 32
 
 
 def test_two_models_of_a_class_and_a_wrapper_of_one_are_each_counted_once(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_tokens_per_second_are_a_median_where_every_step_generates(tmp_path):
 
 def made_plan_after(steps, *, total):
     """Events of steps of 3.5 s each, the warm-up's slower; a plan is made before the first and after ``steps``."""
-    events = [begin(), event(0.5, "plan", name="auto", text="by rule"), pass_end(1.0, unique=1, kept=1)]
+    events = [begin(), event(0.5, "plan", name="auto", text="heuristic"), pass_end(1.0, unique=1, kept=1)]
     for step in range(1, total + 1):
         start = 10.0 * step
         events += phases(step, start, backward=6.0 if step <= steps + SETTLING else 2.0)

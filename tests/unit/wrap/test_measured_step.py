@@ -91,7 +91,7 @@ def recomputed(step: TimedStep) -> list[TimedUnit]:
 def test_the_backward_of_what_is_before_the_blocks_is_not_the_first_blocks() -> None:
     step, span = measured(Clock())
     assert [block.backward_seconds for block in step.blocks] == [2.0] * 3
-    assert step.tail_seconds == 110.0
+    assert step.epilogue_seconds == 110.0
     assert [block.backward_seconds for block in span.blocks] == [2.0] * 3
     assert span.seconds == 6.0
 

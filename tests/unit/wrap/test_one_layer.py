@@ -30,8 +30,8 @@ from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import FULL_BYTES
 from ebbtide.engine.trust import Trust
+from ebbtide.wrap.checkpointedcall import CheckpointedCall
 from ebbtide.wrap.scope import Scope
-from ebbtide.wrap.secondrun import SecondRun
 from ebbtide.wrap.state import State
 from tests.helpers.oracle import same_bits
 from tests.helpers.twice import Stack, hard
@@ -94,14 +94,14 @@ def alike(kind: type[Block], act: Act) -> tuple[Any, int]:
 def counting() -> Iterator[list[None]]:
     """Count the second forwards."""
     runs: list[None] = []
-    run_again = SecondRun._run_again
+    run_again = CheckpointedCall._run_second_forward
 
-    def counted(self: SecondRun, *args: Any) -> None:
+    def counted(self: CheckpointedCall, *args: Any) -> None:
         runs.append(None)
         run_again(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecondRun, "_run_again", counted)
+        patch.setattr(CheckpointedCall, "_run_second_forward", counted)
         yield runs
 
 
@@ -549,15 +549,15 @@ def test_a_second_forward_that_saves_less_is_an_error() -> None:
 
 def test_what_a_backward_leaves_unread_goes_when_it_ends(monkeypatch: pytest.MonkeyPatch, halves: list[Tensor]) -> None:
     saved: list[weakref.ref[Tensor]] = []
-    save = SecondRun._save_again
+    save = CheckpointedCall._save_second
 
-    def watched(self: SecondRun, tensor: Tensor) -> Tensor:
+    def watched(self: CheckpointedCall, tensor: Tensor) -> Tensor:
         value = tensor.untyped_storage()
         saved.append(weakref.ref(value))  # pyright: ignore[reportArgumentType]
         return save(self, tensor)
 
     with checkpointed(Parts) as model:
-        monkeypatch.setattr(SecondRun, "_save_again", watched)
+        monkeypatch.setattr(CheckpointedCall, "_save_second", watched)
         out = model.blocks[0](model.x)
         (grad,) = torch.autograd.grad(halves[0].sum(), model.blocks[0].up.bias, retain_graph=True)
         gc.collect()
@@ -737,15 +737,15 @@ def metric_in(form: Callable[[Tensor], Any]) -> type[Block]:
     ids=["tensor", "list in a tuple", "lists and dictionaries"],
 )
 def test_a_metric_with_its_graph_holds_no_block_of_earlier_steps(form: Callable[[Tensor], Any]) -> None:
-    runs: list[weakref.ref[SecondRun]] = []
-    init = SecondRun.__init__
+    runs: list[weakref.ref[CheckpointedCall]] = []
+    init = CheckpointedCall.__init__
 
-    def noted(self: SecondRun, *args: Any) -> None:
+    def noted(self: CheckpointedCall, *args: Any) -> None:
         init(self, *args)
         runs.append(weakref.ref(self))
 
     with checkpointed(metric_in(form)) as model, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecondRun, "__init__", noted)
+        patch.setattr(CheckpointedCall, "__init__", noted)
         for _ in range(6):
             loss(model).backward()
         gc.collect()

@@ -22,7 +22,7 @@ import ebbtide
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.outside import Outside
 from tests.helpers.oracle import same_bits
-from tests.unit.wrap.test_second_run import hard
+from tests.unit.wrap.test_second_forward import hard
 
 WIDTH = 8
 STATS: dict[str, Any] = {}
@@ -32,7 +32,7 @@ ADD = LOSSES.append
 
 
 class Block(nn.Module):
-    """Two layers and operators without a rule, so that a second run pays."""
+    """Two layers and operators without a rule, so that a second forward pays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class Attends(nn.Module):
         return hard(self.layer(x + y))
 
 
-def test_a_second_run_tries_attentions_kernels_in_the_order_of_the_first() -> None:
+def test_a_second_forward_tries_attentions_kernels_in_the_order_of_the_first() -> None:
     model, x = nn.Sequential(*(Attends() for _ in range(2))), torch.randn(2, 2, 4, WIDTH, requires_grad=True)
     usual = torch._C._get_sdp_priority_order()
     with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:

@@ -36,7 +36,7 @@ def _gate(x: Tensor, bias: Tensor) -> Tensor:
 
 
 class Scripted(nn.Module):
-    """A block with a scripted part and, last, a scripted function: what it saves ends a second run."""
+    """A block with a scripted part and, last, a scripted function: what it saves ends a second forward."""
 
     def __init__(self, gate: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class _LastSaved(Exception):
     """Ends a second forward that has saved everything. An ``Exception``: module hooks with ``always_call`` run then."""
 
 
-class SecondRun:
+class CheckpointedCall:
     """A checkpointed call of a block. See [Note: one layer of hooks].
 
     The first forward gets the caller's objects; lists and dictionaries of the second are copies.
@@ -209,7 +209,7 @@ class SecondRun:
             if late and node.name() == "RreluWithNoiseBackward0":
                 self._early_stop, dropped.again = False, None  # its noise is written after it is saved
             if dropped.again is None:
-                self._run_again(task)
+                self._run_second_forward(task)
             tensor = dropped.again
             if tensor is None:
                 raise self._saved_less()
@@ -235,11 +235,11 @@ class SecondRun:
         how = f"saved {self._position} of {len(self._dropped)} tensors"
         return _differs(self.run.block.name, how, self._varies())
 
-    def _run_again(self, task: int) -> None:
+    def _run_second_forward(self, task: int) -> None:
         if task != -1 and _group() is None:
             self.run.engine.let_go_after(task, weakref.ref(self))
         self._rounds = None
-        self._run_with(self._save_again)
+        self._run_with(self._save_second)
         if self._position < len(self._dropped):
             raise self._saved_less()
 
@@ -303,7 +303,7 @@ class SecondRun:
         self._run_with(save)
         return near and not equal
 
-    def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _save_second(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hold and compare a tensor that the second forward saves: its pack hook."""
         if type(tensor) is FakeTensor and not self._simulated:
             return tensor
@@ -323,9 +323,9 @@ class SecondRun:
         return value
 
 
-def runs_again(pack: Any) -> bool:
+def is_checkpoint_hook(pack: Any) -> bool:
     """Whether a pack hook is that of a checkpointed block's first forward."""
-    return isinstance(getattr(pack, "__self__", None), SecondRun)
+    return isinstance(getattr(pack, "__self__", None), CheckpointedCall)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,12 +13,12 @@ from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto, Keep, Minimal
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
+from ebbtide.planner.policies import plan_for
 from ebbtide.planner.profile import Rates
-from ebbtide.planner.rules import plan_for
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
+from ebbtide.profiling.auto import AutoPlan
 from ebbtide.profiling.closed_loop import solution_for
-from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.minimal import MinimalPlan
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.counters import TierCounters
@@ -51,7 +51,7 @@ def step(
             )
             for i in range(blocks)
         ),
-        head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=peak,
+        head_seconds=0.5, epilogue_seconds=0.25, head_peak_bytes=peak,
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def tier(out_bytes: int = 100 * MB) -> Any:
     return SimpleNamespace(name="disk", counters=counters)
 
 
-def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action:
+def ask(plan: AutoPlan, module: str, *, flops: float | None = 0.0) -> Action:
     site = Site("Layer", module, "Node", 0)
     return plan.choose(
         Candidate(
@@ -102,8 +102,8 @@ def test_without_measured_memory_nothing_is_made_up() -> None:
 
 
 def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
-    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to recompute, according to FLOP
+    plan = AutoPlan(Auto(), tier(), None, Bus())
+    assert ask(plan, "dear") is Action.RECOMPUTE  # the heuristic: free to recompute, according to FLOP
     assert plan.saw_step(step(scale=9.0))
     assert plan.saw_step(step())
     assert plan.saw_step(step(slower=3.0)) is False
@@ -115,21 +115,21 @@ def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> Non
 
 
 def test_larger_steps_are_measured_under_the_heuristic() -> None:
-    plan = MeasuredPlan(Auto(max_slowdown=0.0), tier(), None, Bus())
-    by_rule = ask(plan, "dear")
+    plan = AutoPlan(Auto(max_slowdown=0.0), tier(), None, Bus())
+    heuristic = ask(plan, "dear")
     for _ in range(3):
         plan.saw_step(step())
-    assert ask(plan, "dear") is Action.KEEP is not by_rule
+    assert ask(plan, "dear") is Action.KEEP is not heuristic
     timer: Any = SimpleNamespace(wanted=True)  # inputs grew
     plan._timer = timer
     # The table moves nothing, which would leave copies without a price in the next profile.
-    assert ask(plan, "dear") is by_rule
+    assert ask(plan, "dear") is heuristic
     timer.wanted = False
     assert ask(plan, "dear") is Action.KEEP
 
 
 def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan = AutoPlan(Auto(), tier(), None, Bus())
     site = Site("Layer", "light", "Node", 0)
     candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=8, block_input=False, recompute_flops=None)
     assert plan.needs_recipe(candidate) and plan.recomputes_in("layers.1")
@@ -139,7 +139,7 @@ def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
 
 
 def test_steps_that_differ_are_not_mixed() -> None:
-    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan = AutoPlan(Auto(), tier(), None, Bus())
     plan.saw_step(step())
     assert plan.saw_step(step(blocks=3))
     assert plan.saw_step(step(blocks=4))
@@ -148,7 +148,7 @@ def test_steps_that_differ_are_not_mixed() -> None:
 
 
 def test_a_budget_is_fitted_with_base_memory() -> None:
-    plan = MeasuredPlan(Auto(memory_budget=1_500 * MB), tier(), 100 * MB, Bus())
+    plan = AutoPlan(Auto(memory_budget=1_500 * MB), tier(), 100 * MB, Bus())
     for _ in range(3):
         plan.saw_step(step(peak=1_300 * MB))
     assert plan.table is not None
@@ -167,7 +167,7 @@ def test_before_training_a_budget_that_nothing_fits_is_an_error_that_says_what_w
     [
         (plan_for(Keep()), "PolicyPlan: keep"),
         (MinimalPlan(Minimal(), tier(), None, Bus()), "MinimalPlan: minimal"),
-        (MeasuredPlan(Auto(), tier(), None, Bus()), "MeasuredPlan: auto"),
+        (AutoPlan(Auto(), tier(), None, Bus()), "AutoPlan: auto"),
         (table(), "TablePlan: auto"),
     ],
 )
@@ -180,7 +180,7 @@ def test_it_says_what_it_does_before_and_after(tmp_path: Path) -> None:
     told: list[str] = []
     bus = Bus()
     bus.subscribe(lambda kind, fields: told.append(f"{kind}: {fields['text']}"))
-    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    plan = AutoPlan(Auto(max_slowdown=0.1), tier(), None, bus)
     assert str(plan) == plan.explain()
     assert "3 steps" in plan.explain() and "max_slowdown=0.1" in plan.explain()
     with pytest.raises(ConfigError, match="not made yet"):

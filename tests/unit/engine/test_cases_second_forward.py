@@ -1,6 +1,6 @@
 """Blocks that depend on state at the time of their run: layers with swapped weights, and checkpointed blocks.
 
-A rule that reads a layer later, and a second run in backward, find the later state: attributes that were restored,
+A rule that reads a layer later, and a second forward in backward, find the later state: attributes that were restored,
 weights that were updated, generators that advanced, contexts that were left. Without a guard each case is silently
 wrong, or fails where ordinary training works.
 """
@@ -341,7 +341,7 @@ def a_tensor_that_blocks_count_in(model: nn.Module, x: Tensor) -> Taken:
 
 
 LOUD = {"an_attribute_of_the_next_forward", "a_buffer_of_the_next_forward", "a_bias_that_was_updated"}
-"""Where a second run may refuse, with an error of ours that says what to do: what it needs is not there any more."""
+"""Where a second forward may refuse, with an error of ours that says what to do: what it needs is gone by then."""
 
 
 def test_the_blocks_of_these_cases_are_checkpointed() -> None:
@@ -353,7 +353,7 @@ def test_the_blocks_of_these_cases_are_checkpointed() -> None:
 
 
 @pytest.mark.parametrize(("kind", "route", "step"), SECOND)
-def test_a_second_run_computes_what_the_first_did(kind: type[Block], route: Forward | None, step: Step) -> None:
+def test_a_second_forward_computes_what_the_first_did(kind: type[Block], route: Forward | None, step: Step) -> None:
     model, x = Model(kind, route), torch.randn(4, WIDTH)
 
     def steps() -> list[Taken | EbbtideError]:

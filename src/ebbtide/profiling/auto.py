@@ -1,7 +1,7 @@
 """``Auto``: measure a few steps, then let the planner choose.
 
 [Note: Auto's steps]
-The first pass warms up and follows the heuristic (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest
+The first pass warms up and follows the heuristic (``ebbtide.planner.policies``): cheap tensors are recomputed, the rest
 offloaded. That needs close to the least memory, so even a model that ran out of memory gets this far. The next passes
 are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
@@ -37,17 +37,17 @@ from ebbtide.config import Auto
 from ebbtide.engine import Engine
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import GROWTH, TAIL, StepTimer
+from ebbtide.engine.timing import BETWEEN_STEPS, GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import Baseline, against_plain, alike, baseline_of, kept_sample, sample
 from ebbtide.profiling.closed_loop import KEEPS, REASONS, ClosedLoop, kept_blocks, outside_plans, why_kept
-from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Check
+from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Judgement
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.profiling.unlike import UnlikeSteps
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
+from ebbtide.store.meter import allocatable_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -71,7 +71,7 @@ SHORTER = 4
 """Shorter steps that may pass until one as long as the step that triggered a measurement."""
 
 
-class MeasuredPlan(Explained):
+class AutoPlan(Explained):
     """The plan of ``Auto``. See [Note: Auto's steps].
 
     Args:
@@ -85,12 +85,12 @@ class MeasuredPlan(Explained):
 
     def __init__(self, policy: Auto, tier: Tier, window_bytes: int | None, bus: Bus) -> None:
         self._policy, self._tier, self._window_bytes, self._bus = policy, tier, window_bytes, bus
-        self._by_rule = plan_for(policy)
+        self._heuristic = plan_for(policy)
         self._warm = False
         self._kept_under_hooks = frozenset[str]()  # blocks that show the cost of hooks alone, in a measured step
         self._steps: list[TimedStep] = []
         self._timer = StepTimer(meter_for(tier))  # idle until an engine is watched
-        self._check: Check | None = None
+        self._judgement: Judgement | None = None
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
         self._unlike = UnlikeSteps()
@@ -118,7 +118,7 @@ class MeasuredPlan(Explained):
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
                 hint="set max_slowdown instead",
             )
-        memory = self._memory = budget is not None or device_bytes(self._tier) is not None
+        memory = self._memory = budget is not None or allocatable_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
         watched, trust, bus = weakref.ref(engine), engine.trust, self._bus  # the engine holds the timer; so do we
@@ -126,7 +126,7 @@ class MeasuredPlan(Explained):
 
         def waited() -> dict[str, float]:
             stalls = {} if (engine := watched()) is None else engine.stats().stalls
-            return {**stalls, TAIL: sum(run["seconds"] for run in bus.ask("paused"))}
+            return {**stalls, BETWEEN_STEPS: sum(run["seconds"] for run in bus.ask("paused"))}
 
         self._timer = engine.timer = StepTimer(
             meter, weakly(self.saw_step), waited=waited, memory=memory, outdated=weakly(self._note_new_state),
@@ -145,20 +145,20 @@ class MeasuredPlan(Explained):
     @property
     def name(self) -> str:
         """Short name for logs and reports."""
-        return self._by_rule.name
+        return self._heuristic.name
 
     @property
     def current(self) -> Plan | None:
         """The plan that answers now; None while steps are measured. See ``StandingPlan``."""
         if self._timer.wanted or self._kept_under_hooks:
             return None
-        return self._by_rule if self.table is None else self.table
+        return self._heuristic if self.table is None else self.table
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
         if candidate.block_name in self._kept_under_hooks:
             return Action.KEEP
-        return (self._answering or self._by_rule).choose(candidate)
+        return (self._answering or self._heuristic).choose(candidate)
 
     def needs_recipe(self, candidate: Candidate) -> bool:
         """Whether RECOMPUTE may be chosen. In measured steps every recipe is built, to be timed."""
@@ -190,18 +190,18 @@ class MeasuredPlan(Explained):
     @property
     def kept_because(self) -> KeptBecause | None:
         """Why the current plan keeps everything without hooks; None if it does not, or is not made yet."""
-        check = self._check
-        unhooked = check is not None and check.keeps and not (check.over_budget_bytes or check.hopeless)
-        return why_kept(check) if check is not None and unhooked else None
+        judgement = self._judgement
+        unhooked = judgement is not None and judgement.keeps and not (judgement.over_budget_bytes or judgement.hopeless)
+        return why_kept(judgement) if judgement is not None and unhooked else None
 
     def explain(self) -> str:
         """Describe the current plan, and why."""
-        if self.table is not None and self._check is not None:
+        if self.table is not None and self._judgement is not None:
             head, *lines = self.table.explain().splitlines()
             kept = [] if (why := self.kept_because) is None else [KEEPS + REASONS[why]]
-            return "\n".join([head, self._check.text(), *self._outside, *kept, *self._loop.story, *lines])
+            return "\n".join([head, self._judgement.text(), *self._outside, *kept, *self._loop.story, *lines])
         return (
-            f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
+            f"{self._heuristic.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
             f"({self._aim()})"
         )
 
@@ -231,8 +231,8 @@ class MeasuredPlan(Explained):
     @property
     def judged(self) -> bool:
         """Whether the plan is made and judged: it then stays, unless inputs grow or later passes break the promise."""
-        timer, check = self._timer, self._check
-        return check is not None and not (timer.wanted or (check.unjudged and timer.times_blocks))
+        timer, judgement = self._timer, self._judgement
+        return judgement is not None and not (timer.wanted or (judgement.unjudged and timer.times_blocks))
 
     def _aim(self) -> str:
         budget = self._policy.memory_budget
@@ -302,30 +302,30 @@ class MeasuredPlan(Explained):
 
     def saw_span(self, span: Span | None) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
-        check = self._check
-        if check is None:
+        judgement = self._judgement
+        if judgement is None:
             return False
-        verdict, counted = check.add(span), check.budget_bytes is not None
+        verdict, counted = judgement.add(span), judgement.budget_bytes is not None
         if verdict is not None or (span is None and counted):
             # Without a verdict graphs may overlap, and only under hooks both together keep no more.
-            self._timer.unhooked = frozenset() if verdict is None else kept_blocks(check.solution)
-        if verdict is None and not check.hopeless:
+            self._timer.unhooked = frozenset() if verdict is None else kept_blocks(judgement.solution)
+        if verdict is None and not judgement.hopeless:
             return True
         if verdict is None:
-            if check.unjudged:
+            if judgement.unjudged:
                 logger.info("the plan is %s", UNJUDGED)
                 self._bus.emit("verdict", **self._plan_fields())
             return False
         if not self._outside:
-            self._outside = outside_plans(self._timer.spans.tail_peak_bytes, check.budget_bytes)
-        check.reserved_bytes = reserved_bytes(self._tier)
-        following = self._loop.after(check)
-        if check.over_budget_bytes and isinstance(self._tier, DiskTier):
+            self._outside = outside_plans(self._timer.spans.between_peak_bytes, judgement.budget_bytes)
+        judgement.reserved_bytes = reserved_bytes(self._tier)
+        following = self._loop.after(judgement)
+        if judgement.over_budget_bytes and isinstance(self._tier, DiskTier):
             self._exceeded += 1
             self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
         if following is None:
             self._bus.emit("verdict", **self._plan_fields())
-            self._timer.spans.paused = check.prepare_next()
+            self._timer.spans.paused = judgement.prepare_next()
             return False
         self._carry_out(following)
         return following.unjudged
@@ -343,21 +343,21 @@ class MeasuredPlan(Explained):
         coverage = None if (engine := self._engine()) is None else engine.coverage
         return None if coverage is None else coverage.checkpointed
 
-    def _carry_out(self, check: Check) -> None:
+    def _carry_out(self, judgement: Judgement) -> None:
         """Switch to a plan, and judge it unless it is already judged."""
-        solution, self._check = check.solution, check
+        solution, self._judgement = judgement.solution, judgement
         self.profile = solution.profile
-        self.table = table_plan(solution, self.name, keeps_others=check.budget_bytes is None)
+        self.table = table_plan(solution, self.name, keeps_others=judgement.budget_bytes is None)
         if (engine := self._engine()) is not None:
             engine.plan_changed()
-        self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(check)
-        self._timer.spans.want(wanted=check.unjudged)
-        self._timer.spans.paused = check.prepare_next()
+        self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(judgement)
+        self._timer.spans.want(wanted=judgement.unjudged)
+        self._timer.spans.paused = judgement.prepare_next()
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", **self._plan_fields(), predicted=asdict(self.table.predicted))
-        if check.keeps and why_kept(check) is KeptBecause.GAINS_NOTHING and not self._warned:
+        if judgement.keeps and why_kept(judgement) is KeptBecause.GAINS_NOTHING and not self._warned:
             self._warned = True
             limit = self._policy.max_slowdown
             hint = "use policy 'minimal', which has the memory of checkpointing"
@@ -368,18 +368,18 @@ class MeasuredPlan(Explained):
                 "policy=ebbtide.Auto(max_slowdown=%g)",
                 *(limit, hint, min(2 * limit or 0.05, 1)),
             )
-        if not check.known and not self._warned:
+        if not judgement.known and not self._warned:
             self._warned = True
-            logger.warning("%s%s", UNLIKE_BLOCKS, "" if check.budget_bytes else ", and Auto keeps everything")
+            logger.warning("%s%s", UNLIKE_BLOCKS, "" if judgement.budget_bytes else ", and Auto keeps everything")
 
     def _looks_again(self, spans: SpanTimer) -> bool:
         """Whether there is memory now for the blocks without hooks that another verdict needs; else it comes later."""
-        check, timer = self._check, self._timer
-        if check is None:
+        judgement, timer = self._judgement, self._timer
+        if judgement is None:
             return False
-        timer.yardsticks = self._loop.yardsticks(check)
+        timer.yardsticks = self._loop.yardsticks(judgement)
         if not timer.yardsticks:
-            spans.paused = check.prepare_next()
+            spans.paused = judgement.prepare_next()
         return bool(timer.yardsticks)
 
     def _room_bytes(self, step: TimedStep) -> int | None:
