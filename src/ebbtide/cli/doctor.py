@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.base.files import check_replaceable
 from ebbtide.base.pages import with_addresses
 from ebbtide.cli import versions
-from ebbtide.cli.parsing import Parser, check_folder_name, choice
+from ebbtide.cli.parsing import Parser, choice, named_folder
 
 if TYPE_CHECKING:
     from ebbtide.doctor import Examination
@@ -47,14 +47,13 @@ def run(argv: Sequence[str]) -> int:
     if own.versions:
         print("\n".join(versions.lines()))
         return 0
-    if own.disk_path is not None:
-        check_folder_name("--disk_path", own.disk_path)
+    disk_path = None if own.disk_path is None else str(named_folder("--disk_path", own.disk_path))
     if own.out is not None:
         hint = "such as --out machine.json, in a folder that you may write to"
         check_replaceable(own.out, f"--out {str(own.out)!r}", {"memory_bytes", "flop_per_second"}, hint=hint)
     from ebbtide.doctor import examine  # torch, and with it the seconds of its import
 
-    found = examine(target, own.disk_path)
+    found = examine(target, disk_path)
     written = own.out is not None and _write(found, own.out)
     if as_json:
         print(json.dumps(as_values(found), indent=1, allow_nan=False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ebbtide.base.errors import ConfigError, nearest
@@ -71,11 +72,16 @@ def count(name: str, text: str) -> int:
     return int(text)
 
 
-def check_folder_name(flag: str, text: str) -> None:
-    """Check that a flag names a folder: an empty name, as of a variable that is not set, would be the current one.
+def named_folder(flag: str, text: str) -> Path:
+    """Return the folder that a flag names; ``~`` is a home folder, which a shell leaves as it is after ``=``.
 
     Raises:
-        ConfigError: It is empty.
+        ConfigError: The name is empty, as of a variable that is not set, or there is no such home folder.
     """
     if not text.strip():
         raise ConfigError(f"{flag} is {text!r}", expected="a folder", hint=f"leave {flag} out for its default")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        found = f"{flag} is {text!r}, and there is no such home folder"
+        raise ConfigError(found, expected="a folder", hint="write its path from / on") from error

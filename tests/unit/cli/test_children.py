@@ -192,6 +192,18 @@ def test_an_empty_name_is_no_folder(flag: str) -> None:
         run_module.run([flag, " ", "--", "true"])
 
 
+@pytest.mark.parametrize("flag", ["--disk_path", "--out"])
+def test_a_tilde_is_the_home_folder(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves it in --out=~/run: a folder with that name would be made."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert run_module.run([f"{flag}=~/", "--", "true"]) == 0
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+    with pytest.raises(ConfigError, match=f"{flag} is '~nobody-here/x', and there is no such home folder; .*\nhint: "):
+        run_module.run([flag, "~nobody-here/x", "--", "true"])
+
+
 def test_damaged_notes_leave_the_commands_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of a full disk, or of a process that was killed while it wrote and another that wrote later."""
     notes = [
@@ -244,6 +256,6 @@ def test_a_directory_on_another_machine_is_not_looked_for_here(tmp_path: Path) -
     launcher.symlink_to("/bin/true")
     argv = ["--disk_path", str(tmp_path / "scratch"), "--"]
     assert run_module.run([*argv, str(launcher)]) == 0
-    assert run_module._directory("scratch", "srun") == str(Path("scratch").absolute())
+    assert run_module._directory(Path("scratch"), "srun") == str(Path("scratch").absolute())
     with pytest.raises(DiskError, match="does not exist"):
         run_module.run([*argv, "true"])
