@@ -26,7 +26,13 @@ from ebbtide.cli.signals import Terminated, hold_interrupts, terminate_as_interr
 WAITING = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        *((n, Terminated) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)),
+    ],
+)
 def test_an_interrupt_while_a_child_starts_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[BaseException]
 ) -> None:
