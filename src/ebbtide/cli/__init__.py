@@ -8,6 +8,7 @@ are also reached by path.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import select
@@ -36,6 +37,9 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 _RUN_FAILURES = (CapError, DiskError, ModifiedInPlaceError, RestoreError, TrainingError)
 """Errors of a valid command at run time; all others, and a disk path that cannot serve, are bad input."""
+
+_NAME_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
+"""Errors of a name, whatever is done with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = isinstance(error, _RUN_FAILURES) and not isinstance(error, DiskPathError)
         return EXIT_FAILED if failed else EXIT_BAD_INPUT
     except OSError as error:
+        if error.errno in _NAME_ERRNOS and error.filename is not None:
+            print(f"error: {os.fsdecode(error.filename)!r} is no file's name ({error.strerror})", file=sys.stderr)
+            print("hint: check the names of files and folders in the command", file=sys.stderr)
+            return EXIT_BAD_INPUT
         if error.errno not in FULL_ERRNOS:
             raise
         print(f"error: {_unwritten(error)} cannot be written ({error.strerror})", file=sys.stderr)

@@ -497,6 +497,14 @@ def test_a_folder_that_cannot_be_made_or_holds_a_run_is_refused(tmp_path):
             compare([], modes=["plain"], rounds=1, out=out)
 
 
+def test_a_folder_that_only_the_system_refuses_is_an_error_before_a_child_starts(tmp_path):
+    """Root may write to /proc, and can make nothing there; a loop of links ends nowhere."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (Path("/proc/result"), tmp_path / "loop", tmp_path / "loop/below"):
+        with pytest.raises(DataError, match=f"{out} cannot be made .*\nhint: name another with --out"):
+            compare_children([], out=out)
+
+
 def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):
     assert module._flags("sft", "ebbtide", [], tmp_path) == [
         "--activation_cpu_offload", "true", "--gradient_checkpointing", "false", "--output_dir", str(tmp_path),

@@ -156,6 +156,12 @@ def test_a_full_disk_is_one_error_and_another_systems_error_a_bug(
         cli.main(["sft", str(errno.EIO)])
 
 
+@pytest.mark.parametrize("argv", [["report", "x" * 300], ["doctor", "--out", "x" * 300 + ".json"]])
+def test_a_name_that_no_file_can_have_is_bad_input(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: {argv[-1]!r} is no file's name (File name too long)\nhint: ")
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["report", "/nowhere"]])
 def test_a_process_without_output_has_its_exit_code(argv: list[str]) -> None:
     """As started by some schedulers, with the three streams closed."""
