@@ -223,6 +223,7 @@ def test_a_child_that_was_killed_may_have_run_out_of_memory(tmp_path):
     result = compare_children(["--killed", "ebbtide"], out=out, screen=screen)
     assert result.modes[2]["failures"] == ["round 1: SIGKILL (the system sends SIGKILL where memory is full), killed"]
     assert result.exit_code == 1 and result.modes[0]["status"] == "ok"
+    assert "ebbtide: nothing was measured (against plain)." in screen.file.getvalue()
 
 
 def test_a_child_that_fails_after_its_last_step_is_not_called_ok(tmp_path):

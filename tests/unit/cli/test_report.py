@@ -213,6 +213,19 @@ def test_a_killed_run_in_a_folder_that_may_only_be_read_is_reported(tmp_path, ca
     assert capsys.readouterr().out.startswith("plain")
 
 
+def test_runs_of_two_models_are_named_as_such(tmp_path, capsys):
+    """Their peaks and times say nothing about a mode."""
+    for name in ("one", "other"):
+        write_run(tmp_path / name, name)
+    words = [f"(against one{of})" for of in ("", ", of another model")]
+    for expected, absent in (words, reversed(words)):
+        assert run([str(tmp_path / "one"), str(tmp_path / "other"), "--format", "text"]) == 0
+        shown = capsys.readouterr().out
+        assert expected in shown and absent not in shown
+        summary = tmp_path / "other" / "summary.json"
+        summary.write_text(summary.read_text().replace("tiny-llama", "tiny-qwen"))
+
+
 def test_what_may_not_be_read_is_an_error(tmp_path, monkeypatch):
     """Root may read everything, so the system's refusals are made up."""
 
