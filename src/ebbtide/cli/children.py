@@ -18,7 +18,7 @@ from typing import Any
 from ebbtide.base.extras import require
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTPUT_FILE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
-from ebbtide.cli.starting import started
+from ebbtide.cli.starting import KILLED, signal_words, started
 from ebbtide.track import MemoryReader, Sampler
 
 SAMPLE_SECONDS = 0.005
@@ -48,12 +48,11 @@ class Ended:
     @property
     def how(self) -> str:
         """How it ended: its exit code, or the signal's name."""
-        words = f"exit code {self.code}"
         if self.code < 0:
-            words = next((known.name for known in signal.Signals if known == -self.code), f"signal {-self.code}")
+            return signal_words(-self.code)
+        words = f"exit code {self.code}"
         # A shell passes its command's end on as a code.
-        killed = self.code in (-signal.SIGKILL, 128 + signal.SIGKILL)
-        return f"{words} (the system sends SIGKILL where memory is full)" if killed else words
+        return words + KILLED if self.code == 128 + signal.SIGKILL else words
 
 
 class Child:

@@ -26,7 +26,7 @@ from ebbtide.base.runs import EVENTS_FILE, Event, of_kind, only_writer, put_reco
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count, named_folder
 from ebbtide.cli.signals import handled
-from ebbtide.cli.starting import started
+from ebbtide.cli.starting import signal_words, started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.planner.table import load_plan
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
@@ -35,6 +35,9 @@ EXAMPLE = "-- python train.py"
 _OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 _HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Schedulers announce the end of a job with SIGUSR1 or SIGUSR2, as `sbatch --signal` and submitit do."""
+
+_NOT_HANDED_ON = (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""A shell names these, if it starts the command itself."""
 
 _KNOWN = ("python", "python3", "torchrun", "accelerate")
 _ELSEWHERE = ("srun", "salloc", "mpirun", "mpiexec", "ssh", "pdsh")
@@ -83,6 +86,8 @@ def run(argv: Sequence[str]) -> int:
             policy=policy, disk_path=disk_path,
         )  # fmt: skip
         code = _wait_for(command, request.environment(os.environ))
+        if code - 128 in _NOT_HANDED_ON:
+            print(f"ebbtide: the command was ended by {signal_words(code - 128)}", file=sys.stderr)
         for line in _ending(read_notes(Path(request.folder)), code):
             print(line, file=sys.stderr)
     if out is not None and (out / EVENTS_FILE).exists():

@@ -210,6 +210,19 @@ def test_a_tilde_is_the_home_folder(flag: str, tmp_path: Path, monkeypatch: pyte
         run_module.run([flag, "~nobody-here/x", "--", "true"])
 
 
+@pytest.mark.parametrize(("number", "shown"), [(signal.SIGKILL, "(the system sends"), (signal.SIGSEGV, "")])
+def test_a_signal_that_the_command_did_not_survive_is_named(
+    capfd: pytest.CaptureFixture[str], number: signal.Signals, shown: str
+) -> None:
+    """A shell would name it, if it had started the command itself."""
+    script = f"import os; os.kill(os.getpid(), {int(number)})"
+    assert run_module.run(["--", sys.executable, "-I", "-c", script]) == 128 + number
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"ebbtide: the command was ended by {number.name}") and shown in line
+    assert run_module.run(["--", sys.executable, "-I", "-c", script.replace(f", {int(number)}", ", 15")]) == 143
+    assert not capfd.readouterr().err
+
+
 def test_damaged_notes_leave_the_commands_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of a full disk, or of a process that was killed while it wrote and another that wrote later."""
     notes = [
