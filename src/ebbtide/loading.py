@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.extras import check_version
 from ebbtide.load import Loading, LoadOptions, Saving, Weights
+from ebbtide.load.together import Ranks, same_on_all_ranks
 from ebbtide.wrap.meeting import Meeting
 
 _SHARD_ADVICE = "such as a function that calls fully_shard on each block and then on the model"
@@ -74,26 +76,22 @@ def load_sharded(
         DataError: The checkpoint is damaged, does not fit, or cannot be read on some rank.
         EbbtideError: torch or transformers is older than the tested versions.
     """
-    check_version("torch")
-    for name, function in {"shard": shard, "init": init, "progress": progress}.items():
-        if function is not None and not callable(function):
-            raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
-    several = isinstance(weights, Sequence) and all(isinstance(one, (str, PathLike)) for one in weights)
-    if weights is not None and not (several or isinstance(weights, (PathLike, Mapping, nn.Module))):
-        raise ConfigError(
-            f"weights is a {type(weights).__name__}",
-            expected="a path, a state dict, a model, or None",
-            hint="pass the folder of the checkpoint",
+    checked: list[tuple[LoadOptions, torch.device | None]] = []
+
+    def check() -> dict[str, Any]:
+        _check_arguments(weights, {"shard": shard, "init": init, "progress": progress}, allow_pickle=allow_pickle)
+        options = LoadOptions(
+            source=source,  # pyright: ignore[reportArgumentType]
+            missing=missing,  # pyright: ignore[reportArgumentType]
+            unexpected=unexpected,  # pyright: ignore[reportArgumentType]
+            allow_pickle=allow_pickle,
         )
-    check_value("allow_pickle", allow_pickle, bool)
-    options = LoadOptions(
-        source=source,  # pyright: ignore[reportArgumentType]
-        missing=missing,  # pyright: ignore[reportArgumentType]
-        unexpected=unexpected,  # pyright: ignore[reportArgumentType]
-        allow_pickle=allow_pickle,
-    )
+        checked.append((options, _device(device)))
+        return {}
+
+    Ranks(_meet).run_on_all_ranks("call load_sharded", check)
+    ((options, where),) = checked
     loading = Loading(model, weights, options, meet=_meet, init=init, progress=progress)
-    where = None if device is None else torch.device(device)
     return loading.run(shard, dtype=dtype, device=where, optimizer=optimizer)
 
 
@@ -112,18 +110,62 @@ def save_sharded(
         name: Files are called ``<name>-00001-of-00003.safetensors``.
 
     Raises:
-        ConfigError: Parameters are on meta or quantised to 8 bits, or a rank does not make the call.
+        ConfigError: Parameters are on meta or quantised to 8 bits, an argument cannot be used or differs between ranks,
+            or a rank does not make the call.
         DataError: The folder cannot be written, or ranks do not see the same one, or have different tensors of a name.
         EbbtideError: torch is older than the tested versions.
     """
-    check_version("torch")
-    check_value("max_file_bytes", max_file_bytes, int)
-    check_value("name", name, str)
-    if max_file_bytes < 1:
-        raise ConfigError(f"max_file_bytes is {max_file_bytes}", expected="1 or more", hint="such as 5 * 10**9")
-    if not name or Path(name).name != name or "\0" in name:
-        raise ConfigError(f"name is {name!r:.80}", expected="the first part of a file's name", hint="such as 'model'")
+
+    def check() -> dict[str, Any]:
+        check_version("torch")
+        _check_folder(folder)
+        check_value("max_file_bytes", max_file_bytes, int)
+        check_value("name", name, str)
+        if max_file_bytes < 1:
+            raise ConfigError(f"max_file_bytes is {max_file_bytes}", expected="1 or more", hint="such as 5 * 10**9")
+        if not name or Path(name).name != name or "\0" in name:
+            raise ConfigError(
+                f"name is {name!r:.80}", expected="the first part of a file's name", hint="such as 'model'"
+            )
+        return {"name": name, "max_file_bytes": int(max_file_bytes)}
+
+    arguments = Ranks(_meet).run_on_all_ranks("call save_sharded", check)
+    # Each rank computes the places of all tensors from them.
+    same_on_all_ranks(arguments, expected="the same on all ranks", hint="pass the same on each rank", spell=repr)
     Saving(model, folder, meet=_meet, max_file_bytes=max_file_bytes, name=name).run()
+
+
+def _check_arguments(weights: object, functions: Mapping[str, object], *, allow_pickle: object) -> None:
+    check_version("torch")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
+    several = isinstance(weights, Sequence) and all(isinstance(one, (str, PathLike)) for one in weights)
+    if weights is not None and not (several or isinstance(weights, (PathLike, Mapping, nn.Module))):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}",
+            expected="a path, a state dict, a model, or None",
+            hint="pass the folder of the checkpoint",
+        )
+    check_value("allow_pickle", allow_pickle, bool)
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device is {device!r:.80}", expected="a torch device", hint="such as device='cuda', or leave it out"
+        ) from error
+
+
+def _check_folder(folder: object) -> None:
+    if not isinstance(folder, (str, PathLike)) or not fspath(folder):
+        raise ConfigError(
+            f"folder is {folder!r:.80}",
+            expected="a path",
+            hint="pass the same folder on every rank; '.' is the working directory",
+        )
 
 
 def _meet(ranks: Sequence[int], about: str, text: str) -> Mapping[int, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -391,6 +392,21 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
     return "", False
 
 
+def refuse(save: bool, option: str, folder: str) -> str:
+    """Load or save with an argument that only the last rank cannot use; return the error's message."""
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    wrong: dict[str, Any] = {"weights": 3, "device": "gpu", "folder": None, "name": "", "max_file_bytes": 200}
+    wrong |= {"shard": "fully_shard", "source": "slice", "missing": "ignore"}
+    usual: dict[str, Any] = {"folder": folder, "max_file_bytes": 100} if save else {"weights": folder}
+    arguments = usual | ({option: wrong[option]} if last else {})
+    model = nn.Linear(8, 8)
+    try:
+        (ebbtide.save_sharded if save else ebbtide.load_sharded)(model.to("cpu" if save else "meta"), **arguments)
+    except ebbtide.EbbtideError as error:
+        return str(error)
+    return ""
+
+
 def fail_receiving() -> str:
     """Let the last rank fail after the first of several messages with its weights; return the error's message."""
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
@@ -424,6 +440,78 @@ def interrupt(rank: int) -> str:
     except (ebbtide.EbbtideError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def interrupt_messages(rank: int) -> str:
+    """Interrupt one rank between the messages with the last rank's weights; return what this rank raised."""
+    me = torch.distributed.get_rank()
+    last = me == torch.distributed.get_world_size() - 1
+    before, plain, received = signal.signal(signal.SIGINT, signal.default_int_handler), torch.distributed.recv, [0]
+
+    def receive(data: Tensor, src: int) -> None:
+        plain(data, src=src)
+        received[0] += 1
+        if me == rank and received[0] == (2 if last else 1):  # a message, or the first part of the request
+            signal.raise_signal(signal.SIGINT)  # as one that came while this rank was waiting
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    values = None if last else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    torch.distributed.recv = receive  # type: ignore[assignment]
+    try:
+        ebbtide.load_sharded(model, values)
+    except (ebbtide.EbbtideError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch.distributed.recv = plain
+        signal.signal(signal.SIGINT, before)
+    return ""
+
+
+def tie(kind: str, folder: str) -> tuple[bool, str]:
+    """Load or initialize a model whose tied weights FSDP2 shards together or apart; return whether they stay tied."""
+    with torch.device("meta"):
+        model: Any = nn.Identity()
+        model.embed, model.norm, model.head = nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 8)
+        model.head.weight = model.embed.weight
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def shard(model: Any) -> None:
+        units = {"together": [[model.embed, model.head]], "apart": [model.embed, model.head]}
+        for unit in units.get(kind.split()[0], []):
+            fully_shard(unit, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    try:
+        ebbtide.load_sharded(model, None if "initialized" in kind else folder, shard=shard)
+    except ebbtide.EbbtideError as error:
+        return False, str(error)
+    return model.head.weight is model.embed.weight, ""
+
+
+def count(folder: str) -> list[tuple[int, ...]]:
+    """Save and load batch norms that have counted steps, sharded; return the counters and their dtypes' sizes."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(3)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
+
+    def shard(model: nn.Module) -> None:
+        for unit in (*model.children(), model):
+            fully_shard(unit, mesh=mesh)
+
+    model = build()
+    for _ in range(3):
+        model(torch.randn(5, 4))
+    model = ebbtide.load_sharded(model, shard=shard)
+    ebbtide.save_sharded(model, folder)
+    with torch.device("meta"):
+        loaded, fresh = build(), build()
+    loaded, fresh = ebbtide.load_sharded(loaded, folder, shard=shard), ebbtide.load_sharded(fresh, shard=shard)
+    counters: Any = [one[1].num_batches_tracked for one in (model, loaded, fresh)]  # type: ignore[index]
+    same: Any = [torch.equal(model[1].running_var, loaded[1].running_var)]  # type: ignore[index]
+    return [(int(c), c.dim(), c.element_size()) for c in counters] + [(int(same[0]),)]
 
 
 def save_after_evaluation(wrapper: str, out: str) -> None:

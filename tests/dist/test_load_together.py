@@ -12,14 +12,18 @@ from safetensors.torch import load_file, save_file
 from tests.dist.loading import (
     Setup,
     compare,
+    count,
     fail,
     fail_receiving,
     first_values,
     interrupt,
+    interrupt_messages,
     load_uneven,
+    refuse,
     save,
     save_after_evaluation,
     source_of,
+    tie,
     write_checkpoint,
 )
 from tests.helpers.spawn import CaseResult, run_cases
@@ -37,6 +41,17 @@ FAULTS = {
     "sources": "source differs: rank 0: 'auto'; rank 1: 'broadcast'",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
+REFUSED = {
+    "weights": (False, "rank 1: weights is a int"),
+    "device": (False, "rank 1: device is 'gpu'"),
+    "shard": (False, "rank 1: shard is 'fully_shard'"),
+    "source": (False, "rank 1: source is 'slice'"),
+    "missing": (False, "rank 1: missing is 'ignore'"),
+    "folder": (True, "rank 1: folder is None"),
+    "name": (True, "rank 1: name is ''"),
+    "max_file_bytes": (True, "'max_file_bytes' is 100 on rank 0 and 200 on rank 1"),
+}
+"""By argument: whether it is of saving, and the error if only the last of two ranks passes such a one."""
 SAVED = {
     "sharded": Setup(),
     "tied": Setup(tied=True),
@@ -77,6 +92,21 @@ def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, Case
     assert all(on_meta)
 
 
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CaseResult]:
+    folder = str(tmp_path_factory.mktemp("refused"))
+    cases = {option: (refuse, (save, option, f"{folder}/{option}")) for option, (save, _) in REFUSED.items()}
+    return run_cases(cases, 2, timeout_seconds=20.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_argument_that_one_rank_cannot_use_stops_all_at_once(refusals: dict[str, CaseResult], option: str) -> None:
+    one, other = refusals[option].values()
+    assert one.startswith(REFUSED[option][1]) and one == other
+    assert "expected" in one and "hint:" in one
+
+
 @pytest.mark.timeout(300)
 def test_a_rank_that_fails_while_it_receives_hangs_nobody() -> None:
     one, other = run_cases({"progress": (fail_receiving, ())}, 2, timeout_seconds=60.0)["progress"].values()
@@ -89,6 +119,34 @@ def test_an_interrupt_of_one_rank_hangs_nobody(rank: int) -> None:
     raised = run_cases({"interrupt": (interrupt, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
     assert raised[rank].startswith("KeyboardInterrupt")
     assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1], ids=["the sender", "the receiver"])
+def test_an_interrupt_between_two_messages_hangs_nobody(rank: int) -> None:
+    raised = run_cases({"interrupt": (interrupt_messages, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
+    assert raised[rank].startswith("KeyboardInterrupt")
+    assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
+
+
+@pytest.mark.timeout(300)
+def test_tied_weights_that_fsdp2_shards_apart_are_refused(tmp_path: Path) -> None:
+    values = {"embed.weight": torch.ones(8, 4), "head.bias": torch.ones(8)}
+    save_file(values | {"norm.weight": torch.ones(4), "norm.bias": torch.ones(4)}, tmp_path / "model.safetensors")
+    kinds = [f"{units}{end}" for units in ("together", "root", "apart") for end in ("", " initialized")]
+    found = run_cases({kind: (tie, (kind, str(tmp_path))) for kind in kinds}, 2, timeout_seconds=30.0)
+    for kind in kinds:
+        (tied, message), other = found[kind].values()
+        assert (tied, message) == other and tied != kind.startswith("apart"), kind
+        if not tied:
+            assert "embed.weight and head.weight were tied and are separate" in message
+            assert "fully_shard([model.embed, model.head])" in message.split("hint:")[1]
+
+
+@pytest.mark.timeout(300)
+def test_counters_of_batch_norms_are_saved_and_loaded(tmp_path: Path) -> None:
+    for found in run_cases({"count": (count, (str(tmp_path),))}, 2, timeout_seconds=60.0)["count"].values():
+        assert found == [(3, 0, 8), (3, 0, 8), (0, 0, 8), (1,)]
 
 
 @pytest.mark.timeout(300)

@@ -12,22 +12,24 @@ from typing import Any, cast
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, first_line, nearest
+from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.load.header import CheckpointEntry, read_header, unreadable
 from ebbtide.load.names import UNSAVED
+from ebbtide.load.pickled import ScatteredTensors, place_tensor, tensors_of
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
 _SAMPLES, _SAMPLE_BYTES = 128, 4096
 _PICKLED = (".bin", ".pt", ".pth")
+_DISTRIBUTED = ".distcp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """The contents of a checkpoint.
 
-    ``values`` has the tensors of those that are in memory already or that came out of a pickle; the others are read
-    from their files.
+    ``values`` has the tensors of those that are in memory already or that lie scattered in a pickled file; the others
+    are read from their files.
     """
 
     entries: dict[str, CheckpointEntry]
@@ -87,7 +89,8 @@ def is_present(path: str | os.PathLike[str]) -> bool:
     where = Path(path).expanduser()
     try:
         if where.is_dir():
-            return any(name.endswith((".safetensors", INDEX_SUFFIX, *_PICKLED)) for name in os.listdir(where))
+            ends = (".safetensors", INDEX_SUFFIX, *_PICKLED, _DISTRIBUTED)
+            return any(name.endswith(ends) for name in os.listdir(where))
         return where.exists()
     except OSError:
         return False
@@ -98,8 +101,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
 
     Args:
         *paths: A folder, an index, one file, or several files.
-        allow_pickle: Also take pickled files. They are mapped, not read, and only tensors and plain containers are
-            accepted in them.
+        allow_pickle: Also read pickled files; only tensors and plain containers are accepted in them.
 
     Raises:
         DataError: There is no checkpoint, a file is missing or damaged, or an index names a missing tensor.
@@ -114,20 +116,11 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
             hint="check the variable that the path comes from; '.' is the working directory",
         )
     named = [Path(path).expanduser() for path in paths]
-    for one in named:
-        if not one.exists():
-            raise _no_checkpoint(one, "does not exist")
-    if len(named) > 1 and (other := next((f for f in named if f.is_dir() or f.name.endswith(INDEX_SUFFIX)), None)):
-        raise ConfigError(
-            f"{str(other)!r} is one of {len(named)} paths",
-            expected="a folder or an index alone, or files that hold tensors",
-            hint="pass the folder or the index without the files: it names them",
-        )
-    where, file, files, promised = named[0].parent, named[0], named, dict[str, Path]()
-    if len(named) == 1:
-        where = named[0]
-        file = _front(where) if where.is_dir() else where
-        files, promised = _indexed(file) if file.name.endswith(INDEX_SUFFIX) else ([file], promised)
+    try:
+        file, files, promised = _files_of(named)
+    except OSError as error:
+        raise unreadable(named[0], error) from error
+    where = named[0] if len(named) == 1 else named[0].parent
     pickled = [f for f in files if f.suffix in _PICKLED]
     if pickled:
         if not allow_pickle:
@@ -148,6 +141,23 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
     if promised:
         _check_promised(file, promised, places)
     return found
+
+
+def _files_of(named: list[Path]) -> tuple[Path, list[Path], dict[str, Path]]:
+    """Return the file that names the others, the files with tensors, and by name the files where an index has them."""
+    for one in named:
+        if not one.exists():
+            raise _no_checkpoint(one, "does not exist")
+    if len(named) > 1 and (other := next((f for f in named if f.is_dir() or f.name.endswith(INDEX_SUFFIX)), None)):
+        raise ConfigError(
+            f"{str(other)!r} is one of {len(named)} paths",
+            expected="a folder or an index alone, or files that hold tensors",
+            hint="pass the folder or the index without the files: it names them",
+        )
+    file = _front(named[0]) if named[0].is_dir() else named[0]
+    if len(named) == 1 and file.name.endswith(INDEX_SUFFIX):
+        return file, *_indexed(file)
+    return file, named if len(named) > 1 else [file], {}
 
 
 def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
@@ -199,8 +209,14 @@ def _front(folder: Path) -> Path:
             raise DataError(
                 f"{str(folder)!r} holds {several} and no index of a model",
                 expected="one safetensors file, or an index of them such as model.safetensors.index.json",
-                hint="pass the index or the file itself",
+                hint="pass the index, the file, or all files of the checkpoint",
             )
+    if next(folder.glob(f"*{_DISTRIBUTED}"), None) is not None:
+        raise DataError(
+            f"{str(folder)!r} holds files of torch.distributed.checkpoint",
+            expected="safetensors files, or files of torch.save",
+            hint="convert them with dcp_to_torch_save of torch.distributed.checkpoint.format_utils",
+        )
     raise _no_checkpoint(folder, "holds no checkpoint")
 
 
@@ -241,7 +257,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
 def _check_promised(index: Path, promised: Mapping[str, Path], places: Mapping[str, str]) -> None:
     absent = [name for name, file in promised.items() if places.get(name) != str(file)]
     if absent:
-        close = nearest(absent[0], places)
+        close = "" if absent[0] in places else nearest(absent[0], places)
         raise DataError(
             f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
             expected="each tensor in the file named by the index",
@@ -251,35 +267,30 @@ def _check_promised(index: Path, promised: Mapping[str, Path], places: Mapping[s
 
 def _unpickled(files: list[Path], name: str) -> tuple[Checkpoint, dict[str, str]]:
     """Return the tensors of pickled files, and the file of each."""
-    values, places = dict[str, torch.Tensor](), dict[str, str]()
+    entries, places, scattered = dict[str, CheckpointEntry](), dict[str, str](), ScatteredTensors()
     for file in files:
-        try:
-            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:
-            raise DataError(
-                f"{str(file)!r} cannot be read ({first_line(error):.160})",
-                expected="a file written by torch.save, with tensors and plain containers only",
-                hint="convert it to safetensors where it came from",
-            ) from error
-        found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
-        for key, value in checkpoint_of(cast("dict[str, Any]", found), str(file)).values.items():
+        found, state = tensors_of(file)
+        for key, value in checkpoint_of(found, str(file)).values.items():
             if key in places:
                 raise _in_two_files(key, places[key], file)
-            values[key], places[key] = value, str(file)
-    return checkpoint_of(values, name), places
+            entries[key], places[key] = place_tensor(key, value, file, state, scattered), str(file)
+    return Checkpoint(entries=entries, values=scattered, name=name), places
 
 
 def _in_two_files(name: str, one: str, other: Path) -> DataError:
     return DataError(
         f"{name!r} is in {one!r} and in {str(other)!r}",
         expected="each tensor in exactly one file",
-        hint="remove the file that is not part of the checkpoint",
+        hint="remove the file that is not part of the checkpoint, or the tensor from one of the two",
     )
 
 
 def _no_checkpoint(where: Path, what: str) -> DataError:
+    named_so = not where.is_absolute() and len(where.parts) == 2 and where.parts[0] not in (".", "..")
     return DataError(
         f"{str(where)!r} {what}",
         expected="a folder with model.safetensors or its index, or such a file",
-        hint="check that this rank mounts the file system of the checkpoint",
+        hint="for a model of the Hub, pass the folder that huggingface_hub.snapshot_download returns"
+        if named_so and not where.exists()
+        else "check that this rank mounts the file system of the checkpoint",
     )

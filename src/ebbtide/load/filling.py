@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,17 +27,53 @@ class SliceSource(Protocol):
 
 
 class Values:
-    """Pieces of tensors that are in memory, by key."""
+    """Pieces of tensors that are in memory, by key.
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        self._values = values
+    Args:
+        values: The tensors.
+        others: Has the tensors that are not among them.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor], others: SliceSource | None = None) -> None:
+        self._values, self._others = values, others
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
         """Copy pieces into their views."""
+        left: list[Piece] = []
         for piece in pieces:
+            if self._others is not None and piece.key not in self._values:
+                left.append(piece)
+                continue
             value = self._values[piece.key].detach()
             piece.into.copy_(piece.box.of(value))
             done(piece.box.numel * value.dtype.itemsize)
+        if self._others is not None:
+            self._others.read(left, done)
+
+
+def check_ties(ties: Iterable[Sequence[str]], targets: Mapping[str, Target]) -> None:
+    """Raise if a wrapper made several tensors of one.
+
+    Args:
+        ties: The names that each tensor had before the model was sharded.
+        targets: Of the sharded model.
+
+    Raises:
+        ConfigError: A tied tensor is several now, which would be trained apart.
+    """
+    for names in ties:
+        held = {id(targets[name]): targets[name] for name in names if name in targets}
+        if len(held) > 1:
+            modules = ", ".join(dict.fromkeys(f"model.{name.rpartition('.')[0]}".rstrip(".") for name in names))
+            raise ConfigError(
+                f"{' and '.join(names)} were tied and are separate after wrapping",
+                expected="tied parameters that stay tied",
+                hint="FSDP1 materializes parameters module by module: "
+                "pass it param_init_fn=ebbtide.load.empty_module(device)"
+                if any(target.old is None for target in held.values())
+                else f"shard their modules in one unit, fully_shard([{modules}]), or leave both to the whole model's "
+                "unit; after parallelize_module, tie them again in the function passed as shard=",
+            )
 
 
 class Filling:
@@ -54,15 +90,7 @@ class Filling:
         self._tied = {name for names in plan.tied.values() if len(names) > 1 for name in names}
         self._conversions: dict[int, tuple[Conversion, list[tuple[str, Target]]]] = {}
         for name, source in plan.sources.items():
-            held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
-            if len(held) > 1:
-                raise ConfigError(
-                    f"{' and '.join(plan.tied[name])} were tied and are separate after wrapping",
-                    expected="tied parameters that stay tied",
-                    hint="FSDP1 materializes parameters module by module: "
-                    "pass it param_init_fn=ebbtide.load.empty_module(device)",
-                )
-            target = next(iter(held.values()), None)
+            target = next((targets[n] for n in plan.tied[name] if n in targets), None)
             if target is not None and name in four:  # its scales are needed where no part of the column is
                 if four.scales_of(name):
                     self._scaled.append(target)
@@ -163,7 +191,7 @@ def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Init
     computed: dict[str, Target] = {}
     for name, target in targets.items():
         old: Any = target.old
-        if name in sourced:
+        if name in sourced or not target.shape.numel():
             continue
         if name in initialiser.names:
             computed[name] = target

@@ -43,6 +43,7 @@ class _Weight:
     old: Any
     shape: torch.Size
     scales: dict[str, str] = field(default_factory=dict[str, str])  # their keys in the checkpoint
+    column: nn.Parameter | None = None  # on meta
     state: Any = None  # the scales in memory
     flat: bool = False  # FSDP1 makes it a part of a flat parameter
 
@@ -123,7 +124,14 @@ class FourBit:
             old = weight.old
             rows = -(-weight.shape.numel() // (2 * old.quant_storage.itemsize))
             column = torch.empty((rows, 1), dtype=old.quant_storage, device="meta")
-            weight.module._parameters[weight.attribute] = self._parameter(weight, column)
+            weight.column = weight.module._parameters[weight.attribute] = self._parameter(weight, column)
+
+    def undo(self) -> None:
+        """Put weights back in place of columns, unless the model was sharded, so that it may be loaded again."""
+        for weight in self._weights.values():
+            module: Any = weight.module
+            if weight.column is not None and module._parameters.get(weight.attribute) is weight.column:
+                module._parameters[weight.attribute], module.quant_state = weight.old, None
 
     def scales_of(self, name: str) -> dict[str, str]:
         """Return the keys of a weight's scales in the checkpoint, by what they are; none: it is to be quantised."""

@@ -7,7 +7,8 @@ made of the run's seed and the call's name; its tensors are made whole, initiali
 call. Running all calls once on meta, where writing costs nothing, shows which call writes which tensors. A tensor
 that several calls write is passed to all of them, in their order.
 
-This happens on a copy of the model on meta from before it was sharded, where names and modules are still plain.
+This happens on a copy of the model on meta from before it was sharded, where names and modules are still plain. All of
+the copy is on meta: real tensors are in memory once, and calls that read or write some of them get copies of those.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.load.fourbit import is_four_bit
@@ -39,28 +41,35 @@ _ADD_FIRST = "add the adapter to a model in memory, save it, and load that"
 
 @dataclass(kw_only=True)
 class _Call:
-    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it."""
+    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it.
+
+    ``needs``: the tensors with values in the model that it reads or writes.
+    """
 
     name: str
     module: nn.Module
     act: Callable[[], object]
     adapts: bool = False  # it knows adapters; other functions take their layers for the model's own
     writes: dict[str, bool] = field(default_factory=dict[str, bool])
+    needs: set[str] = field(default_factory=set[str])
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which of some tensors are written."""
+    """Notes which of some tensors are written, and which of those with values in the model are used."""
 
-    def __init__(self, names: dict[int, str], numels: dict[str, int]) -> None:
+    def __init__(self, names: dict[int, str], numels: dict[str, int], valued: Set[str] = frozenset()) -> None:
         super().__init__()
-        self._names, self._numels = names, numels
+        self._names, self._numels, self._valued = names, numels, valued
         self.writes: dict[str, bool] = {}
+        self.needs: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator; note the arguments that its schema says are written."""
         operator = func._schema.name.split("::")[1]
+        used = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)] if self._valued else []
+        self.needs.update(self._valued & {self._names.get(value.untyped_storage()._cdata, "") for value in used})
         for argument, value in zip(func._schema.arguments, args, strict=False):
             alias = argument.alias_info
             if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
@@ -104,6 +113,15 @@ class Initialiser:
         self._first = {n: first.setdefault(id(tensor_of(owner)), n) for n, owner in self._owners.items()}
         """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
+        before = {self._first[name]: tensor_of(owner) for name, owner in owners_of(model).items() if lacking}
+        self._valued = {name: t for name, t in before.items() if not t.is_meta and self._tensor(name).is_meta}
+        """What calls need of the values that are in the model: wrappers drop the rest."""
+        if self._valued:
+            needed = {name for call in self._calls for name in call.needs}
+            self._valued = {name: tensor for name, tensor in self._valued.items() if name in needed}
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return tensor_of(self._owners[name])
 
     def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole initialised tensors, few at a time.
@@ -147,8 +165,10 @@ class Initialiser:
         for name, complete in (item for call in calls for item in call.writes.items()):
             touched[name] = touched.get(name, False) or complete
         real: dict[str, torch.Tensor] = {}
-        with self._placed(touched, device, real), torch.no_grad():
-            incomplete = [real[name] for name, complete in touched.items() if not complete]
+        needed = {name for call in calls for name in call.needs}
+        with self._placed({*touched, *needed}, device, real), torch.no_grad():
+            incomplete = [name for name, complete in touched.items() if not complete and name not in needed]
+            incomplete = {name: real[name] for name in (*incomplete, *needed)}
             self._run_all(calls, device, incomplete)
             marks = {name: _marked(real[first[name]]) for name in members if not touched[first[name]]}
             halves = [name for name, marked in marks.items() if marked.any()]
@@ -165,11 +185,12 @@ class Initialiser:
                 yield name, real[first[name]].detach()
 
     def _run_all(
-        self, calls: Iterable[_Call], device: torch.device, incomplete: Iterable[torch.Tensor], *, again: bool = False
+        self, calls: Iterable[_Call], device: torch.device, before: dict[str, torch.Tensor], *, again: bool = False
     ) -> None:
-        """Mark the elements of tensors that calls may set in part, and make the calls, each with its own seed."""
-        for tensor in incomplete:
-            tensor.fill_(_unset(tensor.dtype, again=again))
+        """Fill tensors with the model's values or marks of what is not set; make the calls, each with its own seed."""
+        for name, tensor in before.items():
+            value = self._valued.get(name)
+            tensor.fill_(_unset(tensor.dtype, again=again)) if value is None else tensor.copy_(value)
         cards = [] if device.type == "cpu" else [device]
         for call in calls:
             with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
@@ -190,7 +211,8 @@ class Initialiser:
                     continue
                 old = tensor_of((module, attribute, is_buffer))
                 if first not in real:
-                    empty = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    where = self._valued[first].device if first in self._valued else device
+                    empty = torch.empty(old.shape, dtype=old.dtype, device=where)
                     real[first] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
                 slots: Any = module._buffers if is_buffer else module._parameters
                 put.append((slots, attribute, old))
@@ -218,17 +240,31 @@ class Initialiser:
                 names[tensor.untyped_storage()._cdata], numels[name] = name, tensor.numel()
         calls = list(_calls_in(self._model, self._init))
         for call in calls:
-            watch = _Watch(names, numels)
-            failed = True
-            with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
-                call.act()
-                failed = False
-            call.writes = watch.writes
-            if failed:  # it may need values: take it to write what its module has
+            watch = _Watch(names, numels, self._valued.keys())
+            failed = self._fails(call, watch)
+            call.writes, call.needs = watch.writes, watch.needs
+            if failed and (inside := self._valued_in(call.module)):  # it may need their values
+                real: dict[str, torch.Tensor] = {}
+                with self._placed(inside, torch.device("cpu"), real), torch.no_grad():
+                    for name, tensor in real.items():
+                        tensor.copy_(self._valued[name])
+                    failed = self._fails(call, watch)
+                call.needs |= inside
+            if failed:  # it may need values: assume that it writes what its module has
                 for name, (module, _, _) in self._owners.items():
                     if module is call.module and self._first[name] in numels:
                         call.writes.setdefault(self._first[name], False)
         return [call for call in calls if call.writes]
+
+    def _fails(self, call: _Call, watch: _Watch) -> bool:
+        with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
+            call.act()
+            return False
+        return True
+
+    def _valued_in(self, module: nn.Module) -> set[str]:
+        inside = set(module.modules())
+        return {self._first[name] for name, owner in self._owners.items() if owner[0] in inside} & self._valued.keys()
 
 
 def _copied(model: nn.Module, lacking: Iterable[str]) -> nn.Module:
@@ -238,6 +274,9 @@ def _copied(model: nn.Module, lacking: Iterable[str]) -> nn.Module:
     memo: dict[int, Any] = {id(v): v.detach() for v in attributes if isinstance(v, torch.Tensor) and not v.is_leaf}
     # Those of bitsandbytes cannot be copied on meta, and are never initialised.
     memo |= {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
+    # Real ones would be in memory twice.
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t) in (nn.Parameter, torch.Tensor)]
+    memo |= {id(tensor): _on_meta(tensor) for tensor in tensors if not tensor.is_meta}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -247,6 +286,11 @@ def _copied(model: nn.Module, lacking: Iterable[str]) -> nn.Module:
             expected="a model that copy.deepcopy copies and that is not sharded yet, or a checkpoint with all values",
             hint="shard it in the function passed as shard=, and give locks and process groups to it after loading",
         ) from error
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _calls_in(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:

@@ -21,7 +21,7 @@ from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
 from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_present, open_checkpoint
-from ebbtide.load.filling import Filling, SliceSource, Values, first_values
+from ebbtide.load.filling import Filling, SliceSource, Values, check_ties, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
@@ -29,9 +29,9 @@ from ebbtide.load.names import SHOWN, NameMap, check_names, match_names, values_
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
-from ebbtide.load.relay import Client, send_slices, servers_of
-from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
-from ebbtide.load.together import Meet, Ranks, by_rank
+from ebbtide.load.relay import Client, send_slices, servers_of, signals_held
+from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of, tensor_of
+from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, by_rank, same_on_all_ranks
 from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
@@ -102,10 +102,12 @@ class Loading:
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
         def act() -> dict[str, Any]:
+            ties = names_by_tensor(self.model).values()
             with self._reading_ahead():
                 sharded = self._sharded(shard)
                 self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
+                check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)
             found.append((sharded, targets))
@@ -137,6 +139,12 @@ class Loading:
             note_place(error, "in the function passed as shard=")
             raise
         sharded = self.model if wrapped is None else wrapped
+        if not isinstance(sharded, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"the function passed as shard= returned a {type(sharded).__name__}",
+                expected="the wrapped module, or None if it is wrapped in place",
+                hint="return the model alone",
+            )
         now = owners_of(sharded)
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
@@ -153,7 +161,12 @@ class Loading:
         )
         seed = int(sights[0]["seed"])
         fits = self.ranks.run_on_all_ranks("fit the weights to the model", lambda: self._fit(catalogs, seed=seed))
-        _check_alike(fits)
+        same_on_all_ranks(  # collectives would mix the bytes of tensors that differ, or hang
+            fits,
+            expected=SAME_TENSORS,
+            hint="build the same model on each rank, or pass the same dtype= on each; parts of a model that differ by "
+            "rank need the names that they have in the whole model",
+        )
 
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Check the arguments, and find the weights that this rank sees."""
@@ -166,6 +179,7 @@ class Loading:
             self._undo.callback(empty(self.model))
         self._undo.callback(set_dtype(self.model, dtype))
         self._four = FourBit(self.model, dtype)
+        self._undo.callback(self._four.undo)
         weights, name = None if self.options.source == "initialize" else self._weights, "the given values"
         if isinstance(weights, nn.Module):
             self.checkpoint = checkpoint_of(values_of(weights), "the given model")
@@ -201,7 +215,8 @@ class Loading:
             raise DataError(
                 f"no rank sees {name}",
                 expected="a checkpoint that at least one rank can read",
-                hint="check the path and the mounted file systems; without a path, weights are initialized",
+                hint="check the path (a name on the Hub is none) and the mounted file systems; without a path, weights "
+                "are initialized",
             )
         if source == "slices" and blind:
             raise ConfigError(
@@ -258,20 +273,21 @@ class Loading:
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Act; then, even after an error or an interrupt, serve the ranks that read from this one."""
-        failure: BaseException | None = None
+        raised: list[BaseException] = []
         result: dict[str, Any] = {}
         try:
             result = act()
         except BaseException as error:  # another rank waits in a receive that only this one ends
-            failure = error
+            raised.append(error)
         clients = [client for client, server in self._servers.items() if server == self.ranks.me]
-        if self.ranks.me in self._servers:
-            self._client().finish()
-        elif clients and self.checkpoint is not None:
-            with self._source(set()) as source:
-                send_slices(clients, source, self.checkpoint.entries)
-        if failure is not None:
-            raise failure
+        with signals_held(raised):
+            if self.ranks.me in self._servers:
+                self._client().finish()
+            elif clients and self.checkpoint is not None:
+                with self._source(set()) as source:
+                    send_slices(clients, source, self.checkpoint.entries, raised)
+        if raised:
+            raise raised[0]
         return result
 
     def _reading_ahead(self) -> contextlib.AbstractContextManager[object]:
@@ -303,11 +319,11 @@ class Loading:
     def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:
         """Open the source of this rank."""
         checkpoint = self.checkpoint or Checkpoint(entries={})
-        if checkpoint.values:
+        if not checkpoint.files:
             yield Values(checkpoint.values)
             return
         with SliceReader(checkpoint.entries, shared=shared, ahead=self._one_machine, pinned=pinned) as reader:
-            yield reader
+            yield Values(checkpoint.values, reader) if checkpoint.values else reader
 
     def _done(self, nbytes: int) -> None:
         """Count the bytes read; report at every twentieth part and at the end."""
@@ -322,18 +338,3 @@ class Loading:
 
     def _emit(self, edge: str, nbytes: int | None, seconds: float | None = None) -> None:
         BUS.emit("load", edge=edge, source=self.path, rank=self.ranks.me, bytes=nbytes, seconds=seconds)
-
-
-def _check_alike(fits: Sequence[Mapping[str, str]]) -> None:
-    """Raise if a tensor has another shape or dtype on another rank: collectives would mix their bytes, or hang."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, tensors in enumerate(fits):
-        for name, found in tensors.items():
-            before, wanted = first.setdefault(name, (rank, found))
-            if found != wanted:
-                raise ConfigError(
-                    f"{name!r} is {wanted} on rank {before} and {found} on rank {rank}",
-                    expected="one shape and dtype of a name on all ranks that have it",
-                    hint="build the same model on each rank, or pass the same dtype= on each; parts of a model that "
-                    "differ by rank need the names that they have in the whole model",
-                )

@@ -21,7 +21,7 @@ from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, Source, SourceLayout
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import names_by_tensor, owners_of, tensor_of
 
 UNSAVED = "(buffer) "
 """Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
@@ -185,10 +185,7 @@ def _computed_of(
 
 def _with_all_names(model: nn.Module, tied: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Add the names that no checkpoint has: one module may save a buffer that another does not."""
-    owners = owners_of(model)
-    names_of: dict[int, list[str]] = {}
-    for name, owner in owners.items():
-        names_of.setdefault(id(tensor_of(owner)), []).append(name)
+    owners, names_of = owners_of(model), names_by_tensor(model)
     return {
         first: tuple(dict.fromkeys([*names, *names_of[id(tensor_of(owners[first]))]])) for first, names in tied.items()
     }
@@ -267,18 +264,37 @@ def check_names(plan: NameMap, name: str, *, missing: str, unexpected: str, keys
     lines = [f"{len(names)} {kind}: {few(names, count=SHOWN)}" for kind, names in problems if names]
     if not lines:
         return
-    hints: list[str] = []
+    hints = [_prefix_hint(plan)]
     if problems[0][1] and plan.sources:  # else the checkpoint is another model's
         unused = set(plan.unexpected)
         close = nearest(problems[0][1][0], [key for key in keys if key in unused])
         hints.append(close or "missing='initialize' initializes missing weights with the model's own code")
     if problems[1][1] and plan.sources:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
+    if plan.uncast:
+        hints.append(
+            "convert them in the checkpoint: integers and numbers of 8 bits may have scales that belong to them"
+        )
     raise DataError(
         f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),
         expected="each parameter and persistent buffer of the model once, in its shape",
-        hint="; ".join(hints) or "build the model from the configuration in the checkpoint's folder",
+        hint="; ".join(filter(None, hints)) or "build the model from the configuration in the checkpoint's folder",
     )
+
+
+def _prefix_hint(plan: NameMap) -> str:
+    """Return a hint if the missing names are in the checkpoint with another prefix, such as one that wrappers add."""
+    missing, unused = [*plan.missing, *plan.kept], set(plan.unexpected)
+    for name in plan.unexpected if missing else []:
+        if (more := name.removesuffix(missing[0])) != name and all(more + one in unused for one in missing):
+            return (
+                f"the checkpoint's names begin with {more!r}: save the model without its wrapper, or pass a state dict "
+                "with the names of the model"
+            )
+        fewer = missing[0].removesuffix(f".{name}") + "."
+        if missing[0].endswith(f".{name}") and all(one.removeprefix(fewer) in unused for one in missing):
+            return f"the model's names begin with {fewer!r}: load the module inside, model.{fewer[:-1]}"
+    return ""
 
 
 def word(dtype: torch.dtype) -> str:

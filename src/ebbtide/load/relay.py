@@ -10,9 +10,13 @@ Messages go from rank to rank; no group is made.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -61,27 +65,30 @@ class Client:
         wanted = list(pieces)
         if not wanted:
             return
-        self._ask([(p.key, list(p.box.start), list(p.box.size)) for p in wanted])
-        failure: BaseException | None = None  # what fails here is raised when the server has sent all of this request
-        for message, nbytes in _messages(wanted, self._entries):
-            data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            dist.recv(data, src=self._server)
-            if int(data[0]) != _GOOD:
-                raise failure or DataError(
-                    f"rank {self._server} stopped sending weights",
-                    expected="its part of the checkpoint",
-                    hint="check the log of that rank",
-                )
-            if failure is None:
-                try:
-                    for piece, at in message:
-                        entry = self._entries[piece.key]
-                        piece.into.copy_(_view(data, at, piece, entry))
-                        done(piece.box.numel * entry.dtype.itemsize)
-                except BaseException as error:
-                    failure = error
-        if failure is not None:
-            raise failure
+        raised: list[BaseException] = []  # what fails here is raised when the server has sent all of this request
+        with signals_held(raised):
+            self._ask([(p.key, list(p.box.start), list(p.box.size)) for p in wanted])
+            for message, nbytes in _messages(wanted, self._entries):
+                data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                dist.recv(data, src=self._server)
+                if int(data[0]) != _GOOD:
+                    stopped = DataError(
+                        f"rank {self._server} stopped sending weights",
+                        expected="its part of the checkpoint",
+                        hint="check the log of that rank",
+                    )
+                    raised.append(stopped)
+                    break
+                if not raised:
+                    try:
+                        for piece, at in message:
+                            entry = self._entries[piece.key]
+                            piece.into.copy_(_view(data, at, piece, entry))
+                            done(piece.box.numel * entry.dtype.itemsize)
+                    except BaseException as error:
+                        raised.append(error)
+        if raised:
+            raise raised[0]
 
     def finish(self) -> None:
         """Tell the server that no request follows."""
@@ -93,26 +100,62 @@ class Client:
         dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device), dst=self._server)
 
 
-def send_slices(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
+@contextlib.contextmanager
+def signals_held(raised: list[BaseException]) -> Generator[None]:
+    """Keep what the handlers of SIGINT and SIGTERM raise, until the end of the context; a repeated signal is not held.
+
+    An exception between two messages leaves the other rank in a receive or a send that nobody ends. Outside the main
+    thread no handler is run, and this does nothing.
+    """
+    before: dict[int, Any] = {}
+    held: set[int] = set()
+
+    def hold(number: int, frame: FrameType | None) -> object:
+        if number in held:
+            return before[number](number, frame)
+        held.add(number)
+        try:
+            before[number](number, frame)
+        except BaseException as error:
+            raised.append(error)
+        return None
+
+    if threading.current_thread() is threading.main_thread():
+        before = {n: handler for n in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(n))}
+    try:
+        for number in before:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def send_slices(
+    clients: Sequence[int],
+    source: SliceSource,
+    entries: Mapping[str, CheckpointEntry],
+    raised: list[BaseException],
+) -> None:
     """Answer clients until each has finished, in turns of a message, so that none waits for all of another's part.
 
-    Raises:
-        Exception: What the source raised, after all clients were informed.
+    Args:
+        clients: Their ranks.
+        source: Has the tensors.
+        entries: What the tensors are.
+        raised: Once it holds an error, as of the source, each client is informed with the next message to it.
     """
-    failures: list[Exception] = []
-    waiting = deque(_answers(client, source, entries, failures) for client in clients)
+    waiting = deque(_answers(client, source, entries, raised) for client in clients)
     while waiting:
         answers = waiting.popleft()
         if next(answers, None) is not None:
             waiting.append(answers)
-    if failures:
-        raise failures[0]
 
 
 def _answers(
-    client: int, source: SliceSource, entries: Mapping[str, CheckpointEntry], failures: list[Exception]
+    client: int, source: SliceSource, entries: Mapping[str, CheckpointEntry], raised: list[BaseException]
 ) -> Iterator[int]:
-    """Answer a client, and yield after each message the bytes sent; ``failures`` takes the source's first error."""
+    """Answer a client, and yield after each message the bytes sent; ``raised`` takes the source's errors."""
     device = _device()
     while wanted := _heard(client, device):
         pieces = [
@@ -121,14 +164,14 @@ def _answers(
         ]
         for message, nbytes in _messages(pieces, entries):
             data = torch.zeros(nbytes, dtype=torch.uint8)
-            if not failures:
+            if not raised:
                 try:
                     source.read(
                         Piece(key=p.key, box=p.box, into=_view(data, at, p, entries[p.key])) for p, at in message
                     )
-                except Exception as error:
-                    failures.append(error)
-            data[0] = _FAILED if failures else _GOOD
+                except BaseException as error:
+                    raised.append(error)
+            data[0] = _FAILED if raised else _GOOD
             dist.send(data.to(device), dst=client)
             yield nbytes
             if int(data[0]) == _FAILED:

@@ -32,7 +32,7 @@ from ebbtide.load.layout import Box, Piece
 from ebbtide.load.prepare import check_tensors
 from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by, reshard
-from ebbtide.load.together import Meet, Ranks
+from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, same_on_all_ranks
 from ebbtide.store.buffers import view_memory
 
 logger = logging.getLogger("ebbtide.load")
@@ -75,17 +75,15 @@ class Saving:
             )
         held: dict[str, Target] = {}
         answers = self.ranks.run_on_all_ranks("look at what it holds", lambda: self._look(held))
-        shapes: dict[str, Any] = {}
-        first: dict[str, int] = {}
-        for rank, one in enumerate(answers):
-            for name, what in one.items():
-                before = first.setdefault(name, rank)
-                if shapes.setdefault(name, what) != what:
-                    raise DataError(
-                        f"{name!r} is {_spelled(shapes[name])} on rank {before} and {_spelled(what)} on rank {rank}",
-                        expected="one shape and dtype of a name on all ranks that have it",
-                        hint="give the modules of each rank their own names, as in the whole model",
-                    )
+        found = same_on_all_ranks(
+            answers,
+            expected=SAME_TENSORS,
+            hint="give the modules of each rank their own names, as in the whole model",
+            spell=_spelled,
+            error=DataError,
+        )
+        shapes = {name: what for name, (_, what) in found.items()}
+        first = {name: rank for name, (rank, _) in found.items()}
         files = self._files(shapes)
         try:
             self._put(files, held, first)

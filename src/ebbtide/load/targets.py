@@ -80,6 +80,14 @@ def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
     return found
 
 
+def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter and buffer, by its identity; tied ones have several."""
+    names_of: dict[int, list[str]] = {}
+    for name, owner in owners_of(model).items():
+        names_of.setdefault(id(tensor_of(owner)), []).append(name)
+    return names_of
+
+
 def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Target]:
     """Return this rank's parameters and buffers, with memory, by plain name; tied ones once, by their first name.
 

@@ -1,10 +1,10 @@
 """Ranks that load one model succeed together, or raise the same error.
 
 [Note: together]
-Loading has three points at which ranks wait for each other: what each sees of the checkpoint, whether it fits,
-whether it was read. A rank that failed brings its error to the next point, so no other waits for it in a collective;
-all ranks raise what any raised. The exchange itself is passed in: without a collective, through the store that
-started the process group.
+Loading has points at which ranks wait for each other: whether the arguments can be used, what each sees of the
+checkpoint, whether it fits, whether it was read. A rank that failed brings its error to the next point, so no other
+waits for it in a collective; all ranks raise what any raised. The exchange itself is passed in: without a collective,
+through the store that started the process group.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ebbtide.base import errors
-from ebbtide.base.errors import DataError, EbbtideError, spelled
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, spelled
 
 Meet = Callable[[Sequence[int], str, str], Mapping[int, str]]
 """Meets ranks about something with a text; returns the text of each rank, or of this one alone if all are equal."""
+SAME_TENSORS = "one shape and dtype of a name on all ranks that have it"
+"""What ranks expect of each other's tensors."""
 
 
 class Ranks:
@@ -61,6 +63,36 @@ class Ranks:
         return [one["result"] for one in everybody]
 
 
+def same_on_all_ranks(
+    tables: Sequence[Mapping[str, Any]],
+    *,
+    expected: str,
+    hint: str,
+    spell: Callable[[Any], str] = str,
+    error: type[EbbtideError] = ConfigError,
+) -> dict[str, tuple[int, Any]]:
+    """Return, by name, the first rank that has a value and the value.
+
+    Args:
+        tables: By rank, its values by name.
+        expected: For the error.
+        hint: For the error.
+        spell: Returns a value as text.
+        error: What is raised.
+
+    Raises:
+        EbbtideError: A name has another value on another rank.
+    """
+    found: dict[str, tuple[int, Any]] = {}
+    for rank, values in enumerate(tables):
+        for name, value in values.items():
+            first, before = found.setdefault(name, (rank, value))
+            if value != before:
+                text = f"{name!r} is {spell(before)} on rank {first} and {spell(value)} on rank {rank}"
+                raise error(text, expected=expected, hint=hint)
+    return found
+
+
 def _described(error: BaseException) -> dict[str, str]:
     if isinstance(error, EbbtideError):
         text = "\n".join([error.found, *error.places])
@@ -69,7 +101,7 @@ def _described(error: BaseException) -> dict[str, str]:
     hint = "the rank where this happened shows the traceback above this error"
     if isinstance(error, MemoryError) or "memory" in str(error):
         hint = "use more memory for that rank, or more ranks"
-    return {"kind": "DataError", "found": found, "expected": "weights that are loaded on every rank", "hint": hint}
+    return {"kind": "DataError", "found": found, "expected": "a call that succeeds on every rank", "hint": hint}
 
 
 def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.checkpoint import checkpoint_of, is_present, open_checkpoint
+from tests.helpers.failing import failing
 
 
 def write(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
@@ -95,6 +101,23 @@ def test_a_tensor_that_the_index_names_and_no_file_has_is_named(tmp_path: Path) 
     assert caught.value.hint == "did you mean 'a'?"
 
 
+def test_a_tensor_in_another_file_than_the_index_has_it_is_named_with_a_hint(tmp_path: Path) -> None:
+    write(tmp_path)
+    weights = {"a": "model-2.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(DataError, match="names 2 tensors that are not in their files: a, c") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint.startswith("index and files belong to different checkpoints")
+
+
+def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, downloads in (("owner/model", True), ("model", False), ("../model", False), (tmp_path / "a", False)):
+        with pytest.raises(DataError, match="does not exist") as caught:
+            open_checkpoint(path)
+        assert ("snapshot_download" in caught.value.hint) == downloads
+
+
 @pytest.mark.parametrize("file", ["../model-1.safetensors", "/etc/passwd", "", "."])
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: str) -> None:
     write(tmp_path)
@@ -133,12 +156,78 @@ def test_a_missing_checkpoint_is_reported(tmp_path: Path, make: object) -> None:
         open_checkpoint(tmp_path / "here")
 
 
+def test_a_checkpoint_of_torch_distributed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").touch()
+    assert is_present(tmp_path)
+    with pytest.raises(DataError, match="torch.distributed.checkpoint") as caught:
+        open_checkpoint(tmp_path)
+    assert "dcp_to_torch_save" in caught.value.hint
+
+
 def test_a_pickled_checkpoint_is_read_only_on_request(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2, 2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="is a pickled checkpoint"):
         open_checkpoint(tmp_path)
     found = open_checkpoint(tmp_path, allow_pickle=True)
-    assert torch.equal(found.values["a"], torch.ones(2, 2))
+    assert found.entries["a"].shape == (2, 2) and found.files == (str(tmp_path / "pytorch_model.bin"),)
+
+
+def test_a_pickled_file_is_read_where_its_tensors_lie(tmp_path: Path) -> None:
+    base = torch.arange(60.0).view(6, 10)
+    values = {
+        "a": base,
+        "turned": base.t(),
+        "part": base[2:4, 3:],
+        "rows": base[1:5],
+        "small": torch.arange(5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "one": torch.tensor(7),
+        "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3j]).conj().imag,
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    torch.save({"state_dict": values}, tmp_path / "model.bin")
+    model = nn.Module()
+    for name, value in values.items():
+        model.register_buffer(name, torch.empty_like(value, device="meta"))
+    loaded = dict(ebbtide.load_sharded(model, tmp_path, allow_pickle=True).named_buffers())
+    assert {name: torch.equal(loaded[name], value) for name, value in values.items()} == dict.fromkeys(values, True)
+    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"turned", "part", "conjugate", "negative"}
+
+
+CUT = """
+import os, sys, torch, ebbtide
+from torch import nn
+
+for path in sys.argv[1:]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    try:
+        ebbtide.load_sharded(model, path, shard=lambda _: os.truncate(path, 1 << 20), allow_pickle=True)
+    except ebbtide.EbbtideError as error:
+        print(error)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_pickled_file_that_is_cut_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+    values = {"rows": torch.ones(1024, 1024), "columns": torch.ones(1024, 1024).t()}
+    for name, value in values.items():
+        torch.save({f"{i}.weight": value.clone() for i in range(4)}, tmp_path / f"{name}.bin")
+    files = [str(tmp_path / f"{name}.bin") for name in values]
+    run = subprocess.run([sys.executable, "-c", CUT, *files], capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("written or replaced after its header was read") == 2 and "hint:" in run.stdout
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+def test_a_pickled_tensor_without_a_place_is_named(tmp_path: Path, value: torch.Tensor) -> None:
+    torch.save({"a": value}, tmp_path / "model.bin")
+    with pytest.raises(DataError, match="has no data for 'a'"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(DataError, match=r"cannot be read \(it is in the format of torch before 1\.6\)"):
+        open_checkpoint(tmp_path, allow_pickle=True)
 
 
 def test_pickled_files_hold_each_tensor_once_and_where_the_index_has_it(tmp_path: Path) -> None:
@@ -152,7 +241,7 @@ def test_pickled_files_hold_each_tensor_once_and_where_the_index_has_it(tmp_path
     with pytest.raises(DataError, match="names 1 tensors that are not in their files: b"):
         open_checkpoint(tmp_path, allow_pickle=True)
     _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
-    assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"a", "b", "c"}
+    assert open_checkpoint(tmp_path, allow_pickle=True).entries.keys() == {"a", "b", "c"}
 
 
 def _index(folder: Path, weights: dict[str, str]) -> Path:
@@ -168,6 +257,16 @@ def test_an_index_or_a_folder_is_passed_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is one of 2 paths"):
             open_checkpoint(*paths)
     assert list(open_checkpoint(file, tmp_path / "model-2.safetensors").entries) == ["a", "b"]
+
+
+@pytest.mark.parametrize("call", ["exists", "is_file"])
+def test_a_folder_that_this_user_may_not_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(Path, call, failing(errno.EACCES))
+    with pytest.raises(DataError, match=r"cannot be read \(Permission denied\).*\nhint: .*readable by this user"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_folder_without_weights_is_not_seen(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
+from tests.helpers.failing import failing
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -110,6 +112,23 @@ def test_damaged_scales_are_reported(values: dict[str, torch.Tensor]) -> None:
     saved["0.weight.quant_state.bitsandbytes__nf4"] = torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(DataError, match="'0.weight' has scales that its library rejects"):
         ebbtide.load_sharded(meta(), saved)
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["to be quantised", "with scales"])
+def test_a_load_may_be_repeated_after_it_failed(values: dict[str, torch.Tensor], saved: bool) -> None:
+    wanted = ebbtide.load_sharded(meta(), values)
+    model, before = meta(), dict(meta().named_parameters())
+    good = dict(wanted.state_dict()) if saved else values
+    damaged = "0.weight.quant_state.bitsandbytes__nf4"
+    faults: list[dict[str, Any]] = [{"weights": good | ({damaged: torch.zeros(5, dtype=torch.uint8)} if saved else {})}]
+    faults += [{"weights": {}}, {"weights": good, "shard": failing(errno.EIO)}]
+    for fault in faults[not saved :]:
+        with pytest.raises((DataError, OSError)):
+            ebbtide.load_sharded(model, **fault)
+        assert {n: (type(p), p.shape, p.is_meta) for n, p in model.named_parameters()} == {
+            n: (type(p), p.shape, True) for n, p in before.items()
+        }
+    assert bits(ebbtide.load_sharded(model, good)) == bits(wanted)
 
 
 def test_what_is_quantised_already_is_refused(values: dict[str, torch.Tensor]) -> None:

@@ -182,3 +182,35 @@ def test_a_function_of_the_same_name_that_takes_no_module_is_no_initialiser() ->
         model = Model()
     ((_, made),) = Initialiser(model, None, seed=1).values(["merger.linear.weight"], torch.device("cpu"))
     assert made.eq(1).all()
+
+
+class Scaled(nn.Module):
+    """Computes one tensor from others, which may have values before it is loaded."""
+
+    def __init__(self, *, reading: bool) -> None:
+        super().__init__()
+        self.reading, self.linear = reading, nn.Linear(3, 4)
+        self.register_buffer("scale", torch.full((2,), 3.0))
+        self.register_buffer("table", torch.zeros(2))
+
+    def reset_parameters(self) -> None:
+        factor = self.scale.max().item() if self.reading else self.scale
+        self.table.copy_(torch.arange(2.0) * factor)
+        self.scale.zero_()
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_values_that_are_there_are_not_copied_but_where_they_are_needed(reading: bool) -> None:
+    """Copies of all of them would be in memory for as long as the load."""
+    model = nn.Sequential(Scaled(reading=reading), nn.BatchNorm1d(4), nn.Linear(3, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].table = torch.empty(2, device="meta")
+    model[1].bias = nn.Parameter(torch.empty(4, device="meta"))
+    model[2].bias = nn.Parameter(torch.empty(4, device="meta"))
+    initialiser = Initialiser(model, None, seed=1)
+    copies = [name for name, value in initialiser._model.state_dict().items() if not value.is_meta]
+    made = dict(initialiser.values(["0.table", "1.bias", "2.bias"], torch.device("cpu")))
+    assert made["0.table"].tolist() == [0, 3] and not made["1.bias"].any() and made["2.bias"].any()
+    kept = {name: torch.equal(before[name], value) for name, value in model.state_dict().items() if not value.is_meta}
+    assert len(kept) == len(before) - 3 and all(kept.values())
+    assert not copies

@@ -222,10 +222,25 @@ def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Te
     assert torch.equal(*first)
 
 
+def test_tensors_without_elements_need_no_values(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.none = nn.Parameter(torch.zeros(0, 4))
+        model.register_buffer("nothing", torch.zeros(3, 0))
+        return model
+
+    model = ebbtide.load_sharded(meta_of(make))
+    assert model.weight.any() and model.none.shape == (0, 4) and model.nothing.shape == (3, 0)
+    ebbtide.save_sharded(model, tmp_path)
+    loaded = ebbtide.load_sharded(meta_of(make), tmp_path)
+    assert loaded.none.shape == (0, 4) and torch.equal(loaded.weight, model.weight)
+
+
 def test_numbers_in_eight_bits_are_not_taken_for_values(values: dict[str, torch.Tensor]) -> None:
     values["head.weight"] = values["head.weight"].to(torch.float8_e4m3fn)
-    with pytest.raises(DataError, match="head.weight is float8_e4m3fn in the checkpoint"):
+    with pytest.raises(DataError, match="head.weight is float8_e4m3fn in the checkpoint") as caught:
         ebbtide.load_sharded(meta(), values)
+    assert caught.value.hint.startswith("convert them in the checkpoint")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -365,6 +380,14 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
     with pytest.raises(ValueError, match="no mesh"):
         ebbtide.load_sharded(model, path, shard=shard, dtype=torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("result", [[], True, (1, 2)])
+def test_a_function_that_wraps_returns_a_module(path: Path, result: object) -> None:
+    model = meta()
+    with pytest.raises(ConfigError, match=f"the function passed as shard= returned a {type(result).__name__}"):
+        ebbtide.load_sharded(model, path, shard=lambda _: result)  # type: ignore[arg-type, return-value]
+    assert all(p.is_meta for p in model.parameters())
 
 
 class Locked(nn.Linear):

@@ -174,3 +174,15 @@ def test_experts_in_one_tensor_and_one_by_one_must_be_equal(tmp_path: Path) -> N
     with pytest.raises(DataError, match="differ in the checkpoint") as caught:
         ebbtide.load_sharded(meta(partial(type(real), real.config)), values | {name: stacked + 1})
     assert name in caught.value.found
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_prefix_that_a_wrapper_added_is_named(prefix: str) -> None:
+    values = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).state_dict()
+    wrapped = {prefix + name: value for name, value in values.items()}
+    with pytest.raises(DataError) as caught:
+        ebbtide.load_sharded(meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))), wrapped)
+    assert f"the checkpoint's names begin with {prefix!r}" in caught.value.hint
+    with pytest.raises(DataError) as caught:
+        ebbtide.load_sharded(meta(lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))), values)
+    assert caught.value.hint == "the model's names begin with '0.': load the module inside, model.0"
