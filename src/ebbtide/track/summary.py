@@ -6,6 +6,7 @@ single step, from that one, except the views of memory, which are then unknown. 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -99,8 +100,13 @@ def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None)
     summary = summarise(folder, warm_up=warm_up)
     path = Path(folder) / SUMMARY_FILE
     draft = path.with_suffix(".json.part")
-    draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     return summary
 
 
