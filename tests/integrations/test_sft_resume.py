@@ -119,6 +119,28 @@ def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
         train(tiny_model, tmp_path, resume_from_checkpoint=str(half))
 
 
+@pytest.mark.parametrize(("train_type", "name"), [("full", "model.safetensors"), ("lora", "adapter_model.safetensors")])
+def test_a_checkpoint_that_lacks_weights_is_refused(
+    tiny_model: Path, tmp_path: Path, train_type: str, name: str
+) -> None:
+    train(tiny_model, tmp_path, max_steps=1, save_steps=1, train_type=train_type)
+    file = tmp_path / "checkpoint-1" / name
+    file.write_bytes(file.read_bytes().replace(b"q_proj", b"k_prok", 1))
+    with pytest.raises(DataError, match=r"checkpoint-1 has no values of .*layers.0.self_attn.q_proj.*, or others"):
+        train(tiny_model, tmp_path, max_steps=2, resume_from_checkpoint="latest", train_type=train_type)
+
+
+def test_a_checkpoint_of_a_model_of_another_size_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Weights have the sizes of the run's model, whatever config.json in the checkpoint says."""
+    train(tiny_model, tmp_path, max_steps=1, save_steps=1)
+    file = tmp_path / "checkpoint-1" / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"shape":[128,64]', b'"shape":[64,128]', 1))
+    config = tmp_path / "checkpoint-1" / "config.json"
+    config.write_bytes(config.read_bytes().replace(b'"hidden_size": 64', b'"hidden_size": 96'))
+    with pytest.raises(DataError, match=r"checkpoint-1 has no values of model.layers.0.mlp.\w+.weight, or .*\nhint: "):
+        train(tiny_model, tmp_path, max_steps=2, resume_from_checkpoint="latest")
+
+
 def test_a_disk_that_fills_while_saving_leaves_the_old_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +250,14 @@ def test_rows_that_were_kept_back_are_evaluated_on(tiny_model: Path, tmp_path: P
     assert values[0] == values[1]
     log = (tmp_path / "ours" / "training.log").read_text()
     assert f'evaluation after step 4 {{"eval_loss": {found[1][-1]["loss"]}' in log
+
+
+def test_a_run_that_evaluates_trains_the_values_of_one_that_does_not(tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "It returns the value of the argument. " * 20}) + "\n")
+    dropout = {"train_type": "lora", "lora_dropout": 0.5}
+    without = train(tiny_model, tmp_path / "without", **dropout)
+    assert train(tiny_model, tmp_path / "with", **dropout, eval_dataset=(str(rows),), eval_steps=1) == without
 
 
 def test_an_evaluation_that_fails_at_the_end_does_not_lose_the_model(

@@ -84,7 +84,11 @@ class Grpo(Recipe[GrpoConfig]):
                 expected="a language model",
                 hint="`ebbtide sft` trains multimodal models",
             )
-        made = adapters.chosen(config, models.outline(config, source.config)) if config.trains_adapters else None
+        made = None
+        if config.trains_adapters:
+            with models.described(config.model):
+                outline = models.outline(config, source.config)
+            made = adapters.chosen(config, outline)
         if getattr(made, "bias", "none") != "none" and (config.kl_coefficient or config.kl_reward_coef):
             raise ConfigError(
                 "the adapters train the model's biases, and there is a KL divergence from the model without adapters",

@@ -160,10 +160,11 @@ def look_up(config: LanguageConfig) -> ModelSource:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     place = locate(config.model, use_hf=config.use_hf)
-    with explained(config), hubs.cached_without_network():
+    with described(config.model), explained(config), hubs.cached_without_network():
         found = AutoConfig.from_pretrained(place)
         check_length(config, found)
         _check_unquantised(config, found)
+    with explained(config), hubs.cached_without_network():
         reader = AutoProcessor if is_multimodal(found) else AutoTokenizer
         source = ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
     _check_tokenizer(config, source)
@@ -265,7 +266,18 @@ def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedM
 
         options |= four_bits(config, options["dtype"])
     with explained(config):
-        model = _auto_class(source.config).from_pretrained(source.place, **options)
+        try:
+            model = _auto_class(source.config).from_pretrained(source.place, **options)
+        except Exception as error:
+            with described(config.model):  # if its config makes no model, that is the reason
+                outline(config, source.config)
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise DataError(
+                f"weights of {config.model} have other sizes than its config.json says",
+                expected="the weights of the model that the config describes",
+                hint="the table above names them; compare config.json with that of the published model",
+            ) from error
     if source.multimodal and config.freeze_vit:
         for part in media_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)
@@ -321,6 +333,27 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
                 hint="use --attn_impl eager",
             ) from error
         raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_hint(config.model)) from error
+
+
+@contextmanager
+def described(name: str) -> Generator[None]:
+    """Turn an error of any kind into one about the model's config: the model's code computes with its values.
+
+    Raises:
+        DataError: The config describes no model.
+    """
+    try:
+        yield
+    except EbbtideError:
+        raise
+    except Exception as error:
+        path = Path(name).expanduser()
+        raise DataError(
+            f"{path / 'config.json' if path.is_dir() else name} describes no model "
+            f"({type(error).__name__}: {' '.join(str(error).split()):.300})",
+            expected="sizes of which transformers can make the model",
+            hint="compare the file with that of the published model",
+        ) from error
 
 
 def _not_loaded(name: str, error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ebbtide.base.errors import ConfigError, DataError, EbbtideError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.extras import require
 from ebbtide.wrap import find_blocks
 from ebbtide_recipes.language import adapters, models, smollm2
@@ -131,25 +131,16 @@ def read(config: SftConfig) -> PreTrainedConfig:
 @contextmanager
 def _explained(name: str) -> Generator[None]:
     """Explain an error in making a model with this command's requirements, which are fewer than for training."""
-    try:
-        yield
-    except DataError as error:
-        enough = "the config.json of a text or vision-language model is enough; no weights are read"
-        raise DataError(
-            error.found,
-            expected=f"a folder with config.json, such a file, a hub name, or one of {', '.join(models.BUILTIN)}",
-            hint=enough if Path(name).expanduser().exists() else error.hint.removesuffix(f"; {hubs.ON_MODELSCOPE}"),
-        ) from error
-    except EbbtideError:
-        raise
-    except Exception as error:  # of any kind: the model's own code computes with the values of the file
-        path = Path(name).expanduser()
-        raise DataError(
-            f"{path / 'config.json' if path.is_dir() else name} describes no model "
-            f"({type(error).__name__}: {' '.join(str(error).split()):.300})",
-            expected="sizes of which transformers can make the model",
-            hint="compare the file with that of the published model",
-        ) from error
+    with models.described(name):
+        try:
+            yield
+        except DataError as error:
+            enough = "the config.json of a text or vision-language model is enough; no weights are read"
+            raise DataError(
+                error.found,
+                expected=f"a folder with config.json, such a file, a hub name, or one of {', '.join(models.BUILTIN)}",
+                hint=enough if Path(name).expanduser().exists() else error.hint.removesuffix(f"; {hubs.ON_MODELSCOPE}"),
+            ) from error
 
 
 def _found(config: SftConfig, path: Path) -> PreTrainedConfig:

@@ -85,7 +85,8 @@ def _prepared(config: SftConfig) -> SftTrainer:
         source = models.look_up(config)
     made = None
     if config.trains_adapters:
-        outline = models.outline(config, source.config)
+        with models.described(config.model):
+            outline = models.outline(config, source.config)
         frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
         made = adapters.chosen(config, outline, without=frozen)
         _check_head(outline)

@@ -41,6 +41,8 @@ LATEST = ("latest", "last", "true", "yes", "on")
 _ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches")
 """Flags that the order of rows depends on, and the micro-batches of a rollout."""
 
+_ADAPTED: Mapping[str, type] = {"model": str, "settings": dict}
+
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
 """Begins the names of checkpoints beyond the one that a run was resumed from."""
@@ -127,7 +129,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
     with _reading(folder):
         try:
             seal: Any = json.loads((folder / SEAL).read_text())
-            files: Mapping[str, int] = seal["files"]
+            files = {str(name): int(size) for name, size in seal["files"].items()}
             sealed = Sealed(
                 folder=folder,
                 step=int(seal["step"]),
@@ -136,7 +138,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
                 train_type=str(seal["train_type"]),
                 adapters=seal.get("adapters"),
                 order={"processes": int(seal["world_size"]), **seal.get("order", {})},
-                adapted={name: seal[name] for name in ("model", "settings") if name in seal},
+                adapted={name: kind(seal[name]) for name, kind in _ADAPTED.items() if name in seal},
             )
         except FileNotFoundError:
             return None, f"has no {SEAL}, which is written last"

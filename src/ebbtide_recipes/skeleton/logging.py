@@ -8,12 +8,14 @@ import os
 import sys
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 LOG_FILE = "training.log"
 
@@ -31,6 +33,53 @@ def console() -> Console:
     return Console(stderr=True)
 
 
+class _LogFile(logging.FileHandler):
+    """Appends lines to a file, and knows which are of earlier runs; a full disk costs lines, and no traceback.
+
+    Args:
+        path: The file.
+        keeps: Whether the lines of earlier runs stay.
+    """
+
+    def __init__(self, path: Path, *, keeps: bool) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._earlier_bytes = 0 if keeps else path.stat().st_size
+        self._lacks_lines = False
+
+    def remove_earlier(self) -> None:
+        """Remove the lines of earlier runs."""
+        if not self._earlier_bytes:
+            return
+        self.acquire()
+        try:
+            path = Path(self.baseFilename)
+            path.write_bytes(path.read_bytes()[self._earlier_bytes :])
+            self._earlier_bytes = 0
+        finally:
+            self.release()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn once of a line that the disk does not take."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._lacks_lines:
+            self._lacks_lines = True
+            LOGGER.warning("%s lacks lines from here on: %s", self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        """Close the file, without the last lines if the disk does not take them."""
+        with suppress(OSError):
+            super().close()
+
+
+def remove_earlier_lines() -> None:
+    """Remove what a log has of earlier runs: training begins, and until then it could have been refused."""
+    for handler in logging.getLogger("ebbtide").handlers:
+        if isinstance(handler, _LogFile):
+            handler.remove_earlier()
+
+
 @contextmanager
 def logging_to(folder: Path, level: str, *, append: bool = False, rank: int = 0) -> Generator[None, None, None]:
     """Send the lines of the ``ebbtide.*`` loggers to standard error and to ``training.log``.
@@ -40,13 +89,13 @@ def logging_to(folder: Path, level: str, *, append: bool = False, rank: int = 0)
     Args:
         folder: The existing folder of ``training.log``.
         level: The lowest shown level, such as ``"info"``.
-        append: Append to an earlier file instead of replacing it.
+        append: Append to an earlier file; else ``remove_earlier_lines`` empties it.
         rank: Rank of this process; above 0 it writes ``training-rankN.log`` and nothing to the terminal.
     """
     logger = logging.getLogger("ebbtide")
     before = logger.level
     name = f"training-rank{rank}.log" if rank else LOG_FILE
-    file = logging.FileHandler(folder / name, mode="a" if append else "w", encoding="utf-8")
+    file = _LogFile(folder / name, keeps=append)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file] if rank else [file, _terminal()]
     logger.setLevel(level.upper())

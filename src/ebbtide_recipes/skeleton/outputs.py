@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from ebbtide_recipes.skeleton import checkpoints
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
+
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 _SOURCES = ("model", "adapters", "teacher", "critic")
 """Flags that may name a folder of weights to load."""
@@ -130,6 +133,9 @@ class Earlier:
     Args:
         config: The config of a run that resumes or replaces the earlier one; of any other run nothing is renamed.
         folder: The output folder.
+
+    Raises:
+        DataError: The earlier record cannot be read or renamed.
     """
 
     def __init__(self, config: RecipeConfig, folder: Path) -> None:
@@ -138,15 +144,27 @@ class Earlier:
         self._made: dict[str, bytes] = {}
         if (checkpoints.resumes(config) or config.overwrite_output_dir) and (folder / EVENTS_FILE).exists():
             paths = [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := folder / name).is_file()]
-            self._made = {path.name: path.read_bytes() for path in paths}
-            self._record = put_record_aside(folder)
+            try:
+                self._made = {path.name: path.read_bytes() for path in paths}
+                self._record = put_record_aside(folder)
+            except OSError as error:
+                raise DataError(
+                    f"the record of the earlier run in {folder} cannot be renamed: {error}",
+                    expected="a folder in which you may rename files",
+                    hint="choose another --output_dir, or check the permissions of its files",
+                ) from error
 
     def restore(self) -> None:
         """Put it back, with what was made from it: the run that should follow never began."""
-        if self._record is not None:
+        if self._record is None:
+            return
+        try:
             self._record.rename(self._folder / EVENTS_FILE)
             for name, content in self._made.items():
-                (self._folder / name).write_bytes(content)
+                if not (path := self._folder / name).is_file():
+                    path.write_bytes(content)
+        except OSError as error:  # must not hide the error of the run
+            LOGGER.warning("the record of the earlier run in %s is not as it was: %s", self._folder, error)
 
 
 def clear(config: RecipeConfig, folder: Path) -> None:

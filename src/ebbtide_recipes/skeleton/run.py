@@ -14,10 +14,10 @@ from ebbtide.base.errors import ConfigError, DataError, DiskPathError, TargetErr
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, only_writer
-from ebbtide_recipes.skeleton import checkpoints, hubs, launch, outputs, sharding
+from ebbtide_recipes.skeleton import checkpoints, damage, hubs, launch, outputs, sharding
 from ebbtide_recipes.skeleton.config import OF_OFFLOADING, OFFLOADING
 from ebbtide_recipes.skeleton.functions import load_function
-from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts
+from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_bitsandbytes, quiet_hosts, remove_earlier_lines
 from ebbtide_recipes.skeleton.trackers import project_named
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     hubs.check(config)
     recipe.check(config)
     if launch.is_main():
-        checkpoints.find(config)
+        found = checkpoints.find(config)
+        if found is not None:
+            damage.check(found)
         outputs.check(config)
     return config
 
@@ -183,7 +185,8 @@ def claim(config: RecipeConfig, claimed: ExitStack) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if launch.is_main():
             claimed.enter_context(only_writer(folder))
-            (folder / LOG_FILE).touch()
+            with (folder / LOG_FILE).open("a"):
+                pass
     except OSError as error:
         flag = "latents_dir" if outputs.only_latents(config) else "output_dir"
         raise DataError(
@@ -233,7 +236,9 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                     nan_loss=config.nan_loss,
                 )
             )
-            if launch.is_main():  # not earlier: a run that fails while it loads must leave them
+            # Not earlier: a run that fails while it loads must leave them.
+            remove_earlier_lines()
+            if launch.is_main():
                 outputs.clear(config, folder)
             if found is not None:
                 LOGGER.info("resuming from %s", found)

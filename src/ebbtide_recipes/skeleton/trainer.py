@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
+from ebbtide_recipes.skeleton.draws import draws_kept
+from ebbtide_recipes.skeleton.resuming import ResumedTrainer
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument
 
@@ -32,12 +34,11 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 _STEPS_TO_TRIM = 3
 """A run of fewer steps has one at most whose time counts, and that one keeps its heap."""
 
-_GENERATOR = "device_rng_state_{}.pth"
 _TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
 """Packages of trackers that are not called as transformers calls the tracker."""
 
 
-class RecordedTrainer(Trainer):
+class RecordedTrainer(ResumedTrainer):
     """Mark phases, record steps and seal checkpoints around transformers' trainer.
 
     A recipe derives its trainer from this class and, where there is one, from TRL's:
@@ -113,6 +114,11 @@ class RecordedTrainer(Trainer):
             logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
         super().log(logs, start_time)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as transformers does; training draws the same numbers as without an evaluation."""
+        with draws_kept(self.args.device):
+            return super().evaluate(*args, **kwargs)
+
     def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="mean")
@@ -181,68 +187,6 @@ class RecordedTrainer(Trainer):
     def average_bytes(self) -> int:
         """Return the device memory of a moving average of the weights, if the recipe keeps one."""
         return 0
-
-    def save_more(self, folder: Path) -> None:
-        """Write, on every rank, further state for an exact resume; the seal comes after."""
-
-    def load_more(self, folder: Path) -> None:
-        """Read what ``save_more`` wrote; optimizer and schedule are already loaded."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save also the accelerator's generator: transformers leaves out that of some kinds, such as XPU."""
-        super()._save_rng_state(output_dir)
-        if self.args.device.type != "cpu":
-            state = torch.get_device_module(self.args.device).get_rng_state()
-            torch.save(state, Path(output_dir, _GENERATOR.format(self.args.process_index)))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load what ``_save_rng_state`` saved."""
-        super()._load_rng_state(checkpoint)
-        if checkpoint is None or self.args.device.type == "cpu":
-            return
-        place = Path(checkpoint, _GENERATOR.format(self.args.process_index))
-        if place.is_file():
-            torch.get_device_module(self.args.device).set_rng_state(torch.load(place))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load a checkpoint's optimizer and schedule, but not how often it logged, saved and evaluated."""
-        if checkpoint is None:
-            return
-        ours = self._rates()
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self.state.compute_steps(self.args, self.state.max_steps)
-        if (kept := self._rates()) != ours:
-            LOGGER.warning("the optimizer of %s is resumed with %s, not with this run's %s", checkpoint, kept, ours)
-        self.load_more(Path(checkpoint))
-
-    def _rates(self) -> str:
-        """Return the optimizer's learning rate and weight decay, in words."""
-        groups = self.optimizer.param_groups
-        rate, decay = (max(float(group.get(name, 0.0)) for group in groups) for name in ("initial_lr", "weight_decay"))
-        return f"learning_rate {rate:.6g} and weight_decay {decay:.6g}"
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run an epoch, unless the checkpoint had finished all steps: transformers would run one more."""
-        if self.state.global_step >= self.state.max_steps:
-            LOGGER.info("all %d steps are already done: nothing is left to train", self.state.max_steps)
-            self.control.should_training_stop = True
-            return None
-        return super()._run_epoch(*args, **kwargs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights as ``from_pretrained`` does."""
-        # If a model's files and modules name weights differently (fused experts, vision-language models), transformers
-        # would silently skip them and continue from the run's initial weights.
-        if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
-            dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            for name, parameter in self.model.named_parameters():
-                dtype = dtypes.get(name, parameter.dtype)
-                if parameter.requires_grad and parameter.dtype != dtype:  # PEFT loads adapters in float32
-                    parameter.data = parameter.data.to(dtype)
-            return
-        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
 
 
 def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict[str, Any]:

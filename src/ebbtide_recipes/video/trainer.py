@@ -197,9 +197,10 @@ class VideoTrainer(RecordedTrainer):
         if self.args.should_save:
             export.save(module, state, folder, name, pipeline=self.showing.source.family.pipelines[0])
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the trained weights."""
         if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super().load_weights(resume_from_checkpoint, model)
         else:
             export.load_trained(self.module, Path(resume_from_checkpoint))
 

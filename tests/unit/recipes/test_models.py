@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +211,46 @@ def test_weights_that_are_damaged_are_an_error(tmp_path: Path) -> None:
         DataError, match="(?s)cannot be loaded: Error while deserializing header.*\nhint: pass a folder"
     ):
         models.load(SftConfig(model=str(tmp_path)), source)
+
+
+def test_weights_of_other_sizes_are_an_error(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
+    other = LlamaConfig(num_hidden_layers=1, **sizes | {"intermediate_size": 96})
+    source = models.ModelSource(place=str(tmp_path), config=other, processor=None)
+    config = SftConfig(model=str(tmp_path))
+    other.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="have other sizes than its config.json says.*\nhint: "):
+        models.load(config, source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "64"}, "'hidden_size' expected int, got str (value: '64')"),
+        ({"num_hidden_layers": None}, "'num_hidden_layers' expected int, got NoneType"),
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads (7)"),
+        ({"hidden_size": 0, "head_dim": None}, "ZeroDivisionError: "),
+        ({"hidden_size": -64, "head_dim": 16}, "RuntimeError: Trying to create tensor with negative dimension -64"),
+    ],
+)
+def test_sizes_that_make_no_model_are_errors_about_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **changes}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    tokenizer = SimpleNamespace(eos_token="", pad_token="", pad_token_id=0)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda place: tokenizer)
+    config = SftConfig(model=str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        models.load(config, models.look_up(config))
+    assert caught.value.found.startswith(f"{tmp_path}/config.json describes no model (") and reason in str(caught.value)
+    assert caught.value.expected and caught.value.hint
 
 
 def test_a_cache_folder_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, launch, outputs, run
+from ebbtide_recipes.skeleton.logging import logging_to, remove_earlier_lines
 
 LOGGER = logging.getLogger("ebbtide.recipes")
 
@@ -19,7 +22,7 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 def make(output: Path, step: int, *, sealed: bool = True) -> Path:
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     if sealed:
         checkpoints.seal(folder, SftConfig(), step=step, world_size=1)
@@ -110,6 +113,79 @@ def test_a_run_that_fails_while_it_loads_leaves_the_earlier_one_as_it_was(
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path: after.get(path) for path in before} == before
     assert {path.name for path in after.keys() - before.keys()} == {".lock", "training.log"}
+
+
+@pytest.mark.parametrize("failing", ["run.jsonl", "run-1.jsonl"])
+def test_a_record_that_cannot_be_renamed_is_an_error_and_hides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_config: object) -> None:
+        raise ValueError("while it loads")
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == failing:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        return real(path, target)
+
+    real = Path.rename
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "run.jsonl").write_text("earlier")
+    config, recipe = SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True), SimpleNamespace(name="sft")
+    recipe.prepare = fails
+    kind, text = (DataError, "cannot be renamed") if failing == "run.jsonl" else (ValueError, "while it loads")
+    with pytest.raises(kind, match=text):
+        run.carry_out(recipe, config, tmp_path)  # type: ignore[arg-type]
+    assert (tmp_path / failing).read_text() == "earlier"
+    assert ("is not as it was" in caplog.text) == (failing == "run-1.jsonl")
+
+
+def test_a_log_that_is_no_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "training.log").mkdir()
+    with contextlib.ExitStack() as claimed, pytest.raises(DataError, match="cannot be written: Is a directory"):
+        run.claim(SftConfig(output_dir=str(tmp_path)), claimed)
+
+
+def test_a_start_that_fails_leaves_the_earlier_log(tmp_path: Path) -> None:
+    def fails(_config: object) -> None:
+        raise ValueError("while it loads")
+
+    (tmp_path / "training.log").write_text("earlier\n")
+    recipe = SimpleNamespace(name="sft", packages=(), check_data=id, check=id, prepare=fails)
+    with pytest.raises(ValueError, match="while it loads"):
+        run.main(recipe, SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True))  # type: ignore[arg-type]
+    assert (tmp_path / "training.log").read_text().startswith("earlier\n")
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_training_that_begins_replaces_the_earlier_log_unless_it_goes_on(tmp_path: Path, append: bool) -> None:
+    log = tmp_path / "training.log"
+    log.write_text("earlier\n")
+    with logging_to(tmp_path, "info", append=append):
+        LOGGER.info("it loads")
+        remove_earlier_lines()
+        LOGGER.info("it trains")
+    lines = [line.split("recipes: ")[-1] for line in log.read_text().splitlines()]
+    assert lines == [*["earlier"] * append, "it loads", "it trains"]
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_hides_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "training.log").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="the model"), logging_to(tmp_path, "info", append=True):
+        LOGGER.info("one")
+        LOGGER.info("two")
+        raise ValueError("the model")
+    lines = capsys.readouterr().err.splitlines()
+    warning = f"WARNING {tmp_path / 'training.log'} lacks lines from here on: No space left on device"
+    assert sorted(lines) == sorted(["INFO one", warning, "INFO two"])
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(check, tmp_path: Path) -> None:
+    four = make(tmp_path / "out", 4)
+    (four / "model.safetensors").write_bytes(b"0123456789")
+    with pytest.raises(DataError, match=r"checkpoint-4/model.safetensors cannot be read: "):
+        check(resume_from_checkpoint="latest")
 
 
 def test_a_checkpoint_of_another_folder_is_resumed_only_where_no_run_is(check, tmp_path: Path) -> None:
