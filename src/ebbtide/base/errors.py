@@ -29,6 +29,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from ebbtide.base.pages import with_addresses
+
 
 class EbbtideError(Exception):
     """Root of every error that ebbtide raises on purpose.
@@ -51,9 +53,9 @@ class EbbtideError(Exception):
     def __str__(self) -> str:
         text = self.found
         if self.expected:
-            text = f"{text.removesuffix('.')}; expected {self.expected}"  # another library's sentence
+            text = f"{text.removesuffix('.')}; expected {with_addresses(self.expected)}"  # another library's sentence
         text = "\n".join([text, *self.places])
-        return f"{text}\nhint: {self.hint}" if self.hint else text
+        return f"{text}\nhint: {with_addresses(self.hint)}" if self.hint else text
 
 
 class ConfigError(EbbtideError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -46,14 +47,18 @@ def json_object(source: Path | str, what: str, *, expected: str, hint: str) -> d
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file.
+    """Write a file; a new one that cannot be written to its end is removed.
 
     Raises:
         DataError: It cannot be written.
     """
+    new = not os.path.lexists(path)
     try:
         path.write_text(text, encoding="utf-8", errors="replace")  # a recorded command may hold any bytes
     except OSError as error:
+        if new:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         found = f"{str(path)!r} cannot be written ({error.strerror})"
         hint = "name a file in a folder that you may write to"
         raise DataError(found, expected="a writable file", hint=hint) from error

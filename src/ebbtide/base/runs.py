@@ -13,7 +13,7 @@ import os
 import platform
 import re
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -112,6 +112,25 @@ def put_record_aside(folder: Path) -> Path:
         FileNotFoundError: There is none.
     """
     return (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
+
+
+def check_schema(found: Mapping[str, Any], path: Path) -> None:
+    """Raise for the schema of a later ebbtide: known fields have another meaning there.
+
+    Args:
+        found: The event ``run_begin``, or a summary.
+        path: Its file.
+
+    Raises:
+        DataError: It has a later schema.
+    """
+    schema = found.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise DataError(
+            f"{path} has schema {schema}",
+            expected=f"schema {SCHEMA} or older",
+            hint="a newer ebbtide wrote it: pip install --upgrade ebbtide",
+        )
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:

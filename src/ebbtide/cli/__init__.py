@@ -8,6 +8,7 @@ are also reached by path.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import select
@@ -29,12 +30,16 @@ from ebbtide.base.errors import (
     nearest,
 )
 from ebbtide.base.extras import installed
+from ebbtide.base.files import FULL_ERRNOS
 from ebbtide.cli.signals import STOP_CODES, how_stopped, terminate_as_interrupt
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 _RUN_FAILURES = (CapError, DiskError, ModifiedInPlaceError, RestoreError, TrainingError)
 """Errors of a valid command at run time; all others, and a disk path that cannot serve, are bad input."""
+
+_NAME_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
+"""Errors of a name, whatever is done with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminate_as_interrupt():
             code = _call(arguments)
-            sys.stdout.flush()  # raise a closed pipe's error here, not at interpreter exit
+            _flush()  # raise a closed pipe's error here, not at interpreter exit
             return code
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
             raise  # of another pipe or socket, such as a tracker's
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest of the buffer
+        _discard_output()
         if not _only_prints(arguments):
             raise
         return 0  # `ebbtide --help | head -1`
@@ -108,6 +113,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         failed = isinstance(error, _RUN_FAILURES) and not isinstance(error, DiskPathError)
         return EXIT_FAILED if failed else EXIT_BAD_INPUT
+    except OSError as error:
+        if error.errno in _NAME_ERRNOS and error.filename is not None:
+            print(f"error: {os.fsdecode(error.filename)!r} is no file's name ({error.strerror})", file=sys.stderr)
+            print("hint: check the names of files and folders in the command", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        if error.errno not in FULL_ERRNOS:
+            raise
+        print(f"error: {_unwritten(error)} cannot be written ({error.strerror})", file=sys.stderr)
+        print("hint: free some space there, or name a folder on another disk", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as where a scheduler closes it
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """Discard what the buffer of standard output holds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unwritten(error: OSError) -> str:
+    """Return the name of what a full disk could not take; what standard output still holds is discarded then."""
+    if error.filename is not None:
+        return os.fsdecode(error.filename)
+    try:
+        _flush()
+    except OSError:
+        _discard_output()
+    return "standard output, or a file,"
 
 
 def _print_anything() -> None:

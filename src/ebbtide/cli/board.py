@@ -18,6 +18,9 @@ from ebbtide.report.verdict import LEAST_TIMED
 from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
 
+_WIDEST = 1000
+"""More characters than a table of all modes has in a line."""
+
 _LEAST_COUNTED = 2
 """Steps that always count, however late a plan was made: a timed one and the trimmed one."""
 
@@ -156,6 +159,7 @@ class Board:
 
     def print_table(self, modes: Sequence[Mapping[str, Any]]) -> None:
         """Print the table of the modes."""
+        from rich.segment import Segment, Segments
         from rich.table import Table
 
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
@@ -174,7 +178,10 @@ class Board:
             cells = [row[index] for index in shown]
             table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
         self._console.print("")
-        self._console.print(table, soft_wrap=False)
+        wide = self._console.options.update(width=_WIDEST)
+        natural = wide.update(width=self._console.measure(table, options=wide).maximum)
+        for line in self._console.render_lines(table, natural, pad=False):
+            self._console.print(Segments([*line, Segment.line()]))  # figures that a narrow terminal cut had no meaning
 
 
 def _counted(runs: Sequence[Run]) -> list[str]:
@@ -198,8 +205,8 @@ def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:
         summary = write_summary(ended.folder, warm_up=warm_up)
         run = dataclasses.replace(load_run(ended.folder), name=mode)
     except DataError as error:
-        return (f"exit code {ended.code}" if ended.code else str(error)), None
+        return (ended.how if ended.code else str(error)), None
     if ended.code or summary["status"] != "ok":
         after = "after its last step" if summary["status"] == "ok" else summary["status"]
-        return f"exit code {ended.code}, {run.error or after}", None
+        return f"{ended.how}, {run.error or after}", None
     return "", run

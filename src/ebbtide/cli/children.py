@@ -18,7 +18,7 @@ from typing import Any
 from ebbtide.base.extras import require
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTPUT_FILE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
-from ebbtide.cli.starting import started
+from ebbtide.cli.starting import KILLED, signal_words, started
 from ebbtide.track import MemoryReader, Sampler
 
 SAMPLE_SECONDS = 0.005
@@ -45,6 +45,15 @@ class Ended:
     seconds: float
     tail: str
 
+    @property
+    def how(self) -> str:
+        """How it ended: its exit code, or the signal's name."""
+        if self.code < 0:
+            return signal_words(-self.code)
+        words = f"exit code {self.code}"
+        # A shell passes its command's end on as a code.
+        return words + KILLED if self.code == 128 + signal.SIGKILL else words
+
 
 class Child:
     """A training run as a child process, between its start and its end.
@@ -65,12 +74,13 @@ class Child:
     def __init__(self, command: Sequence[str], folder: Path, *, environment: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.most_bytes = folder, 0
+        self._unwritten: OSError | None = None
         self._began = time.monotonic()
         self._variables = dict(environment)
         with contextlib.ExitStack() as opening:
             self._lockstep = self._make_pipe(opening)
             output = opening.enter_context((folder / OUTPUT_FILE).open("wb"))
-            self._outside = opening.enter_context((folder / OUTSIDE_FILE).open("w", buffering=1))
+            self._outside = opening.enter_context((folder / OUTSIDE_FILE).open("wb", buffering=0))
             self._process = opening.enter_context(
                 family(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=self._variables)
             )
@@ -109,15 +119,20 @@ class Child:
 
         Args:
             over: Called repeatedly: whether the step is over.
+
+        Raises:
+            OSError: A sample cannot be written: without it, memory would seem lower than it was.
         """
         sampler = Sampler(MemoryReader(self._process.pid, children=True), self._write, seconds=SAMPLE_SECONDS)
         sampler.start()
         try:
             while (code := self._wait()) is None:
+                self._check_samples()
                 if over():
                     return None
         finally:
             sampler.stop()
+        self._check_samples()
         over()  # what it wrote at last
         self.close()
         seconds = time.monotonic() - self._began
@@ -127,10 +142,20 @@ class Child:
         """End it, if it has not ended, with its whole family. May be called repeatedly."""
         self._closing.close()
 
+    def _check_samples(self) -> None:
+        if self._unwritten is not None:
+            raise self._unwritten
+
     def _write(self, rss_bytes: int, _device_bytes: int | None) -> None:
         self.most_bytes = max(self.most_bytes, rss_bytes)
         line = {"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}
-        self._outside.write(json.dumps(line) + "\n")
+        rest = memoryview((json.dumps(line) + "\n").encode())
+        try:
+            while rest and self._unwritten is None:  # a full disk takes a part of the line first
+                rest = rest[self._outside.write(rest) :]
+        except OSError as error:
+            error.filename = str(self.folder / OUTSIDE_FILE)
+            self._unwritten = error
 
     def _wait(self) -> int | None:
         """Wait briefly; return its exit code, ``None`` if it is still running."""

@@ -15,7 +15,7 @@ from typing import Any
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
 from ebbtide.cli.modes import MODES
-from ebbtide.cli.parsing import Parser, check_folder_name, count
+from ebbtide.cli.parsing import Parser, count, named_folder
 from ebbtide.cli.progress import plain_console
 from ebbtide.cli.recipe import RECIPES, check, names, read
 from ebbtide.cli.rounds import (
@@ -137,8 +137,7 @@ def run(argv: Sequence[str]) -> int:
     parser = _parser(next((word for word in rest if word in RECIPES), DEFAULT_RECIPE))
     own, arguments = (parser.read(rest), []) if is_script else parser.parse_known_args(rest)
     modes = [mode.strip() for mode in str(own.modes).split(",") if mode.strip()]
-    check_folder_name(own.out)
-    rounds, out = count("--rounds", own.rounds), Path(own.out)
+    out, rounds = named_folder("--out", own.out), count("--rounds", own.rounds)
     if is_script:
         steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS + more_steps(modes)))
         return compare_script(command, modes=modes, rounds=rounds, steps=steps, out=out).exit_code

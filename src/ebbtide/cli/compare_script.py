@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ebbtide.base.errors import DataError, TrainingError
+from ebbtide.base.errors import TrainingError
 from ebbtide.cli.children import Ended
 from ebbtide.cli.progress import plain_console
 from ebbtide.cli.rounds import (
@@ -86,7 +84,7 @@ def _refuse(ended: Ended) -> None:
         return
     what, hint = reason
     if ended.code:
-        what = f"the command ended with exit code {ended.code} before it trained a model"
+        what = f"the command ended with {ended.how} before it trained a model"
         hint = "it must run by itself: try it without `ebbtide compare --`"
     error = TrainingError(what, expected="a command that trains a model", hint=hint)
     if ended.code:
@@ -97,10 +95,7 @@ def _refuse(ended: Ended) -> None:
 def _checkpoints(out: Path) -> list[str]:
     """Warn if the script checkpoints its blocks itself, in plain too."""
     for folder in sorted(out.glob("round-*/*")):
-        notes: list[dict[str, Any]] = []
-        with contextlib.suppress(DataError):  # a process was killed while it wrote
-            notes = read_notes(folder)
-        for note in notes:
+        for note in read_notes(folder):
             if note["event"] == "model" and note["checkpoints_itself"]:
                 return [
                     f"The script itself checkpoints the blocks of {note['model']}, in every mode: of its saved tensors "

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.files import check_replaceable
+from ebbtide.base.pages import with_addresses
 from ebbtide.cli import versions
-from ebbtide.cli.parsing import Parser, choice
+from ebbtide.cli.parsing import Parser, choice, named_folder
 
 if TYPE_CHECKING:
     from ebbtide.doctor import Examination
@@ -46,12 +47,13 @@ def run(argv: Sequence[str]) -> int:
     if own.versions:
         print("\n".join(versions.lines()))
         return 0
+    disk_path = None if own.disk_path is None else str(named_folder("--disk_path", own.disk_path))
     if own.out is not None:
         hint = "such as --out machine.json, in a folder that you may write to"
         check_replaceable(own.out, f"--out {str(own.out)!r}", {"memory_bytes", "flop_per_second"}, hint=hint)
     from ebbtide.doctor import examine  # torch, and with it the seconds of its import
 
-    found = examine(target, own.disk_path)
+    found = examine(target, disk_path)
     written = own.out is not None and _write(found, own.out)
     if as_json:
         print(json.dumps(as_values(found), indent=1, allow_nan=False))
@@ -69,7 +71,7 @@ def lines(found: Examination) -> list[str]:
 
     rows = grid(table(found.facts))
     for finding in found.findings:
-        rows += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
+        rows += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {with_addresses(finding.hint)}"]
     if not found.findings:
         rows += ["", "no problems found"]
     return rows

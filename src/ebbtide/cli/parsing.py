@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ebbtide.base.errors import ConfigError, nearest
@@ -71,11 +72,16 @@ def count(name: str, text: str) -> int:
     return int(text)
 
 
-def check_folder_name(out: str) -> None:
-    """Check that ``--out`` names a folder.
+def named_folder(flag: str, text: str) -> Path:
+    """Return the folder that a flag names; ``~`` is a home folder, which a shell leaves as it is after ``=``.
 
     Raises:
-        ConfigError: It is empty.
+        ConfigError: The name is empty, as of a variable that is not set, or there is no such home folder.
     """
-    if not out.strip():
-        raise ConfigError(f"--out is {out!r}", expected="a folder", hint="leave --out out for its default")
+    if not text.strip():
+        raise ConfigError(f"{flag} is {text!r}", expected="a folder", hint=f"leave {flag} out for its default")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        found = f"{flag} is {text!r}, and there is no such home folder"
+        raise ConfigError(found, expected="a folder", hint="write its path from / on") from error

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.files import check_writable, near, write_text
-from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
+from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE, check_schema
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, comparison_text, load_run, page, text
 from ebbtide.track import summarise, write_summary
 
 Format = Literal["text", "html", "trace", "json"]
+_READABLE = "ask its owner, or copy it to a folder of your own"
 _DEFAULT_FILES = {"html": REPORT_FILE, "trace": "trace.json"}
 
 
@@ -39,7 +41,7 @@ def report(
         The written file; ``None`` if the report was printed.
 
     Raises:
-        DataError: The folder holds no run or a damaged one, or ``output`` already exists.
+        DataError: The folder holds no run, a damaged one or a later ebbtide's, may not be read, or ``output`` exists.
         ConfigError: A comparison does not have this format.
     """
     _check_folder(run_folder)
@@ -106,6 +108,10 @@ def _check_folder(folder: Path) -> None:
             expected="the folder of a run or of `ebbtide compare`",
             hint=near(folder, "*/") or "pass the folder of --output_dir or --out",
         )
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise DataError(
+            f"run folder {str(folder)!r} may not be read", expected="a folder that you may read", hint=_READABLE
+        )
 
 
 def _loaded(folder: Path, force: bool) -> Run:
@@ -153,11 +159,16 @@ def _comparison(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         summary: object = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror})", expected="the summary of a comparison", hint=_READABLE
+        ) from error
     except ValueError:
         return None
     if not isinstance(summary, dict) or "modes" not in summary:
         return None
     found = cast("dict[str, Any]", summary)
+    check_schema(found, path)
     modes = cast("list[object]", found["modes"] if isinstance(found["modes"], list) else [])
     if not modes or not all(isinstance(mode, dict) and isinstance(mode.get("mode"), str) for mode in modes):
         raise DataError(

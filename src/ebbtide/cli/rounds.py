@@ -111,7 +111,15 @@ def run_rounds(
         environment: Further fields of the result's environment.
         console: As ``plain_console`` returns it.
         refuse: Called with each finished child until one was accepted; raises to skip the others.
+
+    Raises:
+        DataError: The output folder cannot be made.
     """
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{plan.out} cannot be made ({error.strerror})"
+        raise DataError(found, expected="a folder for the result", hint="name another with --out") from error
     warm_up = warm_up_steps()
     console.print(_counted_words(plan, warm_up))
     board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)

@@ -24,9 +24,9 @@ from types import FrameType
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event, of_kind, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
-from ebbtide.cli.parsing import Parser, check_folder_name, count
+from ebbtide.cli.parsing import Parser, count, named_folder
 from ebbtide.cli.signals import handled
-from ebbtide.cli.starting import started
+from ebbtide.cli.starting import signal_words, started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.planner.table import load_plan
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
@@ -35,6 +35,9 @@ EXAMPLE = "-- python train.py"
 _OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 _HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Schedulers announce the end of a job with SIGUSR1 or SIGUSR2, as `sbatch --signal` and submitit do."""
+
+_NOT_HANDED_ON = (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""A shell names these, if it starts the command itself."""
 
 _KNOWN = ("python", "python3", "torchrun", "accelerate")
 _ELSEWHERE = ("srun", "salloc", "mpirun", "mpiexec", "ssh", "pdsh")
@@ -70,19 +73,21 @@ def run(argv: Sequence[str]) -> int:
         raise no_command(f"there is no -- before {command[0]!r}", "run", command, flags=before)
     own = parser.read(flags)
     check_command(command, verb="run")
-    if own.out is not None:
-        check_folder_name(own.out)
+    out_folder = None if own.out is None else named_folder("--out", own.out)
+    disk_folder = None if own.disk_path is None else named_folder("--disk_path", own.disk_path)
     policy = _policy(own.policy)
     steps = None if own.steps is None else count("--steps", own.steps)
-    disk_path = None if own.disk_path is None else _directory(own.disk_path, command[0])
+    disk_path = None if disk_folder is None else _directory(disk_folder, command[0])
     with contextlib.ExitStack() as claimed:
-        out = None if own.out is None else _folder(Path(own.out), claimed)
+        out = None if out_folder is None else _folder(out_folder, claimed)
         folder = claimed.enter_context(tempfile.TemporaryDirectory(prefix="ebbtide-", ignore_cleanup_errors=True))
         request = Request(
             mode="ebbtide", folder=str(out or folder), record=out is not None, steps=steps,
             policy=policy, disk_path=disk_path,
         )  # fmt: skip
         code = _wait_for(command, request.environment(os.environ))
+        if code - 128 in _NOT_HANDED_ON:
+            print(f"ebbtide: the command was ended by {signal_words(code - 128)}", file=sys.stderr)
         for line in _ending(read_notes(Path(request.folder)), code):
             print(line, file=sys.stderr)
     if out is not None and (out / EVENTS_FILE).exists():
@@ -170,12 +175,12 @@ def _policy(policy: str | None) -> str | None:
     return str(Path(policy).absolute())
 
 
-def _directory(path: str, program: str) -> str:
+def _directory(path: Path, program: str) -> str:
     """Return the absolute path of a directory for offloaded bytes, checked where this machine trains."""
     from ebbtide.store.location import check_directory  # imports torch
 
     if Path(program).name in _ELSEWHERE:  # enabling checks it on the machine that trains
-        return str(Path(path).expanduser().absolute())
+        return str(path.absolute())
     return str(check_directory(path))
 
 

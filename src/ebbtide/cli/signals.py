@@ -13,6 +13,9 @@ STOP_CODES = {"interrupted": 130, "terminated": 143}
 """How a command was stopped → its exit code."""
 
 
+_ENDING, _OF_SCHEDULERS = (signal.SIGTERM, signal.SIGHUP), (signal.SIGUSR1, signal.SIGUSR2)
+
+
 class Terminated(KeyboardInterrupt):
     """A signal that ends a command was received. Cleanup code for Ctrl-C handles it, too."""
 
@@ -33,8 +36,8 @@ def terminate_as_interrupt() -> Generator[None, None, None]:
     Raises:
         Terminated: One was received.
     """
-    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    ending += [n for n in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(n) is signal.SIG_DFL]
+    ending = [n for n in _ENDING if signal.getsignal(n) is not signal.SIG_IGN]
+    ending += [n for n in _OF_SCHEDULERS if signal.getsignal(n) is signal.SIG_DFL]
 
     def terminate(_number: int, _frame: FrameType | None) -> NoReturn:
         for number in ending:
@@ -47,18 +50,18 @@ def terminate_as_interrupt() -> Generator[None, None, None]:
 
 @contextmanager
 def hold_interrupts() -> Generator[None, None, None]:
-    """Delay SIGINT and SIGTERM until the end of the context.
+    """Delay SIGINT and the signals of ``terminate_as_interrupt`` until the end of the context.
 
     For example, a child that was started but not yet recorded would outlive this process. Outside the main thread this
     does nothing.
     """
     came: list[int] = []
     try:
-        with handled((signal.SIGINT, signal.SIGTERM), lambda number, _frame: came.append(number)):
+        with handled((signal.SIGINT, *_OF_SCHEDULERS, *_ENDING), lambda number, _frame: came.append(number)):
             yield
     finally:
-        if came:
-            os.kill(os.getpid(), came[0])
+        for number in dict.fromkeys(came):  # the first that ends the command raises
+            os.kill(os.getpid(), number)
 
 
 @contextmanager

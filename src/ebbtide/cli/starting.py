@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 from collections.abc import Sequence
 from typing import Any, cast
 
 from ebbtide.base.errors import ConfigError
+
+KILLED = " (the system sends SIGKILL where memory is full)"
+
+
+def signal_words(number: int) -> str:
+    """Return the name of the signal that ended a program, and why the system may have sent it."""
+    name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+    return name + KILLED if number == signal.SIGKILL else name
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

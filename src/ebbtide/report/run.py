@@ -20,6 +20,7 @@ from ebbtide.base.runs import (
     Curve,
     Event,
     PhaseSpan,
+    check_schema,
     of_kind,
     phase_spans,
     read_events,
@@ -194,7 +195,7 @@ def load_run(folder: str | os.PathLike[str], *, summary: dict[str, Any] | None =
         summary: In place of the second.
 
     Raises:
-        DataError: A file is missing or damaged.
+        DataError: A file is missing or damaged, or a newer ebbtide wrote it.
     """
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
@@ -226,7 +227,9 @@ def _read_summary(path: Path) -> dict[str, Any]:
             expected="a JSON object with 'schema'",
             hint=f"remove it; `ebbtide report {path.parent}` writes it again from {EVENTS_FILE}",
         )
-    return cast("dict[str, Any]", summary)
+    found = cast("dict[str, Any]", summary)
+    check_schema(found, path)
+    return found
 
 
 def common_step(runs: Sequence[Run]) -> Any | None:

@@ -104,17 +104,19 @@ def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: in
 
 
 def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
-    """Make the table of saved bytes by action, as counted by the engine."""
+    """Make the table of saved bytes by action, as counted by the engine; a CPU's memory is the host's."""
+    peaks = ("host peak",) if all(map(on_cpu, summaries)) else ("device peak", "host peak")
     rows: list[tuple[str, ...]] = []
     for name, summary in zip(names, summaries, strict=True):
         counted = section(summary, "activation_bytes")
         cells = [size(counted.get(key)) for key in ("saved", "unique", "kept", "offloaded", "recomputed")]
         cells.append(number(summary.get("memory_saved_percent"), "{:.1f} %"))
         cells += [rate(summary.get("copy_out_bytes_per_second")), rate(summary.get("copy_in_bytes_per_second"))]
-        cells += [size(summary.get("peak_device_bytes")), size(summary.get("peak_host_bytes"))]
+        device = None if on_cpu(summary) else summary.get("peak_device_bytes")
+        cells += [size(device), size(summary.get("peak_host_bytes"))][-len(peaks) :]
         rows.append((name, *cells))
     heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "memory saved")
-    return Table(columns=(*heads, "copy-out", "copy-in", "device peak", "host peak"), rows=tuple(rows))
+    return Table(columns=(*heads, "copy-out", "copy-in", *peaks), rows=tuple(rows))
 
 
 def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:

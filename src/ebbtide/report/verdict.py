@@ -76,6 +76,8 @@ def verdict(
         again: An equal run of it, if there is one: its peak counts as much.
     """
     held = plain is not None and plain is not summary
+    if plain is not None and None not in (models := (summary.get("model"), plain.get("model"))) and len({*models}) > 1:
+        against += ", of another model"
     facts = [f"{_against(summary, plain, again)} (against {against})"] if plain and held else _alone(summary)
     line = f"{name}: {', '.join(facts)}"
     why = section(summary, "plan").get("kept_because")

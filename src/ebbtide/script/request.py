@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.runs import Event, read_events
+from ebbtide.base.runs import Event
 
 VARIABLE = "EBBTIDE_SCRIPT"
 NOTES_FILE = "notes.jsonl"
@@ -71,9 +71,16 @@ class Request:
 
 
 def read_notes(folder: Path) -> list[Event]:
-    """Return the notes of all processes of a command, in written order."""
+    """Return the notes of all processes of a command, by time.
+
+    A damaged line, as a process leaves that is killed while it writes, is left out: others write after it.
+    """
     path = folder / NOTES_FILE
-    return read_events(path) if path.exists() else []
+    notes: list[Event] = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            notes.append(json.loads(line))
+    return sorted(notes, key=lambda note: note["t"])
 
 
 def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ single step, from that one, except the views of memory, which are then unknown. 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from ebbtide.base.runs import (
     SUMMARY_FILE,
     Curve,
     Event,
+    check_schema,
     nearest_sample,
     of_kind,
     phase_spans,
@@ -50,11 +52,12 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
         ``summary.json`` of schema 1 as values. A run without ``run_end`` has the status ``"killed"``.
 
     Raises:
-        DataError: There is no run file, or it is damaged before its last line.
+        DataError: There is no run file, it is damaged before its last line, or a newer ebbtide wrote it.
     """
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
     begin = _last(events, "run_begin") or {}
+    check_schema(begin, folder / EVENTS_FILE)
     end, plan = _last(events, "run_end"), _last(events, "plan", "verdict")
     steady = steady_steps(events, warm_up)
     activations = _activations(events, steady)
@@ -97,8 +100,13 @@ def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None)
     summary = summarise(folder, warm_up=warm_up)
     path = Path(folder) / SUMMARY_FILE
     draft = path.with_suffix(".json.part")
-    draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     return summary
 
 

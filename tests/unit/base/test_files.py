@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,15 @@ def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch:
         with pytest.raises(DataError, match=r"x cannot be read \(Permission denied\); expected .*\nhint: do this"):
             check_replaceable(tmp_path / name, "x", result, hint="do this")
         monkeypatch.undo()
+
+
+def test_a_file_that_cannot_be_written_to_its_end_is_not_left(tmp_path: Path) -> None:
+    """A part of a page or plan looks like one, and would not be replaced without --force."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(DataError, match="cannot be written .File too large."):
+            write_text(tmp_path / "new", "x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

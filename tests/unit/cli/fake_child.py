@@ -1,8 +1,8 @@
 """Stand-in for a recipe: writes a run folder by mode, with memory that really rises and falls; no model, no torch.
 
 The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails, --late
-one that does so after its last step; --wait makes it wait to be interrupted. The first four steps are slow and hold
-nothing; with ebbtide a plan is made after three, or after --plan_after steps.
+one that does so after its last step, --killed one that is killed then; --wait makes it wait to be interrupted. The
+first four steps are slow and hold nothing; with ebbtide a plan is made after three, or after --plan_after steps.
 """
 
 import json
@@ -86,6 +86,8 @@ def main():
             emit("message", level="info", code="waiting", text="")
             signal.pause()
         train(name)
+        if flag("--killed") == name:
+            os.kill(os.getpid(), signal.SIGKILL)
     except KeyboardInterrupt:
         emit("run_end", status="interrupted", error=None)
         raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -24,7 +26,13 @@ from ebbtide.cli.signals import Terminated, hold_interrupts, terminate_as_interr
 WAITING = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        *((n, Terminated) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)),
+    ],
+)
 def test_an_interrupt_while_a_child_starts_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[BaseException]
 ) -> None:
@@ -129,6 +137,18 @@ def test_a_child_runs_alone_where_the_folder_can_hold_no_pipe(tmp_path: Path, mo
     assert ended is not None and ended.code == 0
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_memory_that_cannot_be_written_ends_the_comparison_and_the_child(tmp_path: Path) -> None:
+    """Samples up to a full disk would be a peak that is too low."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/outside.jsonl").symlink_to("/dev/full")
+    child = Child(WAITING, tmp_path / "run", environment=os.environ)
+    with pytest.raises(OSError) as caught, contextlib.closing(child):
+        child.follow(lambda: False)
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / "run/outside.jsonl")
+    assert child._process.returncode is not None
+
+
 def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text("echo training\n")
@@ -171,6 +191,50 @@ def test_a_hangup_that_was_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("flag", ["--disk_path", "--out"])
+def test_an_empty_name_is_no_folder(flag: str) -> None:
+    """As of a variable that is not set: the current folder would fill up with offloaded bytes."""
+    with pytest.raises(ConfigError, match=f"{flag} is ' '; expected a folder\nhint: leave {flag} out"):
+        run_module.run([flag, " ", "--", "true"])
+
+
+@pytest.mark.parametrize("flag", ["--disk_path", "--out"])
+def test_a_tilde_is_the_home_folder(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves it in --out=~/run: a folder with that name would be made."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert run_module.run([f"{flag}=~/", "--", "true"]) == 0
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+    with pytest.raises(ConfigError, match=f"{flag} is '~nobody-here/x', and there is no such home folder; .*\nhint: "):
+        run_module.run([flag, "~nobody-here/x", "--", "true"])
+
+
+@pytest.mark.parametrize(("number", "shown"), [(signal.SIGKILL, "(the system sends"), (signal.SIGSEGV, "")])
+def test_a_signal_that_the_command_did_not_survive_is_named(
+    capfd: pytest.CaptureFixture[str], number: signal.Signals, shown: str
+) -> None:
+    """A shell would name it, if it had started the command itself."""
+    script = f"import os; os.kill(os.getpid(), {int(number)})"
+    assert run_module.run(["--", sys.executable, "-I", "-c", script]) == 128 + number
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"ebbtide: the command was ended by {number.name}") and shown in line
+    assert run_module.run(["--", sys.executable, "-I", "-c", script.replace(f", {int(number)}", ", 15")]) == 143
+    assert not capfd.readouterr().err
+
+
+def test_damaged_notes_leave_the_commands_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a full disk, or of a process that was killed while it wrote and another that wrote later."""
+    notes = [
+        {"t": 0, "event": "model", "model": "Net", "checkpoints_itself": False},
+        {"t": 1, "event": "own", "model": "Net"},
+    ]
+    text = json.dumps(notes[0]) + '\n{"t": 0.5, "ev' + json.dumps(notes[0]) + "\n" + json.dumps(notes[1]) + "\n"
+    script = f"import sys; open({str(tmp_path / 'notes.jsonl')!r}, 'w').write({text!r}); sys.exit(9)"
+    assert run_module.run(["--out", str(tmp_path), "--", sys.executable, "-I", "-c", script]) == 9
+    assert "the script enables ebbtide on Net itself" in capsys.readouterr().err
+
+
 def test_an_empty_record_leaves_the_commands_exit_code(tmp_path: Path) -> None:
     script = f"import sys; open({str(tmp_path / 'run.jsonl')!r}, 'w').close(); sys.exit(9)"
     assert run_module.run(["--out", str(tmp_path), "--", sys.executable, "-I", "-c", script]) == 9
@@ -211,6 +275,6 @@ def test_a_directory_on_another_machine_is_not_looked_for_here(tmp_path: Path) -
     launcher.symlink_to("/bin/true")
     argv = ["--disk_path", str(tmp_path / "scratch"), "--"]
     assert run_module.run([*argv, str(launcher)]) == 0
-    assert run_module._directory("scratch", "srun") == str(Path("scratch").absolute())
+    assert run_module._directory(Path("scratch"), "srun") == str(Path("scratch").absolute())
     with pytest.raises(DiskError, match="does not exist"):
         run_module.run([*argv, "true"])

@@ -109,6 +109,15 @@ def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
     assert "…" not in narrow.file.getvalue()
 
 
+def test_a_terminal_that_is_too_narrow_for_the_table_breaks_lines_and_no_numbers(done):
+    screens = [console(), console()]
+    for screen, width in zip(screens, (20, 80), strict=True):
+        screen.width = width
+        Board(out=done[0].out, modes=("plain",), console=screen, warm_up=3).print_table(done[0].modes)
+    narrow, usual = (screen.file.getvalue() for screen in screens)
+    assert narrow == usual
+
+
 def test_a_column_without_a_figure_is_left_out(done):
     wide = [console() for _ in range(2)]
     unknown = [{**mode, "tokens_per_second": None} for mode in done[0].modes]
@@ -207,6 +216,14 @@ def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
     assert result.modes[2]["step_ratio"]["median"] == pytest.approx(1.5)
     assert "the fake child was told to fail" in screen.file.getvalue()
     assert "checkpointing: round 1: exit code 1" in (out / "report.html").read_text()
+
+
+def test_a_child_that_was_killed_may_have_run_out_of_memory(tmp_path):
+    screen, out = console(), tmp_path / "out"
+    result = compare_children(["--killed", "ebbtide"], out=out, screen=screen)
+    assert result.modes[2]["failures"] == ["round 1: SIGKILL (the system sends SIGKILL where memory is full), killed"]
+    assert result.exit_code == 1 and result.modes[0]["status"] == "ok"
+    assert "ebbtide: nothing was measured (against plain)." in screen.file.getvalue()
 
 
 def test_a_child_that_fails_after_its_last_step_is_not_called_ok(tmp_path):
@@ -407,6 +424,7 @@ def test_where_minimal_is_compared_runs_are_longer_by_default(monkeypatch, argv,
             "expected one argument; expected arguments of `ebbtide compare`\nhint: `ebbtide compare --help`",
         ),
         (["--out", ""], "--out is ''; expected a folder"),
+        (["--out", "~nobody-here/x", "--", "true"], "--out is '~nobody-here/x', and there is no such home folder"),
         (["sft", "--modes", "plain,foo"], "unknown mode 'foo'; expected some of .*\nhint: such as --modes plain,"),
         (["stf"], "no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
         (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 10`"),
@@ -478,6 +496,14 @@ def test_a_folder_that_cannot_be_made_or_holds_a_run_is_refused(tmp_path):
     ):
         with pytest.raises(DataError, match=f"{words}.*\nhint: name another with --out"):
             compare([], modes=["plain"], rounds=1, out=out)
+
+
+def test_a_folder_that_only_the_system_refuses_is_an_error_before_a_child_starts(tmp_path):
+    """Root may write to /proc, and can make nothing there; a loop of links ends nowhere."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (Path("/proc/result"), tmp_path / "loop", tmp_path / "loop/below"):
+        with pytest.raises(DataError, match=f"{out} cannot be made .*\nhint: name another with --out"):
+            compare_children([], out=out)
 
 
 def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):

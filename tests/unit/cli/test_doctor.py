@@ -110,6 +110,8 @@ def test_what_was_not_measured_is_not_written(machine: Any, capsys: pytest.Captu
         (["--out", "machine"], "--out 'machine' has another ending; expected a name that ends in .json"),
         (["--out", "none/machine.json"], "there is no folder 'none'; expected a file in an existing folder"),
         (["--out", "config.json"], "'config.json' holds something else; expected a new file, or an earlier result"),
+        (["--disk_path", ""], "--disk_path is ''; expected a folder\nhint: leave --disk_path out for its default"),
+        (["--disk_path", "~nobody-here/x"], "--disk_path is '~nobody-here/x', and there is no such home folder"),
         (["--jsno"], "did you mean '--json'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import os
 import signal
@@ -128,6 +129,45 @@ def test_only_a_reader_of_printed_words_may_go(
             assert cli.main(argv) == code
     if reader:
         os.close(ends[0])
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_full_disk_behind_the_output_is_one_error(
+    verb: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flush: bool
+) -> None:
+    verb(lambda argv: print("words", flush=flush) or 0)
+    with open("/dev/full", "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert cli.main(["sft"]) == 1
+        output.flush()  # of words that the interpreter would write at its exit
+    assert capsys.readouterr().err.startswith("error: standard output, or a file, cannot be written (No space")
+
+
+def test_a_full_disk_is_one_error_and_another_systems_error_a_bug(
+    verb: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(argv: Sequence[str]) -> int:
+        raise OSError(int(argv[0]), "the reason", str(tmp_path / "file"))
+
+    verb(fail)
+    assert cli.main(["sft", str(errno.EDQUOT)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file'} cannot be written (the reason)")
+    with pytest.raises(OSError):
+        cli.main(["sft", str(errno.EIO)])
+
+
+@pytest.mark.parametrize("argv", [["report", "x" * 300], ["doctor", "--out", "x" * 300 + ".json"]])
+def test_a_name_that_no_file_can_have_is_bad_input(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: {argv[-1]!r} is no file's name (File name too long)\nhint: ")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["report", "/nowhere"]])
+def test_a_process_without_output_has_its_exit_code(argv: list[str]) -> None:
+    """As started by some schedulers, with the three streams closed."""
+    command = [sys.executable, "-m", "ebbtide", *argv]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env=os.environ, timeout=60)
+    assert closed.returncode == (0 if argv == ["--help"] else 2)
 
 
 def test_sigterm_is_one_line_and_143(verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:

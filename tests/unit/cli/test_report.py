@@ -213,6 +213,53 @@ def test_a_killed_run_in_a_folder_that_may_only_be_read_is_reported(tmp_path, ca
     assert capsys.readouterr().out.startswith("plain")
 
 
+def test_runs_of_two_models_are_named_as_such(tmp_path, capsys):
+    """Their peaks and times say nothing about a mode."""
+    for name in ("one", "other"):
+        write_run(tmp_path / name, name)
+    words = [f"(against one{of})" for of in ("", ", of another model")]
+    for expected, absent in (words, reversed(words)):
+        assert run([str(tmp_path / "one"), str(tmp_path / "other"), "--format", "text"]) == 0
+        shown = capsys.readouterr().out
+        assert expected in shown and absent not in shown
+        summary = tmp_path / "other" / "summary.json"
+        summary.write_text(summary.read_text().replace("tiny-llama", "tiny-qwen"))
+
+
+def test_what_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    """Root may read everything, so the system's refusals are made up."""
+
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    with pytest.raises(DataError, match=r"summary\.json cannot be read \(Permission denied\); .*\nhint: "):
+        report(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    with pytest.raises(DataError, match="run folder .* may not be read; expected .*\nhint: "):
+        report(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["run", "summary", "comparison"])
+def test_a_record_of_a_later_ebbtide_is_an_error(tmp_path, kind):
+    """Its known fields have another meaning."""
+    write_run(tmp_path)
+    if kind == "run":
+        later = (tmp_path / "run.jsonl").read_text().replace('"schema": 1', '"schema": 2')
+        (tmp_path / "run.jsonl").write_text(later)
+        (tmp_path / "summary.json").unlink()
+    else:
+        summary = (
+            json.loads((tmp_path / "summary.json").read_text()) if kind == "summary" else {"modes": [{"mode": "plain"}]}
+        )
+        (tmp_path / "summary.json").write_text(json.dumps({**summary, "schema": 2}))
+        if kind == "comparison":
+            (tmp_path / "run.jsonl").unlink()
+    with pytest.raises(DataError, match=r"schema 2; expected schema 1 or older\nhint: .*newer ebbtide"):
+        report(tmp_path)
+
+
 @pytest.mark.parametrize("modes", [[{}], [1], {}, [], None, [{"mode": None}]])
 def test_a_damaged_comparison_is_an_error(tmp_path, modes):
     (tmp_path / "summary.json").write_text(json.dumps({"modes": modes}))

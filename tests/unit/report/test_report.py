@@ -15,7 +15,7 @@ from ebbtide.report.copies import copies, overlap
 from ebbtide.report.run import common_step
 from ebbtide.report.story import happened, peak_sentence, plans
 from ebbtide.report.style import ticks
-from ebbtide.report.table import headline, losses_table, measured
+from ebbtide.report.table import bytes_table, headline, losses_table, measured
 from ebbtide.report.verdict import step_costs
 from tests.unit.report.runs import BLOCKS, MIB, PLAN, block_event, write_run
 from tests.unit.track.events import event
@@ -363,3 +363,13 @@ def test_ticks_cover_what_must_fit_in_few_even_steps(highest, base):
     assert 3 <= len(found) <= 7
     step = found[1]
     assert step == 2.0 ** round(math.log2(step)) if base == 2 else f"{step:.0e}"[0] in "125"
+
+
+def test_a_cpu_has_one_peak() -> None:
+    """Its memory is the host's: two columns of one figure would look like two memories."""
+    cpu = {"device": "cpu", "peak_device_bytes": 5 * MIB, "peak_host_bytes": 5 * MIB}
+    device = {**cpu, "device": "cuda"}
+    alone, both = bytes_table([cpu], ["plain"]), bytes_table([cpu, device], ["plain", "ebbtide"])
+    assert alone.columns[-2:] == ("copy-in", "host peak") and alone.rows[0][-1] == "5.0 MiB"
+    assert both.columns[-2:] == ("device peak", "host peak")
+    assert [row[-2:] for row in both.rows] == [("–", "5.0 MiB"), ("5.0 MiB", "5.0 MiB")]

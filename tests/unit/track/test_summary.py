@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 
@@ -347,3 +348,15 @@ def test_a_log_belongs_to_the_step_before_it_whatever_its_number(tmp_path):
     logs = [(step["t"] + 1, number, 10.0 * number) for step, number in zip(steps, (4, 5, 1), strict=True)]
     events = [begin(), *steps, *(event(t, "log", step=n, logs={"loss": loss}) for t, n, loss in logs)]
     assert run(tmp_path, events)["loss"] == [40.0, 50.0, 10.0]
+
+
+def test_a_summary_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path):
+    write_events(tmp_path / "run.jsonl", [begin()])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_summary(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
