@@ -214,7 +214,11 @@ class ClosedLoop:
             budget = max(int(min(budget, predicted) * (1 - MARGIN)) - judgement.excess_bytes, 1)
         found, budget = self._solution(profile, budget)
         if budget is not None:
-            return None if found.assignment == before.assignment else self._judgement_of(found, promised or budget)
+            same = with_hooks(Search(profile).simulated(before.assignment))
+            better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
+            if found.assignment == before.assignment or not better:
+                return None
+            return self._judgement_of(found, promised or budget)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
             found = Search(profile).everything
         return self._judgement_of(found, None) if self._has_room(found) else None

@@ -1104,6 +1104,17 @@ def test_where_no_plan_leaves_enough_free_the_latest_one_stays(caplog: pytest.Lo
     assert "correction 4" in plan.explain() and "is known" not in plan.explain() + caplog.text
 
 
+def test_within_a_budget_no_slower_plan_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is no exact one: under other prices it may find less than it had found before."""
+    budget = 1_500 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    before = plan.table
+    smallest = "ebbtide.profiling.closed_loop.fit_with_reserve"
+    monkeypatch.setattr(smallest, lambda profile, budget, reserve: Search(profile).smallest)
+    assert not carry_out(plan, *[20.0] * CHECKED, peak=1_300 * MB)
+    assert plan.table is before and "no faster plan is known that fits" in plan.explain()
+
+
 def test_a_budget_of_device_memory_is_used_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: 10**12)
     budget = 1_500 * MB
