@@ -26,11 +26,11 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import measured_machine
 from ebbtide.profiling.loaded import let_kept_blocks_run_plain, warn_of_unplanned
 from ebbtide.profiling.plans import measured_plan
 from ebbtide.profiling.simulated import Job, simulate_model
+from ebbtide.profiling.solutions import solution_for
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move

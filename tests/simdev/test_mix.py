@@ -51,8 +51,8 @@ def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Here 3 % of a peak are as much as a block's inputs.
     """
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.FASTER", -1e9)
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.RESERVE", 0.01)
+    monkeypatch.setattr("ebbtide.profiling.solutions.FASTER", -1e9)
+    monkeypatch.setattr("ebbtide.profiling.solutions.RESERVE", 0.01)
 
 
 @pytest.fixture

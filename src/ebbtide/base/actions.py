@@ -236,7 +236,10 @@ class StandingPlan(Plan, Protocol):
 
 
 class SavablePlan(Plan, Protocol):
-    """A plan that can be saved: made by ``Auto`` after its measured steps or by ``make_plan``, or read from a file."""
+    """A plan that can be saved: made by ``Auto`` after its measured steps or by ``make_plan``, or read from a file.
+
+    That of ``Minimal`` can be saved if it is a mix, which it may be on an accelerator.
+    """
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that ``policy="plan.json"`` reads.

@@ -49,7 +49,7 @@ class PolicyPlan(Explained):
         """
         raise ConfigError(
             f"the plan of policy {self.name!r} follows from the policy",
-            expected="a plan of Auto, of make_plan, or of a plan file",
+            expected="a plan of Auto, of make_plan or of a plan file, or a mix of Minimal",
             hint=f"nothing needs to be saved: pass policy={self.name!r}",
         )
 

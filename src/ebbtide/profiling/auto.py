@@ -15,8 +15,9 @@ On a CPU a budget is of the process's resident memory, and the heap keeps what w
 shows what a step takes, and makes the next one fault all its pages in again, which is a tenth of its time. So it is
 returned before the first measured step, whose peak counts, but not before the second, whose blocks without hooks are
 ordinary training; under a plan only where less than ``SPARE`` of the budget is left: a heap that serves equal steps
-hardly grows. A plan that exceeds the budget is replaced; after ``IN_PIECES`` of them memory is returned after every
-step, and if there is no other plan, whenever it is freed: a heap in pieces may hold what no plan lowers.
+hardly grows. A plan that leaves less is replaced by a smaller one, which costs less than fresh pages in each step.
+After ``IN_PIECES`` that exceeded the budget memory is returned after every step, and if there is no other plan,
+whenever it is freed: a heap in pieces may hold what no plan lowers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import Baseline, against_plain, alike, baseline_of, kept_sample, sample
-from ebbtide.profiling.closed_loop import KEEPS, REASONS, ClosedLoop, kept_blocks, outside_plans, why_kept
+from ebbtide.profiling.closed_loop import KEEPS, REASONS, SPARE, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Judgement
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.profiling.unlike import UnlikeSteps
@@ -54,9 +55,6 @@ logger = logging.getLogger("ebbtide")
 
 MEASURED_STEPS = 2
 """Measured steps; of each part the shortest time counts, because disturbances only make a machine slower."""
-
-SPARE = 0.02
-"""Share of a budget that remains free. See [Note: a budget of resident memory]."""
 
 IN_PIECES = 3
 """Plans that exceeded the budget until freed memory is returned after each step."""

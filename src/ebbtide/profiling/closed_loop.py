@@ -11,13 +11,6 @@ prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of th
 plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that keeps everything shows no
 price; then prices fall as far as allowed. If such a plan misses the promise, at once or in a later verdict, the one
 before it is restored.
-
-[Note: the device's memory]
-On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
-device's memory becomes a budget: the fastest plan that fits is chosen. Peaks count memory allocated by torch; a share
-of ``FRAGMENTS`` of it, for fragmentation, must fit too. A user's budget above the device's memory is replaced by that.
-Without a device what a plan keeps must fit the memory that is free between two steps. What a plan offloads must fit the
-rank's host memory, unless no other plan fits a budget: the rates of the disk behind it are not known.
 """
 
 from __future__ import annotations
@@ -30,32 +23,30 @@ from ebbtide.base.actions import keeps_all
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
-from ebbtide.config import Auto, Minimal, Policy
+from ebbtide.config import Auto
 from ebbtide.engine.marks import marked
-from ebbtide.planner import plan_for
-from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Search, Solution, follow
+from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.baseline import sample
 from ebbtide.profiling.promise import CORRECTIONS, Judgement, loosened, recalibrated
+from ebbtide.profiling.solutions import RESERVE, budget_within, fit_with_reserve, without_fragments
 from ebbtide.store.meter import allocatable_bytes, room_bytes, store_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
 
-RESERVE, RESIDENT_RESERVE = 0.03, 0.05
-"""Share by which a measured peak may exceed the predicted one; it is left free of a memory budget. The second is for
-resident memory, which includes what the heap keeps: see [Note: a budget of resident memory]."""
+RESIDENT_RESERVE = 0.05
+"""As ``RESERVE``, of resident memory, which includes what the heap keeps: see [Note: a budget of resident memory]."""
+
+SPARE = 0.02
+"""Share of a budget of resident memory that should remain free. See there."""
 
 BELOW = 0.01
 """Slowdown that plans leave of the promised one, at most half of it, because predictions err by that and more."""
 
 MARGIN = 0.01
 """Share of a budget by which the plan after an excess is smaller than the excess requires."""
-
-FRAGMENTS = 0.2
-"""Assumed fragmentation of torch's allocator, as a share of the allocated bytes: a sixth of the device's."""
 
 LOOSENED = 3
 """Most plans tried that keep less than one that kept its promise."""
@@ -65,9 +56,6 @@ YARDSTICKS = 3
 
 WORTH = 0.05
 """Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
-
-FASTER = 0.03
-"""Share by which a method that is timed in other steps than checkpointing must certainly be faster."""
 
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 REASONS = {
@@ -100,12 +88,12 @@ class ClosedLoop:
     @property
     def budget_bytes(self) -> int | None:
         """The user's memory budget, or what the device has if that is less; None: there is none."""
-        return _budget_within(self._policy.budget_bytes, allocatable_bytes(self._tier))
+        return budget_within(self._policy.budget_bytes, allocatable_bytes(self._tier))
 
     @property
     def _device_bytes(self) -> int | None:
         found = allocatable_bytes(self._tier)
-        return None if found is None else _without_fragments(found)
+        return None if found is None else without_fragments(found)
 
     def _room_bytes(self) -> int | None:
         device = self._device_bytes
@@ -144,7 +132,7 @@ class ClosedLoop:
 
     def after(self, judgement: Judgement) -> Judgement | None:
         """Return the plan that follows a judged one; None: the judged one stays."""
-        if not (judgement.too_slow or judgement.over_budget_bytes):
+        if not (judgement.too_slow or judgement.excess_bytes):
             shown = "keeps" if judgement.allowed_share >= 1 else "does not clearly miss"
             logger.info("the plan %s its promise: %s", shown, judgement.text())
             return None if judgement.looks else self._try_looser(judgement)
@@ -187,7 +175,10 @@ class ClosedLoop:
 
     def _give_up(self, judgement: Judgement) -> None:
         if judgement.budget_bytes is not None and not judgement.over_budget_bytes:
-            self._record(f"it takes longer than predicted, and no faster plan is known that fits: {judgement.text()}")
+            if judgement.too_slow:
+                self._record(
+                    f"it takes longer than predicted, and no faster plan is known that fits: {judgement.text()}"
+                )
         else:
             self.story.append("the promise is not kept, and no plan is known that would keep it")
             logger.warning("%s: %s", self.story[-1], judgement.text())
@@ -214,13 +205,20 @@ class ClosedLoop:
 
     def _corrected(self, judgement: Judgement) -> Judgement | None:
         before, budget = judgement.solution, judgement.budget_bytes
-        promised, profile = budget, (recalibrated(judgement) if judgement.too_slow else None) or before.profile
-        if budget is not None and judgement.over_budget_bytes:
+        trims = self._device_bytes is None and judgement.excess_bytes > 0  # its time is the heap's, too
+        promised, profile = budget, before.profile
+        if judgement.too_slow and not trims:
+            profile = recalibrated(judgement) or profile
+        if budget is not None and judgement.excess_bytes:
             predicted = int(before.predicted.peak_bytes * (1 + self._reserve))
-            budget = max(int(min(budget, predicted) * (1 - MARGIN)) - judgement.over_budget_bytes, 1)
+            budget = max(int(min(budget, predicted) * (1 - MARGIN)) - judgement.excess_bytes, 1)
         found, budget = self._solution(profile, budget)
         if budget is not None:
-            return None if found.assignment == before.assignment else self._judgement_of(found, promised or budget)
+            same = with_hooks(Search(profile).simulated(before.assignment))
+            better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
+            if found.assignment == before.assignment or not better:
+                return None
+            return self._judgement_of(found, promised or budget)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
             found = Search(profile).everything
         return self._judgement_of(found, None) if self._has_room(found) else None
@@ -260,8 +258,11 @@ class ClosedLoop:
     def _judgement_of(self, solution: Solution, budget_bytes: int | None) -> Judgement:
         promised = solution.profile.step_seconds * (1 + self._policy.max_slowdown)
         allowed = promised if budget_bytes is None else solution.predicted.step_seconds
-        known, noise = self._known, self._noise
-        return Judgement(solution, allowed_seconds=allowed, noise=noise, budget_bytes=budget_bytes, known=known)
+        spare = 0 if budget_bytes is None or self._device_bytes is not None else int(SPARE * budget_bytes)
+        return Judgement(
+            solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget_bytes, spare_bytes=spare,
+            known=self._known,
+        )  # fmt: skip
 
 
 def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]:
@@ -290,111 +291,3 @@ def kept_blocks(solution: Solution) -> frozenset[str]:
     names = [block.name for block in solution.profile.blocks]
     treated = {name for name, actions in zip(names, solution.assignment, strict=True) if not keeps_all(actions)}
     return frozenset(names) - treated
-
-
-def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = None) -> Solution:
-    """Return the solution of a policy for a step.
-
-    Args:
-        policy: The user's policy.
-        profile: The step.
-        memory_bytes: Of the device: a limit, less a share for fragments; None: there is none.
-
-    Raises:
-        BudgetError: No plan fits the memory budget, or the device.
-    """
-    if isinstance(policy, Minimal) and (mix := minimal_mix(profile, memory_bytes)) is not None:
-        return mix
-    if not isinstance(policy, Auto):
-        return follow(profile, plan_for(policy))
-    budget = _budget_within(policy.budget_bytes, memory_bytes)
-    if budget is not None:
-        return fit_with_reserve(profile, budget)
-    found = shrink_hooked(profile, policy.max_slowdown)
-    limit = None if memory_bytes is None else _without_fragments(memory_bytes)
-    if limit is None or found.predicted.peak_bytes * (1 + RESERVE) <= limit:
-        return found
-    try:
-        return fit_with_reserve(profile, limit)
-    except BudgetError as error:
-        raise BudgetError(
-            f"the device has {format_size(limit)}, less a sixth for fragments",
-            expected=error.expected,
-            hint=error.hint,
-        ) from error
-
-
-def _budget_within(budget_bytes: int | None, memory_bytes: int | None) -> int | None:
-    """Return a budget, or what a device's memory holds if that is less; None: no budget."""
-    if budget_bytes is None or memory_bytes is None or budget_bytes <= memory_bytes:
-        return budget_bytes
-    return _without_fragments(memory_bytes)
-
-
-def _without_fragments(memory_bytes: int) -> int:
-    return int(memory_bytes / (1 + FRAGMENTS))
-
-
-def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESERVE) -> Solution:
-    """Return the fastest plan whose peak is within a budget and leaves a share of it free; if none, the smallest.
-
-    If that exceeds the budget, too, the plan may offload more than the store holds, which spills to disk.
-
-    Args:
-        profile: The step.
-        budget_bytes: The user's budget.
-        reserve: The share, of what the plan takes.
-
-    Raises:
-        BudgetError: No plan fits the memory budget.
-    """
-    search = Search(profile)
-    try:
-        return search.fit(int(budget_bytes / (1 + reserve)))
-    except BudgetError:
-        if search.smallest.predicted.peak_bytes <= budget_bytes:
-            return search.smallest
-        if profile.store_bytes is None:
-            return search.fit(budget_bytes)
-    return fit_with_reserve(replace(profile, store_bytes=None), budget_bytes, reserve)  # slower, but it may fit
-
-
-def minimal_mix(profile: Profile, memory_bytes: int | None = None) -> Solution | None:
-    """Return the mix that ``Minimal`` would choose (``ebbtide.profiling.minimal``), as far as a prediction tells.
-
-    Args:
-        profile: The step.
-        memory_bytes: See ``within_checkpointing``.
-
-    Returns:
-        None: none promises anything, or the store is a disk.
-    """
-    if profile.store_bytes is None:
-        return None
-    return within_checkpointing(profile, checkpointed_peak(profile), memory_bytes)
-
-
-def within_checkpointing(profile: Profile, limit_bytes: int, memory_bytes: int | None) -> Solution | None:
-    """Return the fastest plan that treats saved tensors one by one and takes no more memory than checkpointing.
-
-    Where the head sets the peak, as logits do, no plan takes much less than checkpointing. Then half of what plans can
-    save is left free instead of a share of the peak, if the device has room for a peak above its prediction.
-
-    Args:
-        profile: The step.
-        limit_bytes: The peak that checkpointing would have.
-        memory_bytes: Of the device; None: as much as is needed.
-
-    Returns:
-        None: no plan leaves enough of that free, or it is predicted to be hardly faster than checkpointing.
-    """
-    blocks = tuple(replace(block, checkpointable=False) for block in profile.blocks)
-    search, budget_bytes = Search(replace(profile, blocks=blocks)), int(limit_bytes / (1 + RESERVE))
-    if memory_bytes is None or limit_bytes * (1 + RESERVE) <= memory_bytes:
-        budget_bytes = max(budget_bytes, min((search.smallest.predicted.peak_bytes + limit_bytes) // 2, limit_bytes))
-    try:
-        found = search.fit(budget_bytes)
-    except BudgetError:
-        return None
-    checkpointed_seconds = profile.step_seconds + profile.forward_seconds
-    return found if found.predicted.step_seconds < (1 - FASTER) * checkpointed_seconds else None

@@ -35,6 +35,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 from ebbtide.base.actions import Action, Candidate
@@ -175,6 +176,16 @@ class MinimalPlan(PolicyPlan):
         others = sorted({*self._kinds.values()} - self._why.keys())
         rule = [f"{', '.join(others)} blocks: {super().explain()}"] if why and others else []
         return "\n".join([COMPARED if why else super().explain(), *why, *rule, *mix])
+
+    def save(self, path: str | Path) -> None:
+        """Write the mix that was chosen into a file. See ``TablePlan.save``.
+
+        Raises:
+            ConfigError: None was: the plan is determined by its policy.
+            DataError: It cannot be written.
+        """
+        mix = self._mix if self.judged and self.reads_kept_bytes else None
+        super().save(path) if mix is None else mix.save(path)
 
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step, and begin to compare the methods; return whether another is wanted."""

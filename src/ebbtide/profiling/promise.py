@@ -3,9 +3,9 @@
 [Note: the loop]
 Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
-ordinary training at the same machine speed, and their ratio is judged (``from_blocks``). The spread of the blocks
-without hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are above it.
-Otherwise ``CHECKED`` passes decide if their median keeps it, or if the lower end of what their median may be
+ordinary training at the same machine speed, and their ratio is judged (``ebbtide.profiling.block_times``). The spread
+of the blocks without hooks gives the ratio an error bar. The promise is missed once the bars of ``AGREE`` passes are
+above it. Otherwise ``CHECKED`` passes decide if their median keeps it, or if the lower end of what their median may be
 (``interval``) is above it; between the two, up to ``LATEST`` passes are awaited, and then the median decides. So that
 luck does not last, passes at growing distances are added to those of a plan that stays, and it is judged again; that
 may only lead to a plan that keeps more. Without such blocks, or with a memory budget, ``CHECKED`` whole passes, as long
@@ -21,21 +21,19 @@ that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this indepe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from statistics import median
 
-from ebbtide.base.actions import Action, keeps_all
+from ebbtide.base.actions import keeps_all
 from ebbtide.base.errors import counted
 from ebbtide.base.runs import SETTLING
 from ebbtide.base.units import format_size
-from ebbtide.engine.spans import BlockSpan, Span
+from ebbtide.engine.spans import Span
 from ebbtide.engine.timing import GROWTH
 from ebbtide.planner.charges import Work, charged, scaled
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.simulate import without_copies
 from ebbtide.planner.solve import Solution
-from ebbtide.profiling.baseline import quartile
+from ebbtide.profiling.block_times import Measured, from_blocks, same_blocks
 
 CHECKED = 5
 """Timed passes before a plan is first judged, unless it clearly misses its promise."""
@@ -71,133 +69,12 @@ UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks 
 VERIFYING = 5
 """Most further passes that do not count because recipes are verified in them. Where lengths vary, some always are."""
 
-SLOWER = 2
-"""Copies that take up to this many times as long as predicted do not disturb the comparison with ordinary training."""
-
-ALONE = 0.03
-"""Assumed relative error of a single block without hooks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The time of steps under a plan.
-
-    Attributes:
-        seconds: Their median.
-        low_seconds: Lower end of the error bar.
-        high_seconds: Upper end of the error bar.
-        peak_bytes: Their highest peak; None if not measured.
-        steps: Their number.
-        system_seconds: The kernel's part of it, in seconds of one core; None if not measured.
-    """
-
-    seconds: float
-    low_seconds: float
-    high_seconds: float
-    peak_bytes: int | None = None
-    steps: int = 1
-    system_seconds: float | None = None
-
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """Return two of the values between which their true median lies at some 93 %, if there are five or more."""
     ordered = sorted(values)
     skipped = max(int(len(ordered) / 2 - 0.9 * len(ordered) ** 0.5), 0)  # order statistics, as of a sign test
     return ordered[skipped], ordered[-1 - skipped]
-
-
-def from_blocks(span: Span, solution: Solution) -> Measured | None:
-    """Return the time of a plan from one pass, by comparing its blocks with those that ran without hooks.
-
-    Times are scaled to the machine's speed in the measured step.
-
-    Args:
-        span: The pass; blocks that ran without hooks only for comparison count with the times of equal blocks.
-        solution: The plan.
-
-    Returns:
-        The step and its error bar; None if no block ran without hooks. Of a pass of other blocks, as where layers are
-        dropped at random, only those count that the plan knows.
-    """
-    step_seconds, others = solution.profile.step_seconds, span.seconds - sum(block.seconds for block in span.blocks)
-    if not _same_blocks(span, solution):
-        span, solution = _known(span, solution)
-    profile = solution.profile
-    pairs = list(zip(span.blocks, profile.blocks, strict=True))
-    plain = [pair for pair in pairs if pair[0].plain]
-    quiet_forwards, quiet_backwards = ([pairs[place] for place in places] for places in _quiet(span, solution))
-    forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in quiet_forwards or plain])
-    if forwards is None:
-        return None
-    backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet_backwards])
-    planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
-    plain_forward = sum(block.forward_seconds for block in profile.blocks)
-    plain_backward = sum(block.backward_seconds for block in profile.blocks)
-    others = max(others, 0.0) + profile.epilogue_seconds
-
-    def seconds(forward: float, backward: float) -> float:
-        plain = forward * plain_forward + backward * plain_backward
-        return step_seconds * (planned + others) / (plain + others)
-
-    longest, middle, shortest = map(seconds, forwards, backwards or forwards)
-    return Measured(seconds=middle, low_seconds=shortest, high_seconds=longest, peak_bytes=span.peak_bytes)
-
-
-def _quiet(span: Span, solution: Solution) -> Iterator[list[int]]:
-    """Return the blocks without hooks during whose forward, and backward, no copies run, as in ordinary training.
-
-    Copies may be slower than predicted.
-    """
-    rates = solution.profile.rates
-    slower = replace(
-        rates,
-        out_bytes_per_second=rates.out_bytes_per_second / SLOWER,
-        in_bytes_per_second=rates.in_bytes_per_second / SLOWER,
-    )
-    ran = [
-        (Action.KEEP,) * len(actions) if block.plain else actions
-        for block, actions in zip(span.blocks, solution.assignment, strict=True)
-    ]
-    for places in without_copies(replace(solution.profile, rates=slower), ran):
-        yield [place for place in sorted(places) if span.blocks[place].plain]
-
-
-def _same_blocks(span: Span, solution: Solution) -> bool:
-    return [block.name for block in span.blocks] == [block.name for block in solution.profile.blocks]
-
-
-def _known(span: Span, solution: Solution) -> tuple[Span, Solution]:
-    """Return the blocks of a pass that a plan knows, and what it has for them."""
-    profile = solution.profile
-    places = {block.name: place for place, block in enumerate(profile.blocks)}
-    known = [places[block.name] for block in span.blocks if block.name in places]
-    return replace(span, blocks=tuple(block for block in span.blocks if block.name in places)), replace(
-        solution,
-        profile=replace(profile, blocks=tuple(profile.blocks[place] for place in known)),
-        assignment=[solution.assignment[place] for place in known],
-    )
-
-
-def _speeds(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
-    """Return by how many times the first of each pair is longer: lower quartile, median and upper quartile."""
-    found = [now / before for now, before in pairs if before]
-    if len(found) == 1:
-        return found[0] * (1 - ALONE), found[0], found[0] * (1 + ALONE)
-    return (quartile(found), median(found), quartile(found, upper=True)) if found else None
-
-
-def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: int) -> float:
-    """Return the time of a block under the plan; if it ran without hooks only for comparison, that of equal blocks."""
-    mine, profile = blocks[place], solution.profile.blocks
-    actions = solution.assignment[place]
-    if not mine.plain or keeps_all(actions):
-        return mine.seconds
-    hooked = [
-        other for other, block in enumerate(blocks) if not block.plain and profile[other].kind == profile[place].kind
-    ]
-    equals = [other for other in hooked if solution.assignment[other] == actions] or hooked
-    factors = [blocks[other].seconds / profile[other].seconds for other in equals if profile[other].seconds]
-    return profile[place].seconds * median(factors) if factors else mine.seconds
 
 
 class Judgement:
@@ -208,13 +85,16 @@ class Judgement:
         allowed_seconds: The longest step that was promised.
         noise: Relative difference of the equal steps that were measured.
         budget_bytes: The promised peak; None: no promise.
+        spare_bytes: Bytes of it that should stay free.
         known: Whether the profile's times are those of ordinary training.
     """
 
     def __init__(
-        self, solution: Solution, *, allowed_seconds: float, noise: float, budget_bytes: int | None, known: bool = True
-    ) -> None:
-        self.solution, self.allowed_seconds, self.budget_bytes = solution, allowed_seconds, budget_bytes
+        self, solution: Solution, *, allowed_seconds: float, noise: float, budget_bytes: int | None,
+        spare_bytes: int = 0, known: bool = True,
+    ) -> None:  # fmt: skip
+        self.solution, self.allowed_seconds = solution, allowed_seconds
+        self.budget_bytes, self._spare_bytes = budget_bytes, spare_bytes
         self._noise = max(noise, LEAST_NOISE)
         self._steps = deque[Measured](maxlen=LATEST)
         self._settling, self._needed = SETTLING, CHECKED  # passes until those that count, and of those to a verdict
@@ -241,7 +121,7 @@ class Judgement:
         if found is not None:
             self._unused = 0
             return self._judge(found)
-        if self.by_blocks or (self.budget_bytes is None and span.blocks and not _same_blocks(span, self.solution)):
+        if self.by_blocks or (self.budget_bytes is None and span.blocks and not same_blocks(span, self.solution)):
             return None  # other blocks take another time than was promised
         over_budget = self.budget_bytes is not None and (span.peak_bytes or 0) > self.budget_bytes
         if span.saved_bytes > GROWTH * self.solution.profile.saved_bytes and not over_budget:
@@ -324,10 +204,15 @@ class Judgement:
         return (self.allowed_seconds - plain) / slower if slower > 0 else 1.0
 
     @property
+    def excess_bytes(self) -> int:
+        """Bytes by which the peak exceeds the budget less what should stay free of it."""
+        peak = None if self.measured is None else self.measured.peak_bytes
+        return 0 if peak is None or self.budget_bytes is None else max(peak + self._spare_bytes - self.budget_bytes, 0)
+
+    @property
     def over_budget_bytes(self) -> int:
         """Bytes by which the peak exceeds the budget."""
-        peak = None if self.measured is None else self.measured.peak_bytes
-        return 0 if peak is None or self.budget_bytes is None else max(peak - self.budget_bytes, 0)
+        return max(self.excess_bytes - self._spare_bytes, 0)
 
     def text(self) -> str:
         """Format the promised, predicted and measured figures, and the bound."""

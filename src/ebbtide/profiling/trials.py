@@ -13,7 +13,7 @@ from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import quartile
-from ebbtide.profiling.closed_loop import FASTER, within_checkpointing
+from ebbtide.profiling.solutions import FASTER, within_checkpointing
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.schedule.window import LEAST_WINDOW
 from ebbtide.store.disk import DiskTier

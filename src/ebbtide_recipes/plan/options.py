@@ -15,7 +15,7 @@ from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
-from ebbtide.profiling.closed_loop import minimal_mix, solution_for
+from ebbtide.profiling.solutions import minimal_mix, solution_for
 from ebbtide.store.share import share_of
 
 ROOM = 0.9

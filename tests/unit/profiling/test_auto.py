@@ -18,8 +18,8 @@ from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
 from ebbtide.profiling.auto import AutoPlan
-from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.minimal import MinimalPlan
+from ebbtide.profiling.solutions import solution_for
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.host import HostTier

@@ -22,7 +22,8 @@ from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import Search
 from ebbtide.profiling.auto import IN_PIECES, AutoPlan
 from ebbtide.profiling.baseline import HOOKS_OF_PACKS, ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks, solution_for
+from ebbtide.profiling.block_times import Measured, from_blocks
+from ebbtide.profiling.closed_loop import LOOSENED, SPARE, kept_blocks
 from ebbtide.profiling.promise import (
     ADDED,
     AGREE,
@@ -35,11 +36,10 @@ from ebbtide.profiling.promise import (
     UNUSED,
     VERIFYING,
     Judgement,
-    Measured,
-    from_blocks,
     loosened,
     recalibrated,
 )
+from ebbtide.profiling.solutions import FRAGMENTS, RESERVE, fit_with_reserve, solution_for
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskTier
@@ -1077,7 +1077,49 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     before = plan.table.predicted.peak_bytes
     assert carry_out(plan, 13.0, peak=budget + 100 * MB), "one step is enough"
     assert plan.table.predicted.peak_bytes <= before - 90 * MB
-    assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=int((1 - SPARE) * budget))
+
+
+def test_a_plan_whose_heap_would_be_returned_in_each_step_is_replaced() -> None:
+    """Its steps are slower by that, too, so no price changes."""
+    budget = 1_500 * MB
+    limit = int((1 - SPARE) * budget)
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    judgement = plan._judgement
+    assert judgement is not None
+    assert carry_out(plan, *[99.0] * CHECKED, peak=limit + 10 * MB)
+    assert judgement.over_budget_bytes == plan._exceeded == 0, "the budget itself is kept"
+    found = plan._judgement
+    assert found is not None and found.solution.profile == judgement.solution.profile
+    assert found.solution.predicted.peak_bytes <= judgement.solution.predicted.peak_bytes - 10 * MB
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=limit)
+
+
+def test_where_no_plan_leaves_enough_free_the_latest_one_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """The budget is kept, and its steps are those that were predicted: there is nothing to warn of."""
+    budget = 1_900 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    while carry_out(plan, *[13.0] * CHECKED, peak=budget - MB):
+        pass
+    assert "correction 4" in plan.explain() and "is known" not in plan.explain() + caplog.text
+
+
+def test_within_a_budget_no_slower_plan_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is no exact one: under other prices it may find less than it had found before."""
+    budget = 1_500 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    before = plan.table
+    smallest = "ebbtide.profiling.closed_loop.fit_with_reserve"
+    monkeypatch.setattr(smallest, lambda profile, budget, reserve: Search(profile).smallest)
+    assert not carry_out(plan, *[20.0] * CHECKED, peak=1_300 * MB)
+    assert plan.table is before and "no faster plan is known that fits" in plan.explain()
+
+
+def test_a_budget_of_device_memory_is_used_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: 10**12)
+    budget = 1_500 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=budget)
 
 
 def test_a_plan_that_keeps_everything_is_held_to_a_budget() -> None:
@@ -1085,7 +1127,7 @@ def test_a_plan_that_keeps_everything_is_held_to_a_budget() -> None:
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     assert plan._judgement is not None and plan._judgement.keeps and "not measured yet" in plan.explain()
     slow = [99.0] * CHECKED
-    assert not carry_out(plan, *slow, peak=budget - MB)
+    assert not carry_out(plan, *slow, peak=int((1 - SPARE) * budget))
     assert plan._judgement.keeps and "it fits" in plan.explain(), "its time is that of ordinary training"
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     assert carry_out(plan, 13.0, peak=budget + 8_500 * MB)
@@ -1100,7 +1142,7 @@ def test_what_is_freed_is_returned_more_readily_as_plans_exceed_the_budget(monke
     budget = 1_900 * MB
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._tier = disk
-    carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+    carry_out(plan, *[13.0] * CHECKED, peak=int((1 - SPARE) * budget))
     assert asked == [], "it fits"
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._tier = disk
@@ -1164,7 +1206,7 @@ def test_a_peak_outside_forward_and_backward_is_warned_of(over: int, caplog: pyt
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._timer = timer = stand_in()
     timer.spans.between_peak_bytes = budget + over
-    assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=int((1 - SPARE) * budget))
     assert ("no plan lowers that" in plan.explain()) == ("no plan lowers that" in caplog.text) == bool(over)
 
 

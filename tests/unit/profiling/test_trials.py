@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.profile import Profile, Rates
-from ebbtide.planner.table import Prediction, TablePlan
-from ebbtide.profiling.closed_loop import FASTER, RESERVE, solution_for, within_checkpointing
+from ebbtide.planner.table import Prediction, TablePlan, load_plan
 from ebbtide.profiling.minimal import MOST_SKIPPED, NO_MIX, ROUNDS, UNTIMED, MinimalPlan
+from ebbtide.profiling.solutions import FASTER, RESERVE, solution_for, within_checkpointing
 from ebbtide.profiling.trials import Method, mixed, trials
 from tests.helpers.profiles import alike, unit
 from tests.unit.profiling.test_minimal import stack
@@ -186,6 +188,19 @@ def run(
         assert bool(timer.checkpointed) is (number % 2 == 0)
         assert plan.saw_span(span(plan, timer, seconds, peaks)) is (number < 2 * ROUNDS - 1)
     assert plan.judged and not timer.checkpointed
+
+
+def test_a_mix_is_saved_once_it_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, timer, _ = trying(monkeypatch, mix())
+    path = tmp_path / "plan.json"
+    plan.saw_span(span(plan, timer, {Method.CHECKPOINT: [4.0]}, {Method.CHECKPOINT: 900 * MB}))
+    assert plan.reads_kept_bytes, "it is tried"
+    with pytest.raises(ConfigError, match="follows from the policy"):
+        plan.save(path)
+    plan, timer, _ = trying(monkeypatch, mix())
+    run(plan, timer, [2.0])
+    plan.save(path)
+    assert load_plan(path) == mix()
 
 
 def test_a_mix_that_is_faster_stays(monkeypatch: pytest.MonkeyPatch) -> None:
