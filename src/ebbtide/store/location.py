@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from ebbtide.base.errors import DiskPathError
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """File systems in memory."""
 _MOUNTINFO = Path("/proc/self/mountinfo")
+_CACHE = "~/.cache/ebbtide"
 
 
 def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO) -> str:
@@ -39,8 +41,12 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     Raises:
         DiskPathError: It is missing, not a directory, not writable, or in RAM.
     """
-    directory = Path(path).expanduser()
     hint = "name a directory on a local disk as disk_path"
+    try:
+        directory = Path(path).expanduser()
+    except RuntimeError as error:  # as in a container whose user has neither an account nor HOME
+        found = f"disk path {os.fspath(path)!r} is in a home directory that is not known"
+        raise DiskPathError(found, expected="an existing directory", hint=hint) from error
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise DiskPathError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
@@ -62,17 +68,17 @@ def default_directory() -> Path:
     Raises:
         DiskPathError: None is usable; the message gives the reason for each.
     """
-    cache = Path("~/.cache/ebbtide").expanduser()
     reasons: list[str] = []
-    for candidate in (Path(tempfile.gettempdir()), Path("/var/tmp"), cache):
+    for candidate in (tempfile.gettempdir(), "/var/tmp", _CACHE):
         try:
-            if candidate == cache:
-                candidate.mkdir(parents=True, exist_ok=True)
+            if candidate == _CACHE:
+                with contextlib.suppress(RuntimeError):  # as ``check_directory`` explains
+                    Path(candidate).expanduser().mkdir(parents=True, exist_ok=True)
             return check_directory(candidate)
         except DiskPathError as error:
             reasons.append(error.found)
         except OSError as error:
-            reasons.append(f"disk path {str(candidate)!r}: {error.strerror}")
+            reasons.append(f"disk path {candidate!r}: {error.strerror}")
     raise DiskPathError(
         "no directory for offloaded bytes: " + " · ".join(reasons),
         expected="a writable directory on a disk",

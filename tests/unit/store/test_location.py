@@ -90,9 +90,27 @@ def test_no_default_says_why_for_each(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "/var/tmp" in str(caught.value) and ".cache/ebbtide" in str(caught.value)
 
 
+def test_a_user_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number without an account."""
+
+    def expanduser(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    assert default_directory().is_dir()
+    with pytest.raises(DiskError, match="'~/scratch' is in a home directory that is not known"):
+        check_directory("~/scratch")
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(DiskError) as caught:
+        default_directory()
+    assert "/var/tmp" in str(caught.value) and "is in a home directory that is not known" in str(caught.value)
+
+
 def _only(good: Path):
-    def check(path: Path) -> Path:
-        if Path(path) != good:
+    def check(path: str) -> Path:
+        if Path(path).expanduser() != good:
             raise DiskError(f"disk path {str(path)!r} is refused")
         return good
 
