@@ -153,7 +153,9 @@ class ClosedLoop:
         if found is None:
             self._give_up(judgement)
         else:
-            self._record(f"correction {self._corrections}: the plan before missed its promise: {judgement.text()}")
+            crowded = judgement.excess_bytes and not judgement.over_budget_bytes
+            what = "left too little of its budget free" if crowded else "missed its promise"
+            self._record(f"correction {self._corrections}: the plan before {what}: {judgement.text()}")
         return found
 
     def yardsticks(self, judgement: Judgement) -> frozenset[str]:

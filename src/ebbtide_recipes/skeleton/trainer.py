@@ -19,8 +19,8 @@ from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
+from ebbtide.wrap.generators import generators, restore, states
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
-from ebbtide_recipes.skeleton.draws import draws_kept
 from ebbtide_recipes.skeleton.resuming import ResumedTrainer
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument
@@ -116,8 +116,14 @@ class RecordedTrainer(ResumedTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as transformers does; training draws the same numbers as without an evaluation."""
-        with draws_kept(self.args.device):
+        # An iterator over batches draws a seed, and completions are sampled.
+        device = self.args.device
+        drawn_from = generators([device] if device.type != "cpu" else [])
+        before = states(drawn_from)
+        try:
             return super().evaluate(*args, **kwargs)
+        finally:
+            restore(drawn_from, before, states(drawn_from))
 
     def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes."""

@@ -1089,6 +1089,7 @@ def test_a_plan_whose_heap_would_be_returned_in_each_step_is_replaced() -> None:
     assert judgement is not None
     assert carry_out(plan, *[99.0] * CHECKED, peak=limit + 10 * MB)
     assert judgement.over_budget_bytes == plan._exceeded == 0, "the budget itself is kept"
+    assert "correction 1: the plan before left too little of its budget free" in plan.explain()
     found = plan._judgement
     assert found is not None and found.solution.profile == judgement.solution.profile
     assert found.solution.predicted.peak_bytes <= judgement.solution.predicted.peak_bytes - 10 * MB
