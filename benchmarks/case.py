@@ -35,7 +35,7 @@ from ebbtide.store.allocator import trim_heap
 WARMUP_STEPS = 4
 """Within these, ``Auto`` has measured steps of this length, and made its plan."""
 
-MOST_WARMUP_STEPS = 24
+MOST_WARMUP_STEPS = 32
 """Within these, it has judged that plan, and those that it made instead: what is timed is what it leaves."""
 
 _PIECE = 1 << 23
@@ -258,7 +258,6 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
                 prepared = opened.enter_context(prepare(model))
             progress("steps")
             _time(row, prepared, shape, device)
-            row.notes |= prepared.notes()
 
 
 @contextlib.contextmanager
@@ -295,6 +294,7 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
         if not math.isfinite(float(step(prepared, inputs))):  # gradients stay: they are part of the base
             raise ValueError("the loss is not finite")
         row.warmup_steps += 1
+    predicted = prepared.notes().get("predicted")
     for _ in range(case.steps):
         _wait_for_others(case)
         synchronize(device)
@@ -312,6 +312,9 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
     step(prepared, inputs)
     synchronize(device)
     row.peak_bytes = max(0, peak(device) - row.base_bytes)
+    row.notes |= prepared.notes()
+    if predicted != row.notes.get("predicted"):  # a plan that was made in the steps that it is compared with
+        row.notes |= {"predicted": predicted, "predicted_later": row.notes["predicted"]}
     if device.type == "cpu":
         row.allocated_bytes = most_allocated(lambda: step(prepared, inputs))
     before = _simulated_seconds(device)

@@ -1595,6 +1595,13 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
+        "budget: the refuted prediction of a plan that stays is not corrected",
+        "ebbtide/profiling/closed_loop.py",
+        "if corrects and not judgement.excess_bytes else None",
+        "if False else None",
+        PRICES,
+    ),
+    Mutant(
         "budget: a device's is not used to its end",
         "ebbtide/profiling/closed_loop.py",
         "spare = 0 if budget_bytes is None or self._device_bytes is not None else",

@@ -10,7 +10,8 @@ its cost, or by how much it seems to be faster than ordinary training, which is 
 prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of their value at once, and the resulting
 plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that keeps everything shows no
 price; then prices fall as far as allowed. If such a plan misses the promise, at once or in a later verdict, the one
-before it is restored.
+before it is restored. A plan for a memory budget that takes longer than predicted stays if none that fits is faster at
+the measured prices; its prediction is corrected by these, and it is judged again.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ YARDSTICKS = 3
 WORTH = 0.05
 """Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
 
+SLOWER = "takes longer than predicted, and no faster plan is known that fits"
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 REASONS = {
     KeptBecause.GAINS_NOTHING: "nothing is gained within max_slowdown",
@@ -155,7 +157,10 @@ class ClosedLoop:
         else:
             crowded = judgement.excess_bytes and not judgement.over_budget_bytes
             what = "left too little of its budget free" if crowded else "missed its promise"
-            self._record(f"correction {self._corrections}: the plan before {what}: {judgement.text()}")
+            what = f"the plan before {what}"
+            if found.solution.assignment == judgement.solution.assignment:
+                what = f"the plan stays, and its prediction is corrected, because it {SLOWER}"
+            self._record(f"correction {self._corrections}: {what}: {judgement.text()}")
         return found
 
     def yardsticks(self, judgement: Judgement) -> frozenset[str]:
@@ -178,9 +183,7 @@ class ClosedLoop:
     def _give_up(self, judgement: Judgement) -> None:
         if judgement.budget_bytes is not None and not judgement.over_budget_bytes:
             if judgement.too_slow:
-                self._record(
-                    f"it takes longer than predicted, and no faster plan is known that fits: {judgement.text()}"
-                )
+                self._record(f"it {SLOWER}: {judgement.text()}")
         else:
             self.story.append("the promise is not kept, and no plan is known that would keep it")
             logger.warning("%s: %s", self.story[-1], judgement.text())
@@ -218,9 +221,10 @@ class ClosedLoop:
         if budget is not None:
             same = with_hooks(Search(profile).simulated(before.assignment))
             better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
-            if found.assignment == before.assignment or not better:
-                return None
-            return self._judgement_of(found, promised or budget)
+            if found.assignment != before.assignment and better:
+                return self._judgement_of(found, promised or budget)
+            corrects = same.predicted.step_seconds > before.predicted.step_seconds
+            return self._judgement_of(same, promised or budget) if corrects and not judgement.excess_bytes else None
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
             found = Search(profile).everything
         return self._judgement_of(found, None) if self._has_room(found) else None

@@ -1112,8 +1112,30 @@ def test_within_a_budget_no_slower_plan_follows(monkeypatch: pytest.MonkeyPatch)
     before = plan.table
     smallest = "ebbtide.profiling.closed_loop.fit_with_reserve"
     monkeypatch.setattr(smallest, lambda profile, budget, reserve: Search(profile).smallest)
-    assert not carry_out(plan, *[20.0] * CHECKED, peak=1_300 * MB)
-    assert plan.table is before and "no faster plan is known that fits" in plan.explain()
+    carry_out(plan, *[20.0] * CHECKED, peak=1_300 * MB)
+    assert before is not None and plan.table is not None and plan.table.actions == before.actions
+    assert "no faster plan is known that fits" in plan.explain()
+
+
+def test_within_a_budget_a_plan_that_stays_is_predicted_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees a prediction that steps have refuted as the latest word, and later steps judge the new one, too."""
+    budget = 1_500 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    before, judgement = plan.table, plan._judgement
+    assert before is not None and judgement is not None
+    predicted = judgement.solution.predicted.step_seconds
+    search = "ebbtide.profiling.closed_loop.fit_with_reserve"
+    same = judgement.solution.assignment
+    monkeypatch.setattr(search, lambda profile, budget, reserve: Search(profile).simulated(same))
+    slower = predicted * 1.2
+    assert carry_out(plan, *[slower] * CHECKED, peak=1_300 * MB), "it is judged again"
+    assert "the plan stays, and its prediction is corrected" in plan.explain()
+    while not plan.judged:
+        carry_out(plan, *[slower] * CHECKED, peak=1_300 * MB)
+    assert plan.table is not None and plan.table.actions == before.actions
+    measured, found = slower + judgement.solution.profile.epilogue_seconds, plan._judgement
+    assert found is not None and found.solution.predicted.step_seconds == pytest.approx(measured, rel=0.01)
+    assert "correction 3" not in plan.explain()
 
 
 def test_a_budget_of_device_memory_is_used_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
