@@ -196,14 +196,8 @@ class _FakeTensorSlot:
         self._real = None if isinstance(source, FakeTensor) else source.clone()
         self._kind = source.new_empty(0)
 
-    def wait_copied_out(self) -> None:
-        pass
-
     def cancel(self) -> bool:
         return False
-
-    def prefetch(self) -> None:
-        pass
 
     def discard(self) -> None:
         pass
