@@ -83,7 +83,23 @@ class DevicePeak:
         return _shared(self, index_of(device), take_peak_bytes(device))
 
 
-class HostMeter:
+class Clock:
+    """What meters without a device do alike: timestamps are seconds, which are known at once."""
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Return the time between two timestamps."""
+        return end - begin
+
+    def reached(self, timestamp: float) -> bool:
+        """Return True."""
+        return True
+
+    def in_use_bytes(self, device: torch.device | None = None) -> None:
+        """Return None: a heap keeps what was freed."""
+        return None
+
+
+class HostMeter(Clock):
     """The host's clock, and the resident size of the process."""
 
     def __init__(self) -> None:
@@ -93,14 +109,6 @@ class HostMeter:
         """Return the clock's time: a CPU runs synchronously."""
         return time.perf_counter()
 
-    def seconds(self, begin: float, end: float) -> float:
-        """Return the time between two timestamps."""
-        return end - begin
-
-    def reached(self, timestamp: float) -> bool:
-        """Return True: a CPU runs synchronously."""
-        return True
-
     def take_peak_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the largest resident size since the last call."""
         try:
@@ -109,10 +117,6 @@ class HostMeter:
         except (OSError, StopIteration):  # no Linux, or a container that forbids it
             return None
         return _shared(self, None, int(found.split()[1]) * 1024)
-
-    def in_use_bytes(self, device: torch.device | None = None) -> None:
-        """Return None: the heap keeps what was freed."""
-        return None
 
     def system_seconds(self) -> float:
         """Return the kernel's time for this process so far: for reads, writes and fresh pages."""
