@@ -68,10 +68,9 @@ class HostTier:
     def gauges(self) -> dict[str, int]:
         """Return the figures of host memory, by name."""
         state = self.arena
-        reserved = state.reserved_bytes
         return {
-            "host_held_bytes": reserved,
-            "host_pinned_bytes": reserved - state.pageable_bytes if self.device.capabilities.pinned_host else 0,
+            "host_held_bytes": state.reserved_bytes,
+            "host_pinned_bytes": state.reserved_bytes - state.pageable_bytes,
             "host_used_bytes": state.used_bytes,
             "host_most_used_bytes": state.peak_used_bytes,
             "host_chunks": state.chunks,
