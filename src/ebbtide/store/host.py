@@ -237,7 +237,8 @@ class HostTier:
             self.device.record_use(ahead.target, compute)
         event, stream = self.copies.waited
         if event is not ahead.done or stream != compute:
-            self.copies.wait_once(compute, ahead.done)
+            self.copies.stall(compute, ahead.done)
+            self.copies.waited = ahead.done, compute
         slot.ahead = None  # only after compute waits: the memory must not be dropped while the copy runs
         return ahead.target
 
