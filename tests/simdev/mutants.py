@@ -42,7 +42,7 @@ MUTANTS = (
         "device.wait(now, device.record(compute))",
     ),
     without("filling waits for the place", "host.py", "self.device.synchronize(event)"),
-    without("taking waits for the copy-in", "host.py", "self.copies.wait_once(compute, ahead.done)"),
+    without("taking waits for the copy-in", "host.py", "self.copies.stall(compute, ahead.done)"),
     without("prefetched memory recorded", "host.py", "self.device.record_use(ahead.target, compute)"),
     without("host waits for the copy-out", "host.py", "self.device.synchronize(slot.done)"),
     without(

@@ -157,7 +157,7 @@ def machine_named(named: str | PathLike[str] | Machine, *, name: str = "machine"
     """
     if isinstance(named, Machine):
         return named
-    text = fspath(named)
+    text, hint = fspath(named), "`ebbtide doctor --out machine.json` writes the one it runs on"
     device = re.sub("[ _]+", "-", _MAKERS.sub("", text.strip().lower()))
     known = MACHINES.get(_ALSO.get(device, device))
     if known is not None:
@@ -166,9 +166,8 @@ def machine_named(named: str | PathLike[str] | Machine, *, name: str = "machine"
         raise ConfigError(
             f"{name} is {text!r}",
             expected="one of " + ", ".join(MACHINES) + ", or a JSON file that describes one",
-            hint=nearest(text.lower(), MACHINES) or "`ebbtide doctor --out machine.json` writes the one it runs on",
+            hint=nearest(text.lower(), MACHINES) or hint,
         )
-    hint = "`ebbtide doctor --out machine.json` writes the one it runs on"
     found = json_object(Path(text), repr(text), expected="a file that describes a machine", hint=hint)
     if "stores_on_disk" not in found and "can_cancel" in found:
         found["stores_on_disk"] = found.pop("can_cancel")

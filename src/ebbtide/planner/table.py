@@ -274,12 +274,7 @@ def load_plan(path: str | Path) -> TablePlan:
 
 
 def _prediction(figures: dict[str, Any]) -> Prediction:
-    """Return the predicted cost of a plan file.
-
-    Raises:
-        TypeError: Figures are missing or unknown.
-        ValueError: One is no number, or is infinite; or it is negative and no percentage.
-    """
+    """Return the predicted cost of a plan file; raise for figures that are missing, unknown or impossible."""
     for name, value in figures.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or (value < 0 and not name.endswith("_percent")):

@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from ebbtide.planner.machines import Machine
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
+from ebbtide.store.meter import Clock
 from ebbtide.store.protocol import Slot, Streamless
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
@@ -66,7 +67,7 @@ def without_bytes() -> FakeTensorMode:
     return mode
 
 
-class FakeMachine(TorchDispatchMode):
+class FakeMachine(Clock, TorchDispatchMode):
     """Advances a clock and counts live storages, for every operator that is called. See [Note: a simulated step].
 
     It is the meter of its step (``ebbtide.store.meter.Meter``).
@@ -88,22 +89,10 @@ class FakeMachine(TorchDispatchMode):
         """Return the clock."""
         return self._clock
 
-    def seconds(self, begin: float, end: float) -> float:
-        """Return the time between two moments."""
-        return end - begin
-
-    def reached(self, timestamp: float) -> bool:
-        """Return True: the clock is at its latest moment."""
-        return True
-
     def take_peak_bytes(self, device: torch.device | None = None) -> int:
         """Return the most bytes alive at once since the last call."""
         peak, self._peak = self._peak, self.live_bytes
         return peak
-
-    def in_use_bytes(self, device: torch.device | None = None) -> None:
-        """Return None: nobody compares simulated steps."""
-        return None
 
     def system_seconds(self) -> None:
         """Return None: nothing runs."""
@@ -196,14 +185,8 @@ class _FakeTensorSlot:
         self._real = None if isinstance(source, FakeTensor) else source.clone()
         self._kind = source.new_empty(0)
 
-    def wait_copied_out(self) -> None:
-        pass
-
     def cancel(self) -> bool:
         return False
-
-    def prefetch(self) -> None:
-        pass
 
     def discard(self) -> None:
         pass

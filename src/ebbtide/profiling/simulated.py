@@ -238,19 +238,12 @@ def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, 
 
 
 def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """Return the tensor that backward begins with.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the tensor that backward begins with."""
     if loss is not None:
         return loss(output)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    value = (
-        own
-        if own is not None
-        else next((x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
-    )
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if value is None:
+        value = next((x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
     if value is None:
         raise ConfigError(
             f"forward returned {type(output).__name__}, and there is nothing to begin a backward with",
@@ -282,11 +275,7 @@ def _fake_argument(value: Any) -> Any:
 
 
 def _without_bytes(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose weights are fake tensors.
-
-    Raises:
-        ConfigError: Some weights are not plain tensors.
-    """
+    """Return a copy of a model whose weights are fake tensors."""
     memo: dict[int, Any] = {}
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         kind = type(weight)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
-from ebbtide.base.actions import Unit
 from ebbtide.base.errors import CapError, DiskFullError
 from ebbtide.engine.timed import TimedBlock, TimedStep, recompute_seconds
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
@@ -70,7 +69,7 @@ def _block(block: TimedBlock) -> BlockProfile:
         backward_seconds=max(block.backward_seconds - recompute_seconds(block.units), 0.0),
         checkpointable=block.checkpointable,
         input_bytes=block.input_bytes,
-        units=tuple(Unit(**{one.name: getattr(unit, one.name) for one in fields(Unit)}) for unit in block.units),
+        units=block.units,
     )
 
 

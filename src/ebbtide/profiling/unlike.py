@@ -11,7 +11,7 @@ training is not known, so nothing is promised; without a memory budget everythin
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -117,11 +117,8 @@ class UnlikeSteps:
         known = dict(_executions(joined))
         for step in self._with_plain:
             blocks = [(known[key], block) for key, block in _executions(step) if key in known]
-            yield _of(joined, [one for one, _ in blocks]), _of(step, [one for _, one in blocks])
-
-
-def _of(step: TimedStep, blocks: Sequence[TimedBlock]) -> TimedStep:
-    return replace(step, blocks=tuple(blocks))
+            before = replace(joined, blocks=tuple(one for one, _ in blocks))
+            yield before, replace(step, blocks=tuple(one for _, one in blocks))
 
 
 def _executions(step: TimedStep) -> Iterator[tuple[_Key, TimedBlock]]:

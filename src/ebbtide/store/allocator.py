@@ -34,18 +34,13 @@ def trim_heap() -> bool:
     return True
 
 
-def return_large_blocks() -> bool:
-    """Return large blocks to the system when they are freed, from now on.
-
-    Returns:
-        Whether it was possible: Linux with glibc's allocator.
-    """
+def return_large_blocks() -> None:
+    """Return large blocks to the system when they are freed, from now on, where the allocator is glibc's."""
     library = _glibc()
-    if library is None:
-        return False
-    mallopt = library.mallopt
-    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES))
+    if library is not None:
+        library.mallopt.argtypes, library.mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+        for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            library.mallopt(threshold, _LARGE_BYTES)
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -86,7 +86,7 @@ class ArenaState:
 
     Attributes:
         reserved_bytes: Its host memory.
-        pageable_bytes: The part that is not pinned, although the device could use pinned memory.
+        pageable_bytes: The part that is not pinned.
         used_bytes: Bytes offloaded now.
         peak_used_bytes: Most bytes ever offloaded at once.
         chunks: Number of chunks ever allocated; each costs milliseconds.
@@ -156,9 +156,7 @@ class Arena:
         self._audit()
         return ArenaState(
             reserved_bytes=self._extents.size_bytes,
-            pageable_bytes=sum(c.memory.numel() for c in self._chunks if not c.pinned)
-            if self._device.capabilities.pinned_host
-            else 0,
+            pageable_bytes=sum(chunk.memory.numel() for chunk in self._chunks if not chunk.pinned),
             used_bytes=self._used_bytes,
             peak_used_bytes=self._peak_bytes,
             chunks=self._count,

@@ -50,35 +50,23 @@ class Headroom:
         Raises:
             torch.OutOfMemoryError: The first does not fit. The allocator was not called and keeps its cache.
         """
-        left, total = self._left_bytes.get(where, 0), sum(sizes)
-        if total <= left:
-            self._left_bytes[where] = left - total
-            return len(sizes)
-        for taken, nbytes in enumerate(sizes):
-            try:
-                if not self._take(nbytes, where):
-                    return len(sizes)
-            except torch.OutOfMemoryError:
-                if not taken:
-                    raise
-                return taken
-        return len(sizes)
-
-    def _take(self, nbytes: int, where: torch.device) -> bool:
-        """Count the bytes of one; return False on a device that does not report free memory."""
         left = self._left_bytes.get(where, 0)
-        if left < nbytes:
-            room = self._device.free_memory(where)
-            if room is None:
-                return False
-            flushed = room.flushes > self._flushes.setdefault(where, room.flushes)
-            self._flushes[where] = room.flushes
-            if flushed or room.free_bytes < nbytes:
-                self._left_bytes.pop(where, None)
-                raise torch.OutOfMemoryError(
-                    f"{format_size(nbytes)} are to be prefetched, {format_size(room.free_bytes)} of device "
-                    f"memory are free{' after the allocator gave back what it kept' if flushed else ''}"
-                )
-            left = max(min(room.free_bytes // 2, _MOST_BYTES), nbytes)
-        self._left_bytes[where] = left - nbytes
-        return True
+        for taken, nbytes in enumerate(sizes):
+            if left < nbytes:
+                room = self._device.free_memory(where)
+                if room is None:  # not known: all are tried
+                    break
+                flushed = room.flushes > self._flushes.setdefault(where, room.flushes)
+                self._flushes[where] = room.flushes
+                if flushed or room.free_bytes < nbytes:
+                    self._left_bytes.pop(where, None)
+                    if taken:
+                        return taken
+                    raise torch.OutOfMemoryError(
+                        f"{format_size(nbytes)} are to be prefetched, {format_size(room.free_bytes)} of device "
+                        f"memory are free{' after the allocator gave back what it kept' if flushed else ''}"
+                    )
+                left = max(min(room.free_bytes // 2, _MOST_BYTES), nbytes)
+            left -= nbytes
+        self._left_bytes[where] = left
+        return len(sizes)

@@ -68,10 +68,9 @@ class HostTier:
     def gauges(self) -> dict[str, int]:
         """Return the figures of host memory, by name."""
         state = self.arena
-        reserved = state.reserved_bytes
         return {
-            "host_held_bytes": reserved,
-            "host_pinned_bytes": reserved - state.pageable_bytes if self.device.capabilities.pinned_host else 0,
+            "host_held_bytes": state.reserved_bytes,
+            "host_pinned_bytes": state.reserved_bytes - state.pageable_bytes,
             "host_used_bytes": state.used_bytes,
             "host_most_used_bytes": state.peak_used_bytes,
             "host_chunks": state.chunks,
@@ -238,7 +237,8 @@ class HostTier:
             self.device.record_use(ahead.target, compute)
         event, stream = self.copies.waited
         if event is not ahead.done or stream != compute:
-            self.copies.wait_once(compute, ahead.done)
+            self.copies.stall(compute, ahead.done)
+            self.copies.waited = ahead.done, compute
         slot.ahead = None  # only after compute waits: the memory must not be dropped while the copy runs
         return ahead.target
 

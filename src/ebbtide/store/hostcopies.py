@@ -46,7 +46,7 @@ class HostCopies:
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
         self._computes: dict[torch.device, list[StreamHandle]] = {}  # each device's default stream, and another
-        self.waited: tuple[EventHandle, StreamHandle] = None, None  # the latest wait
+        self.waited: tuple[EventHandle, StreamHandle] = None, None  # the latest wait: copies of a group share one
         self._completed: EventHandle = None
         self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
 
@@ -161,11 +161,6 @@ class HostCopies:
         self.device.wait(stream, event)
         end = self.device.record(stream, timed=True)
         self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
-
-    def wait_once(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Make ``stream`` wait for ``event``, and note that: copies of a group share one, so the next need not wait."""
-        self.stall(stream, event)
-        self.waited = event, stream
 
     def is_done(self, event: EventHandle) -> bool:
         """Whether ``event`` has completed; the device is queried once for the copies of a group."""

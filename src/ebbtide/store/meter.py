@@ -83,7 +83,23 @@ class DevicePeak:
         return _shared(self, index_of(device), take_peak_bytes(device))
 
 
-class HostMeter:
+class Clock:
+    """What meters without a device do alike: timestamps are seconds, which are known at once."""
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Return the time between two timestamps."""
+        return end - begin
+
+    def reached(self, timestamp: float) -> bool:
+        """Return True."""
+        return True
+
+    def in_use_bytes(self, device: torch.device | None = None) -> None:
+        """Return None: a heap keeps what was freed."""
+        return None
+
+
+class HostMeter(Clock):
     """The host's clock, and the resident size of the process."""
 
     def __init__(self) -> None:
@@ -93,14 +109,6 @@ class HostMeter:
         """Return the clock's time: a CPU runs synchronously."""
         return time.perf_counter()
 
-    def seconds(self, begin: float, end: float) -> float:
-        """Return the time between two timestamps."""
-        return end - begin
-
-    def reached(self, timestamp: float) -> bool:
-        """Return True: a CPU runs synchronously."""
-        return True
-
     def take_peak_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the largest resident size since the last call."""
         try:
@@ -109,10 +117,6 @@ class HostMeter:
         except (OSError, StopIteration):  # no Linux, or a container that forbids it
             return None
         return _shared(self, None, int(found.split()[1]) * 1024)
-
-    def in_use_bytes(self, device: torch.device | None = None) -> None:
-        """Return None: the heap keeps what was freed."""
-        return None
 
     def system_seconds(self) -> float:
         """Return the kernel's time for this process so far: for reads, writes and fresh pages."""
@@ -198,19 +202,17 @@ def room_bytes(tier: Tier) -> int | None:
     On a device: what torch's allocator may still take, and what it caches; without one: this rank's share of the host
     memory that is free.
     """
-    if _device_of(tier) is None or not torch.accelerator.is_available():
+    if not _saves_device(tier):
         return free_memory_bytes() // ranks_of(os.environ)
-    device = home_of(tier)
-    allowed, found = allowed_bytes(device), allocator_figures(device)
-    return None if allowed is None else allowed + found.reserved_bytes - found.allocated_bytes
+    allocatable = allocatable_bytes(tier)
+    return None if allocatable is None else allocatable - allocator_figures(home_of(tier)).allocated_bytes
 
 
 def allocatable_bytes(tier: Tier) -> int | None:
     """Return all memory that torch may allocate on the device, including memory in use; None without a device."""
-    room = room_bytes(tier)
-    if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
+    if not _saves_device(tier) or (allowed := allowed_bytes(home_of(tier))) is None:
         return None
-    return room + allocator_figures(home_of(tier)).allocated_bytes
+    return allowed + allocator_figures(home_of(tier)).reserved_bytes
 
 
 def store_bytes(tier: Tier) -> int | None:
@@ -228,9 +230,7 @@ def resident_bytes() -> int | None:
 
 def reserved_bytes(tier: Tier) -> int | None:
     """Return the memory that torch has reserved on the device, fragments included; None without a device."""
-    if _device_of(tier) is None or not torch.accelerator.is_available():
-        return None
-    return allocator_figures(home_of(tier)).reserved_bytes
+    return allocator_figures(home_of(tier)).reserved_bytes if _saves_device(tier) else None
 
 
 def synchronize(device: torch.device) -> None:
@@ -243,6 +243,11 @@ def keeps_time(tier: Tier) -> bool:
     """Whether the counters of ``tier`` include times of copies."""
     device = _device_of(tier)
     return device is None or device.capabilities.timed_events
+
+
+def _saves_device(tier: Tier) -> bool:
+    """Whether a tier saves memory of an accelerator."""
+    return _device_of(tier) is not None and torch.accelerator.is_available()
 
 
 def _device_of(tier: Tier) -> Device | None:
