@@ -1602,6 +1602,13 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
+        "budget: prices that rose in a slow moment stay",
+        "ebbtide/profiling/closed_loop.py",
+        "if not self._raised or self._corrections == CORRECTIONS",
+        "if True",
+        PRICES,
+    ),
+    Mutant(
         "budget: a device's is not used to its end",
         "ebbtide/profiling/closed_loop.py",
         "spare = 0 if budget_bytes is None or self._device_bytes is not None else",

@@ -85,6 +85,7 @@ class ClosedLoop:
         self._aim = 1.0  # share of the promised slowdown that plans are made for
         self._before: Judgement | None = None  # the plan that kept its promise, while one that keeps less is tried
         self._warned = False
+        self._raised = False  # the prices of the current plan, by what a plan took
         self.story: list[str] = []
 
     @property
@@ -123,7 +124,7 @@ class ClosedLoop:
         resident = self.budget_bytes is not None and self._device_bytes is None
         self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
-        self._before, self.story, self._known = None, [], known
+        self._before, self.story, self._known, self._raised = None, [], known, False
         profile = replace(profile, store_bytes=store_bytes(self._tier))
         judgement = marked("plan", lambda: self._judgement_of(*self._first(profile)))
         if self.budget_bytes != self._policy.budget_bytes:
@@ -194,7 +195,9 @@ class ClosedLoop:
 
     def _try_looser(self, judgement: Judgement) -> Judgement | None:
         """Try a plan that keeps less, and remember the one that kept its promise; None if the gain is too small."""
-        if judgement.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
+        if judgement.budget_bytes is not None:
+            return self._with_lower_prices(judgement)
+        if self._corrections or self._loosened == LOOSENED:
             return None
         cheaper = loosened(judgement)
         if cheaper is None:
@@ -208,26 +211,51 @@ class ClosedLoop:
         self._record(f"an earlier plan, replaced by one that saves {format_size(gained)} more: {judgement.text()}")
         return self._judgement_of(found, None)
 
+    def _with_lower_prices(self, judgement: Judgement) -> Judgement | None:
+        """Correct prices within a budget that rose while the machine was slow; None if they did not."""
+        if not self._raised or self._corrections == CORRECTIONS or (cheaper := loosened(judgement)) is None:
+            return None
+        found, budget = self._solution(cheaper, judgement.budget_bytes)
+        following = None if budget is None else self._within(budget, judgement, cheaper, found)
+        if following is not None:
+            self._corrections += 1
+            what = "the plan before took less time than predicted, so prices fall"
+            self._record(f"correction {self._corrections}: {what}: {judgement.text()}")
+        return following
+
     def _corrected(self, judgement: Judgement) -> Judgement | None:
         before, budget = judgement.solution, judgement.budget_bytes
         trims = self._device_bytes is None and judgement.excess_bytes > 0  # its time is the heap's, too
         promised, profile = budget, before.profile
         if judgement.too_slow and not trims:
             profile = recalibrated(judgement) or profile
+            self._raised |= profile is not before.profile
         if budget is not None and judgement.excess_bytes:
             predicted = int(before.predicted.peak_bytes * (1 + self._reserve))
             budget = max(int(min(budget, predicted) * (1 - MARGIN)) - judgement.excess_bytes, 1)
         found, budget = self._solution(profile, budget)
         if budget is not None:
-            same = with_hooks(Search(profile).simulated(before.assignment))
-            better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
-            if found.assignment != before.assignment and better:
-                return self._judgement_of(found, promised or budget)
-            corrects = same.predicted.step_seconds > before.predicted.step_seconds
-            return self._judgement_of(same, promised or budget) if corrects and not judgement.excess_bytes else None
+            return self._within(promised or budget, judgement, profile, found)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
             found = Search(profile).everything
         return self._judgement_of(found, None) if self._has_room(found) else None
+
+    def _within(self, budget: int, judgement: Judgement, profile: Profile, found: Solution) -> Judgement | None:
+        """Return what follows a plan for a budget: a faster one, or the same with another prediction.
+
+        Args:
+            budget: The promised peak.
+            judgement: The plan.
+            profile: The step with other prices.
+            found: The plan that these make.
+        """
+        before = judgement.solution
+        same = with_hooks(Search(profile).simulated(before.assignment))
+        better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
+        if found.assignment != before.assignment and better:
+            return self._judgement_of(found, budget)
+        corrects = same.predicted.step_seconds != before.predicted.step_seconds
+        return self._judgement_of(same, budget) if corrects and not judgement.excess_bytes else None
 
     def _has_room(self, solution: Solution) -> bool:
         predicted, room = solution.predicted, self._room_bytes()

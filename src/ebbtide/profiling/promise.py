@@ -275,7 +275,8 @@ def loosened(judgement: Judgement) -> Profile | None:
     profile, predicted, measured = judgement.solution.profile, judgement.solution.predicted, judgement.measured
     if judgement.keeps:
         return scaled(profile, LEAST_PRICE)
-    if measured is None or not judgement.by_blocks or predicted.overhead_seconds <= 0:
+    comparable = judgement.by_blocks or judgement.budget_bytes is not None
+    if measured is None or not comparable or predicted.overhead_seconds <= 0:
         return None
     # No plan is faster than ordinary training: what one seems to gain is an error, which may have the other sign, too.
     extra = max(measured.high_seconds - profile.step_seconds, profile.step_seconds - measured.seconds)

@@ -1138,6 +1138,25 @@ def test_within_a_budget_a_plan_that_stays_is_predicted_as_measured(monkeypatch:
     assert "correction 3" not in plan.explain()
 
 
+def test_within_a_budget_prices_that_rose_in_a_slow_moment_fall_again() -> None:
+    """Else one disturbance makes every later plan of the handle seem dear, and its prediction wrong for good."""
+    plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+    judgement = plan._judgement
+    assert judgement is not None
+    epilogue = judgement.solution.profile.epilogue_seconds
+    plain = judgement.solution.profile.step_seconds
+    assert carry_out(plan, *[plain * 1.5 - epilogue] * CHECKED, peak=1_300 * MB), "the machine is slow"
+    found = plan._judgement
+    assert found is not None and found.solution.predicted.step_seconds > plain * 1.3
+    normal = plain * 1.1
+    while not plan.judged:
+        carry_out(plan, *[normal - epilogue] * CHECKED, peak=1_300 * MB)
+    found = plan._judgement
+    assert found is not None and not found.too_slow
+    assert found.solution.predicted.step_seconds == pytest.approx(normal, rel=0.05)
+    assert "took less time than predicted, so prices fall" in plan.explain()
+
+
 def test_a_budget_of_device_memory_is_used_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.profiling.closed_loop.allocatable_bytes", lambda tier: 10**12)
     budget = 1_500 * MB
