@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("ebbtide.recipes")
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
-_WORDS = (*STRATEGIES, "auto_wrap", "offload", "fsdp2", "fsdp1", "true")
+_VERSIONS = {"fsdp2": 2, "fsdp1": 1}
+_WORDS = (*STRATEGIES, "auto_wrap", "offload", *_VERSIONS, "true")
 _PASSED_ON = (
     "auto_wrap_policy",
     "backward_prefetch",
@@ -187,12 +188,13 @@ def _from_words(text: str, found: str) -> Sharding:
         if word not in _WORDS:
             hint = "--fsdp_strategy none is DDP" if word == "no_shard" else nearest(word, _WORDS) or _GUIDE
             raise ConfigError(found, expected=f"a JSON file, or some of {', '.join(_WORDS)}", hint=hint)
-    strategies = [word for word in words if word in STRATEGIES]
-    if len(strategies) > 1:
-        raise ConfigError(found, expected=f"one of {', '.join(STRATEGIES)}", hint="leave the others out")
+    strategies, versions = ([word for word in words if word in known] for known in (STRATEGIES, _VERSIONS))
+    for named, known in ((strategies, STRATEGIES), (versions, _VERSIONS)):
+        if len(named) > 1:
+            raise ConfigError(found, expected=f"one of {', '.join(known)}", hint="leave the others out")
     return Sharding(
         strategy=cast("Strategy", strategies[0]) if strategies else None,
-        version=1 if "fsdp1" in words else 2 if "fsdp2" in words else None,
+        version=_VERSIONS[versions[0]] if versions else None,
         settings={"cpu_offload": True} if "offload" in words else {},
     )
 

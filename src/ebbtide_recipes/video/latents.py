@@ -200,6 +200,9 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     """Write the manifest, once all processes have written their latents; then remove files of other clips or settings.
 
     See [Note: a folder of latents].
+
+    Raises:
+        DiskFullError: The disk is full.
     """
     items: list[dict[str, Any]] = []
     channels, request, names = source.channels, _request(source, making, clips), names_of(clips, source, making)
@@ -208,9 +211,8 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
         bucket = dict(zip(("frames", "height", "width"), size, strict=True))
         items.append({"file": name, "caption": clip.caption, "clip": clip.name, **bucket})
     manifest = {"schema": 1, "request": request, "channels": channels, "items": items}
-    draft = folder / f"{MANIFEST}.part"
-    draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    draft.replace(folder / MANIFEST)
+    with _draft_of(folder / MANIFEST) as draft:
+        draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for path in others(folder, names):
         path.unlink()
     settings = _hash_of(source, making)
@@ -312,12 +314,20 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
     """Write a file atomically."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
+
+    with _draft_of(path) as draft:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft, metadata={"request": request})
+
+
+@contextmanager
+def _draft_of(path: Path) -> Generator[Path]:
+    """Yield the path of a draft that replaces a file once it is written."""
+    from safetensors import SafetensorError
 
     draft = path.with_suffix(".part")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft, metadata={"request": request})
+        yield draft
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)

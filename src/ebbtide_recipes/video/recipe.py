@@ -60,7 +60,7 @@ class Video(Recipe[VideoConfig]):
                 latents.check(_latents_folder(config), source)
             else:
                 _making(config, source, _made(config)).check_size(source)
-        if config.backwards == 2 and (config.nproc_per_node or launch.world_size()) > 1:
+        if config.backwards == 2 and launch.total(config) > 1:
             raise ConfigError(
                 "backwards is 2 with several processes",
                 expected="one backward: their gradients are averaged in it",

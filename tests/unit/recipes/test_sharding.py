@@ -148,6 +148,15 @@ def test_words_are_read(words: str, strategy: str, version: int) -> None:
     assert (config.fsdp_strategy, config.fsdp_version) == (strategy, version)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"), [("fsdp1 fsdp2", "one of fsdp2, fsdp1"), ("shard_grad_op full_shard", "one of full_shard")]
+)
+def test_words_that_contradict_each_other_are_refused(words: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolved(SftConfig(fsdp=words))
+    assert expected in str(caught.value)
+
+
 @pytest.mark.parametrize("words", ["none", "false", "no", "Off"])
 def test_words_that_ask_for_nothing_leave_everything_as_it_is(words: str) -> None:
     config = SftConfig(fsdp=words)

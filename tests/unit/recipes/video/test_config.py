@@ -155,3 +155,21 @@ def test_flags_that_the_family_uses_are_taken(name: str, words: tuple[str, ...],
     folder = video_pipelines.write(tmp_path, name)
     size = ("--num_frames", "9", "--height", "32", "--width", "32")
     RECIPE.check(read("--model", str(folder), *words, *size))
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"NNODES": "2"}, ("--nproc_per_node", "1")),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ("--nproc_per_node", "1")),
+        ({"NPROC_PER_NODE": "2"}, ()),
+    ],
+)
+def test_two_backwards_are_refused_where_several_processes_train(
+    environment: dict[str, str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the launching process, too, on any number of nodes."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="backwards is 2 with several processes"):
+        RECIPE.check(read("--distill", "true", "--backwards", "2", *words))

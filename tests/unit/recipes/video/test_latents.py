@@ -122,6 +122,16 @@ def test_a_disk_full_of_latents_is_an_error_and_finished_ones_are_kept(tmp_path:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")} == kept
 
 
+def test_a_disk_full_at_the_manifest_is_an_error_too(tmp_path: Path) -> None:
+    source, clips = builtin_source("builtin:tiny-wan", seed=1), data.load(("builtin:moving-shapes#4",), seed=1)
+    latents.make(clips, tmp_path, source, MAKING, device=CPU)
+    with files_at_most(10), pytest.raises(DiskFullError, match="could not be written") as caught:
+        latents.finish(clips, tmp_path, source, MAKING)
+    assert "--latents_dir" in str(caught.value) and not list(tmp_path.glob("*.part")) and not latents.is_made(tmp_path)
+    latents.finish(clips, tmp_path, source, MAKING)
+    assert latents.is_made(tmp_path)
+
+
 def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) -> None:
     source = builtin_source("builtin:tiny-wan", seed=1)
     clips = data.load(("builtin:moving-shapes#4",), seed=1)
