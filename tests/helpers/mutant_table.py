@@ -1604,8 +1604,15 @@ MUTANTS = (
     Mutant(
         "budget: prices that rose in a slow moment stay",
         "ebbtide/profiling/closed_loop.py",
-        "if not self._raised or self._corrections == CORRECTIONS",
-        "if True",
+        "if budget is None or not self._raised or self._corrections == CORRECTIONS:",
+        "if True:",
+        PRICES,
+    ),
+    Mutant(
+        "budget: with other prices a plan returns that exceeded it",
+        "ebbtide/profiling/closed_loop.py",
+        "found, budget = self._solution(profile, self._reduced_bytes or budget)",
+        "found, budget = self._solution(profile, (judgement.excess_bytes and self._reduced_bytes) or budget)",
         PRICES,
     ),
     Mutant(

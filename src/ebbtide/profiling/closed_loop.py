@@ -86,6 +86,7 @@ class ClosedLoop:
         self._before: Judgement | None = None  # the plan that kept its promise, while one that keeps less is tried
         self._warned = False
         self._raised = False  # the prices of the current plan, by what a plan took
+        self._reduced_bytes: int | None = None  # the budget, less what plans exceeded it by
         self.story: list[str] = []
 
     @property
@@ -124,7 +125,8 @@ class ClosedLoop:
         resident = self.budget_bytes is not None and self._device_bytes is None
         self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
         self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
-        self._before, self.story, self._known, self._raised = None, [], known, False
+        self._before, self.story, self._known = None, [], known
+        self._raised, self._reduced_bytes = False, None
         profile = replace(profile, store_bytes=store_bytes(self._tier))
         judgement = marked("plan", lambda: self._judgement_of(*self._first(profile)))
         if self.budget_bytes != self._policy.budget_bytes:
@@ -213,10 +215,14 @@ class ClosedLoop:
 
     def _with_lower_prices(self, judgement: Judgement) -> Judgement | None:
         """Correct prices within a budget that rose while the machine was slow; None if they did not."""
-        if not self._raised or self._corrections == CORRECTIONS or (cheaper := loosened(judgement)) is None:
+        budget = judgement.budget_bytes
+        if budget is None or not self._raised or self._corrections == CORRECTIONS:
             return None
-        found, budget = self._solution(cheaper, judgement.budget_bytes)
-        following = None if budget is None else self._within(budget, judgement, cheaper, found)
+        cheaper = loosened(judgement)
+        if cheaper is None:
+            return None
+        found, _ = self._solution(cheaper, self._reduced_bytes or budget)
+        following = self._within(budget, judgement, cheaper, found)
         if following is not None:
             self._corrections += 1
             what = "the plan before took less time than predicted, so prices fall"
@@ -232,8 +238,9 @@ class ClosedLoop:
             self._raised |= profile is not before.profile
         if budget is not None and judgement.excess_bytes:
             predicted = int(before.predicted.peak_bytes * (1 + self._reserve))
-            budget = max(int(min(budget, predicted) * (1 - MARGIN)) - judgement.excess_bytes, 1)
-        found, budget = self._solution(profile, budget)
+            least = min(self._reduced_bytes or budget, predicted)
+            self._reduced_bytes = max(int(least * (1 - MARGIN)) - judgement.excess_bytes, 1)
+        found, budget = self._solution(profile, self._reduced_bytes or budget)
         if budget is not None:
             return self._within(promised or budget, judgement, profile, found)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:

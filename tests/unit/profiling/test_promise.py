@@ -17,9 +17,9 @@ from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.charges import scaled
-from ebbtide.planner.profile import RECOMPUTE_HOOKS, Rates
+from ebbtide.planner.profile import RECOMPUTE_HOOKS, Profile, Rates
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import Search
+from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.auto import IN_PIECES, AutoPlan
 from ebbtide.profiling.baseline import HOOKS_OF_PACKS, ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.block_times import Measured, from_blocks
@@ -1155,6 +1155,26 @@ def test_within_a_budget_prices_that_rose_in_a_slow_moment_fall_again() -> None:
     assert found is not None and not found.too_slow
     assert found.solution.predicted.step_seconds == pytest.approx(normal, rel=0.05)
     assert "took less time than predicted, so prices fall" in plan.explain()
+
+
+def test_a_plan_that_exceeded_a_budget_does_not_return_with_other_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would exceed it again, and perhaps no correction is left then."""
+    budget, searched = 1_500 * MB, list[int]()
+
+    def fits(profile: Profile, budget: int, reserve: float) -> Solution:
+        searched.append(budget)
+        return fit_with_reserve(profile, budget, reserve)
+
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.fit_with_reserve", fits)
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    assert plan._judgement is not None
+    assert carry_out(plan, plan._judgement.solution.profile.step_seconds, peak=budget + 10 * MB)
+    predicted = plan._judgement.solution.predicted.step_seconds
+    assert carry_out(plan, *[predicted * 1.5] * CHECKED, peak=1_300 * MB), "slow"
+    assert carry_out(plan, *[predicted * 0.9] * CHECKED, peak=1_300 * MB), "fast"
+    assert plan._judgement is not None and plan._judgement.budget_bytes == budget
+    first, *later = searched
+    assert first == budget and len(later) == 3 and max(later) < budget - 10 * MB
 
 
 def test_a_budget_of_device_memory_is_used_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
