@@ -368,20 +368,15 @@ def _reading(path: Path) -> Generator[None, None, None]:
         raise DataError(found, expected="latents as they were written", hint=hint) from error
 
 
-def _made_of(path: Path) -> str | None:
-    """Return what a file was made of; ``None``: it cannot be read."""
+def _done(path: Path, request: str) -> bool:
+    """Whether an earlier, interrupted run with the same settings wrote this file; one that cannot be read is none."""
     from safetensors import safe_open
 
     try:
         with _reading(path), safe_open(path, framework="pt") as opened:
-            return (opened.metadata() or {}).get("request")
+            return (opened.metadata() or {}).get("request") == request
     except DataError:
-        return None
-
-
-def _done(path: Path, request: str) -> bool:
-    """Whether an earlier, interrupted run with the same settings wrote this file."""
-    return _made_of(path) == request
+        return False
 
 
 def _hash_of(source: Source, making: Making) -> str:
