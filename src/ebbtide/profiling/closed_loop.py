@@ -11,7 +11,9 @@ prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of th
 plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that keeps everything shows no
 price; then prices fall as far as allowed. If such a plan misses the promise, at once or in a later verdict, the one
 before it is restored. A plan for a memory budget that takes longer than predicted stays if none that fits is faster at
-the measured prices; its prediction is corrected by these, and it is judged again.
+the measured prices; its prediction is corrected by these, and it is judged again. Steps within a budget are compared
+with the measured ones, which may have run while the machine was faster: prices that rose fall again if later steps take
+clearly less than predicted. Once plans have exceeded the budget, all later ones are made for a smaller one.
 """
 
 from __future__ import annotations
@@ -196,7 +198,7 @@ class ClosedLoop:
         logger.info("%s", line)
 
     def _try_looser(self, judgement: Judgement) -> Judgement | None:
-        """Try a plan that keeps less, and remember the one that kept its promise; None if the gain is too small."""
+        """Try a plan with lower prices, and remember the one that kept its promise; None if the gain is too small."""
         if judgement.budget_bytes is not None:
             return self._with_lower_prices(judgement)
         if self._corrections or self._loosened == LOOSENED:
