@@ -65,7 +65,7 @@ class ScriptSteps:
         """Whether this process is the one that records the training."""
         if is_distributed():
             return dist.get_rank() == 0
-        return os.environ.get("RANK", "0") == "0"
+        return (os.environ.get("RANK") or "0") == "0"
 
     def follow(self, model: nn.Module, models: list[tuple[nn.Module, Any]]) -> None:
         """Mark the calls of a newly switched model; the first model starts the record.
