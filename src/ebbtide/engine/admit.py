@@ -14,7 +14,7 @@ from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, NoRecipe, S
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.inputs import CAST, BlockInputs
-from ebbtide.engine.layout import Layout, has_layout, region
+from ebbtide.engine.layout import Layout, byte_view, checksum, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import Narrow, narrowed, narrower
@@ -147,11 +147,10 @@ class Admission(RunRecord):
             weight = self.weights.copied(base, self._innermost)
         kept_bytes = engine.kept.total if self._reads_kept else 0
         candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
-        described, follows = candidate, covered and weight is None and not (node is None and self._casts)
+        described = candidate if covered else None
         recipe, without_recipe = None, False
-        if weight is not None and self.builder is not None:
-            operand = self.builder.watched(weight, weight._version)
-            recipe = Expr(_caster(base_layout.dtype, copy=True), (operand,), key=("cast", base_layout.dtype))
+        if weight is not None:
+            recipe = self._cast_again(weight, base_layout.dtype)
         elif may_recompute and not came_in and shown is not None and self.builder is not None and self.recipes:
             without_recipe = self._needs_recipe is not None and not self._needs_recipe(candidate)
             recipe = None if without_recipe else self.builder.recipe(shown, base.output_nr)
@@ -165,7 +164,7 @@ class Admission(RunRecord):
         empty, live = engine.empty(tensor), engine.live_entries
         entry = Entry(empty, site=site, region=moved, base_layout=base_layout, at=at, live=live)
         if outer is None:
-            self._remember(tensor, described if follows else None)
+            self._remember(tensor, described)
         action = self._choose(candidate)
         if weight is not None and action is not KEEP:
             action = RECOMPUTE
@@ -185,6 +184,13 @@ class Admission(RunRecord):
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or without_recipe or is_input))
         return entry
+
+    def _cast_again(self, weight: torch.Tensor, dtype: torch.dtype) -> Expr:
+        """Return the recipe of a weight's copy in another type."""
+        if self.builder is None:
+            raise RuntimeError("the block is not open")
+        operand = self.builder.watched(weight, weight._version)
+        return Expr(_caster(dtype, copy=True), (operand,), key=("cast", dtype))
 
     def _choose(self, candidate: Candidate) -> Action:
         plan = self.engine.plan
@@ -240,7 +246,7 @@ class Admission(RunRecord):
     ) -> None:
         engine = self.engine
         if engine.options.verify:
-            engine.take_checksum(entry, tensor)
+            entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor))
         if action is RECOMPUTE and recipe is not None:
             numerics = current_numerics()
             # What is recomputed on the way is recomputed under the numerics of this entry.
@@ -296,7 +302,8 @@ class Admission(RunRecord):
             self.builder.hold(narrow.node)
         action = inner.action  # KEEP where the store refused it
         self.tally.add_narrowed(inner.nbytes, action)
-        self.pass_.move_site(inner.site, inner.nbytes, action)
+        self.pass_.add_site(inner.site, -inner.nbytes, RECOMPUTE, 0)
+        self.pass_.add_site(inner.site, inner.nbytes, action)
         self._note_entry(inner)
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
         entry.action, entry.recipe = RECOMPUTE, Expr(widened.fn, (ticket,), key=("cast", wide))

@@ -285,7 +285,7 @@ class Builder:
         None if its bytes will be missing in backward, or if it may have changed since an operator read it, which only
         its version at the beginning of the pass shows.
         """
-        version = self._weights.version(tensor)
+        version = self._weights.model.version(tensor)
         return None if version is None or not self._weights.usable(tensor) else self.watched(tensor, version)
 
     def watched(self, weight: torch.Tensor, version: int) -> Watched:

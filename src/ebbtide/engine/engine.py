@@ -19,7 +19,7 @@ from ebbtide.config import Options
 from ebbtide.engine.build import Rule
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
-from ebbtide.engine.layout import byte_view, checksum
+from ebbtide.engine.layout import checksum
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.numerics import Numerics, current_numerics
@@ -126,6 +126,7 @@ class Engine:
     def plan_changed(self) -> None:
         """Follow another plan from the next block on."""
         self._window.forget_blocks()
+        self.orders = {}  # runs of the plan before it have theirs
 
     def let_go_after(self, task: int, reference: weakref.ref[Any]) -> None:
         """When a backward ends, set ``restored`` of an object to None."""
@@ -159,7 +160,8 @@ class Engine:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
         self.weights.end_pass()
-        self._copy_out.end_forward(done)
+        with self.lock:  # another thread may run a backward
+            self._copy_out.end_forward(done)
         self.last_tally, self.last_pass = done.tally, done
         if self.timer is not None:
             self.timer.pass_ends(done.tally.unique)
@@ -173,7 +175,7 @@ class Engine:
         run.pass_.checkpointed += checkpointed
         with self.lock:
             self._window.saw_block(run.tally.offloaded, alone=run.previous is None and run.block.count == 1)
-            self._stalls.set_reader("forward", run.block.name)
+            self._waits.reader = run.forward_reader
             try:
                 self._resume()
                 self._copy_out.begin()
@@ -250,9 +252,10 @@ class Engine:
     def _resume(self) -> None:
         """Resume postponed copies: the operator that saved their tensors has run."""
         self._operator = None
-        for entry in self._copy_out.postponed:
-            if entry.checksum is not None and entry.source is not None:
-                entry.checksum = checksum(entry.source)
+        if self.options.verify:
+            for entry in self._copy_out.postponed:
+                if entry.checksum is not None and entry.source is not None:
+                    entry.checksum = checksum(entry.source)
         self._copy_out.resume()
 
     def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
@@ -263,19 +266,16 @@ class Engine:
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
         """Whether a recipe gives the tensor that a block saves now, bitwise, under these numerics."""
-        run = functools.partial(evaluate_now, recipe, base, self.restorer.content)
-        return self.trust.holds((block, numerics), entry, recipe, base, run)
+        return self.trust.holds(
+            (block, numerics), entry, recipe, base, lambda: evaluate_now(recipe, base, self.restorer.content)
+        )
 
     def recomputer(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
         """Return a function that recomputes a tensor now, to be timed; None if it may not be recomputed."""
         if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
-        self._stalls.clear_reader()
+        self._waits.reader = None  # stalls count only in the total
         return repeatable(recipe, base, functools.partial(self.restorer.content, target=entry))
-
-    def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Remember the checksum of an entry's bytes, for ``verify=True``."""
-        entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor))
 
     # Backward
 
@@ -359,7 +359,7 @@ class Engine:
             copy_in_bytes_per_second=counters.in_bytes_per_second,
             total_recomputes=self.restorer.recomputes,
             total_recompute_seconds=self.restorer.recompute_seconds,
-            demoted_sites=tuple(sorted(map(str, self.trust.demoted))),
+            demoted_sites=tuple(sorted(map(str, list(self.trust.demoted)))),
             live_tickets=len(self.live_tickets),
             store_bytes=self.tier.used_bytes,
             store=self.tier.gauges(),

@@ -57,7 +57,7 @@ class Memo:
     """
 
     __slots__ = (
-        "_device", "_dtype", "_is_view", "_node", "_offset", "_owner", "_size", "_stride", "base_layout", "candidate",
+        "_device", "_dtype", "_is_view", "_node", "_offset", "_owner", "_stride", "base_layout", "candidate",
         "decision", "empty", "is_cast", "layout", "nbytes",
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ class Memo:
         base = tensor._base
         node = (tensor if base is None else base).grad_fn
         self.layout = Layout.of(tensor)
-        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._dtype, self._stride = tensor.dtype, tensor.stride()
         self._offset, self._device, self._node = (
             tensor.storage_offset(),
             tensor.device,
@@ -81,14 +81,15 @@ class Memo:
         self.decision: Decision | None = None
 
     def matching(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of a tensor that this memo describes; None if it describes another."""
+        """Return the storage of a tensor of this memo's size if it describes it; None if it describes another.
+
+        Args:
+            tensor: Neither nested nor of a symbolic size.
+        """
         if (
             type(tensor) is not torch.Tensor
             or tensor.dtype is not self._dtype
             or tensor.layout is not torch.strided
-            or tensor.is_nested
-            or tensor._has_symbolic_sizes_strides
-            or tensor.size() != self._size
             or tensor.stride() != self._stride
             or tensor.storage_offset() != self._offset
             or tensor.device != self._device

@@ -32,11 +32,6 @@ class ModelWeights:
         self._highest = 0  # number that a thread had reached at the end of a pass
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether the model has weights that are known since the pass began."""
-        return bool(self.keys)
-
     def begin_pass(self, lasting: Ask, weights: Iterable[torch.Tensor] | None = None) -> None:
         """A forward begins.
 

@@ -65,18 +65,12 @@ class Pass:
             storages, total = sites.get((site, action), (0, 0))
             sites[site, action] = storages + 1, total + nbytes
 
-    def move_site(self, site: Site, nbytes: int, after: Action) -> None:
-        """Count ``nbytes`` of a recomputed storage at its site under another action."""
-        self.add_site(site, -nbytes, Action.RECOMPUTE, 0)
-        self.add_site(site, nbytes, after)
-
     def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
         """Count storages, by site and bytes, as kept instead of offloaded."""
         self.tally.add_stayed(sum([nbytes for _, nbytes in storages]))
-        for action, sign in ((Action.OFFLOAD, -1), (Action.KEEP, 1)):
-            for site, nbytes in storages:
-                count, total = self.sites.get((site, action), (0, 0))
-                self.sites[site, action] = count + sign, total + sign * nbytes
+        for site, nbytes in storages:
+            self.add_site(site, -nbytes, Action.OFFLOAD, -1)
+            self.add_site(site, nbytes, Action.KEEP)
 
     def note_staying(self, storage: torch.UntypedStorage) -> bool:
         """Note a storage that stays; return whether that is the first time in this pass."""
@@ -134,7 +128,7 @@ class RunRecord:
         self.block, self.pass_, self.live_tickets = block, pass_, live_tickets
         pass_.offers_last = False
         self.forward_reader = "forward", block.name, None  # to whom stalls are attributed: see ``Stalls.reader``
-        self._orders = orders
+        self.orders = orders
         self.previous: RunRecord | None = pass_.latest
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
@@ -148,7 +142,7 @@ class RunRecord:
         self.task = -1  # the backward in which this block showed last
         self.unordered = False  # its backward runs, and no run of this kind has shown the order of its reads yet
         self.reads: list[weakref.ref[Any]] = []  # in the order in which a backward asked for them
-        pass_.latest = self  # last: an interrupt leaves no run there that is half made
+        pass_.latest = self  # last: of a run that is half made there would be no ``entries`` yet
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
@@ -159,7 +153,7 @@ class RunRecord:
         The recorded order of another run of this kind of block with as many saved tensors; else the reverse of the
         forward's.
         """
-        order = self._orders.get(self.order_key)
+        order = self.orders.get(self.order_key)
         return self.entries[::-1] if order is None else [self.entries[i] for i in order]
 
     def upcoming(self) -> Iterator[tuple[list[weakref.ref[Any]], int]]:
@@ -184,9 +178,9 @@ class RunRecord:
         read = list(dict.fromkeys(places[id(r)] for r in self.reads if id(r) in places))
         known = set(read)
         unread = [i for i in reversed(range(len(self.entries))) if i not in known]
-        while len(self._orders) >= MOST_ORDERS:
-            self._orders.pop(next(iter(self._orders)), None)
-        self._orders[self.order_key] = tuple(read + unread)
+        while len(self.orders) >= MOST_ORDERS:
+            self.orders.pop(next(iter(self.orders)), None)
+        self.orders[self.order_key] = tuple(read + unread)
         self.reads = []
 
 

@@ -11,7 +11,7 @@ import weakref
 import torch
 
 from ebbtide.base.actions import ALWAYS, Candidate
-from ebbtide.engine.admit import KEEP, OFFLOAD, Admission
+from ebbtide.engine.admit import KEEP, OFFLOAD, RECOMPUTE, Admission
 from ebbtide.engine.layout import region
 from ebbtide.engine.memo import Decision, Memo
 from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Ticket
@@ -43,29 +43,26 @@ class Replay(Admission):
         engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
         base, came_in = tensor if base is None else base, id(storage) in self._inputs.storages
         node, cast = base.grad_fn, memo.is_cast
-        is_input = came_in or (cast and self._inputs.casts(base))
+        is_input, weight = came_in or (cast and self._inputs.casts(base)), None
+        if (cast and (base is tensor or shows(tensor, node))) or (node is None and self._casts):
+            weight = self.weights.copied(base, self._innermost)
         counts, counted = self._sites.counts, (site.module, site.node)
-        if (
-            is_input is not candidate.block_input
-            or (node is None and self._casts)
-            or (cast and self.weights.copied(base, self._innermost) is not None)
-            or counts.get(counted, 0) != site.ordinal
-        ):
+        if is_input is not candidate.block_input or counts.get(counted, 0) != site.ordinal:
             return None
         counts[counted] = site.ordinal + 1
-        builder = None if came_in or node is None or not self.recipes else self.builder
-        if builder is not None and base is not tensor and not shows(tensor, node):
-            builder = None
-        decision, recipe = memo.decision, None
+        made_here = self.recipes and not came_in and node is not None and weight is None
+        builder = self.builder if made_here and (base is tensor or shows(tensor, node)) else None
+        copied = None if weight is None else self._cast_again(weight, memo.base_layout.dtype)
+        decision, recipe = memo.decision, copied
         if decision is not None:
             stands = decision.plan is self._standing
             if stands and builder is not None and node is not None and not decision.without_recipe:
                 recipe = builder.recipe(node, base.output_nr)
-                stands = decision.flops == (None if recipe is None else recipe.flops)
+            stands = stands and decision.flops == (None if recipe is None else recipe.flops)
             if not stands or (decision.limit_bytes != ALWAYS and engine.kept.total > decision.limit_bytes):
                 decision = None
         if decision is None:
-            decision, recipe = self._decide(memo, candidate, base, may_recompute=builder is not None)
+            decision, recipe = self._decide(memo, candidate, base, copied, may_recompute=builder is not None)
         action, without_recipe = decision.action, decision.without_recipe
         if action is KEEP:
             kept = KeptStorage(storage)
@@ -76,8 +73,10 @@ class Replay(Admission):
             layout, moved = memo.layout, (0, nbytes)
             if recipe is None and not without_recipe and (layout.first, layout.last) != moved:
                 moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
-            live = engine.live_entries
-            entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
+            base_layout, live = memo.base_layout, engine.live_entries
+            entry = Entry(memo.empty, site=site, region=moved, base_layout=base_layout, at=0, live=live)
+            if weight is not None:
+                action, entry.part_only = RECOMPUTE, not self.weights.usable(weight)
             if recipe is None and engine.tensor_filter is None and not cast:  # what was cast up is stored as it was
                 entry.action = OFFLOAD
                 engine.offload(self, entry, tensor)
@@ -99,7 +98,7 @@ class Replay(Admission):
         return ticket
 
     def _decide(
-        self, memo: Memo, candidate: Candidate, base: torch.Tensor, *, may_recompute: bool
+        self, memo: Memo, candidate: Candidate, base: torch.Tensor, recipe: Expr | None, *, may_recompute: bool
     ) -> tuple[Decision, Expr | None]:
         """Call the plan, and remember its answer while that stands.
 
@@ -107,12 +106,13 @@ class Replay(Admission):
             memo: Of the saved tensor.
             candidate: The memo's.
             base: The tensor, or what it is a view of.
+            recipe: Of a copy of a weight.
             may_recompute: Whether a recipe may be built.
 
         Returns:
             What it decided, and the recipe, if there is one.
         """
-        plan, kept_bytes, recipe, node = self.engine.plan, 0, None, base.grad_fn
+        plan, kept_bytes, node = self.engine.plan, 0, base.grad_fn
         if self._reads_kept:
             kept_bytes = self.engine.kept.total
             candidate = candidate.with_kept(kept_bytes)

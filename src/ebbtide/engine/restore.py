@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -45,10 +44,6 @@ class Backward:
         self.restored: list[weakref.ref[Any]] = []  # of entries, and what a function may read again
         self.run: RunRecord | None = None
 
-    def flow(self, run: RunRecord) -> CopyIn[Entry] | None:
-        """Return the copy-ins of a block's pass, if they have begun."""
-        return self.flows.get(id(run.pass_))
-
 
 def _runs_elsewhere() -> bool:
     """Whether another thread is inside a backward."""
@@ -71,7 +66,6 @@ class _Engine(Protocol):
     lock: threading.RLock
     trust: Trust
     timer: StepTimer | None
-    orders: dict[tuple[str, int], tuple[int, ...]]
 
     def close_if_idle(self) -> None: ...
 
@@ -99,7 +93,7 @@ class Restorer:
         self._engine = weakref.ref(
             engine
         )  # weak: in a cycle, a dropped engine and its store would wait for the garbage collector
-        self._lock, self._tier, self._trust, self._orders = engine.lock, engine.tier, engine.trust, engine.orders
+        self._lock, self._tier, self._trust = engine.lock, engine.tier, engine.trust
         self._window, self._waits = copy_out.window, engine.tier.stalls
         self.backwards: dict[int, Backward] = {}
         self.recomputes, self.recompute_seconds = 0, 0.0
@@ -125,13 +119,16 @@ class Restorer:
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
             keep = functools.partial(self._keep, backward, run.block.name)
             work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
-            flow = None if backward is None else backward.flow(run)
+            flow = None if backward is None else backward.flows.get(id(run.pass_))
             if timer is not None:
                 timer.begin(run.device)
-            content = self._with_room("recompute", flow, work)
+            try:
+                content = marked("recompute", work)
+            except torch.OutOfMemoryError:
+                self._make_room(flow)
+                content = marked("recompute", work)
             if timer is not None:
                 timer.end(run.device)
-            self.recomputes += 1
             self.recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
             raise RestoreError(
@@ -203,14 +200,11 @@ class Restorer:
             take, timer = slot.take, self._timer
             if timer is not None and run is not None and target is not None and entry is not target:
                 take = functools.partial(timer.operand, slot.take, run.device)
-            if recording():
-                content = self._with_room("copy_in", flow, take)
-            else:
-                try:
-                    content = take()
-                except torch.OutOfMemoryError:
-                    self._make_room(flow)
-                    content = take()
+            try:
+                content = marked("copy_in", take) if recording() else take()
+            except torch.OutOfMemoryError:
+                self._make_room(flow)
+                content = take()
         except BaseException as error:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
@@ -222,14 +216,6 @@ class Restorer:
             flow.has_read(entry)
         return content
 
-    def _with_room(self, name: str, flow: CopyIn[Entry] | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run ``work``, marked by name; if the device has no room, discard what was prefetched and run it again."""
-        try:
-            return marked(name, work)
-        except torch.OutOfMemoryError:
-            self._make_room(flow)
-            return marked(name, work)
-
     def _make_room(self, flow: CopyIn[Entry] | None) -> None:
         """Discard what was prefetched; raise the error that is being handled if nothing was."""
         if flow is None or not flow.ahead_bytes:
@@ -239,12 +225,12 @@ class Restorer:
 
     def begin_block(self, run: RunRecord, task: int) -> None:
         """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
-        run.task, run.unordered = task, run.order_key not in self._orders
+        run.task, run.unordered = task, run.order_key not in run.orders
         backward = self.watch(task)
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
         backward.run = run
-        flow = backward.flow(run)
+        flow = backward.flows.get(id(run.pass_))
         if flow is None:
             latest = run.pass_.latest
             if latest is None or not latest.is_open:  # else a gradient inside a forward, which goes on
@@ -252,7 +238,7 @@ class Restorer:
             self._window.recover()
             flow = backward.flows[id(run.pass_)] = CopyIn(run.upcoming(), self._window, self._mover)
         self._stalls.flush()
-        self._stalls.set_reader("backward", run.block.name)
+        self._waits.reader = "backward", run.block.name, None
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self._bus.emit("block_backward", index=run.block.index, name=run.block.name)
         engine = self._engine()
@@ -309,6 +295,7 @@ class Restorer:
         """Compare what was recomputed with what was saved, and keep it until the backward ends."""
         if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:
             self._trust.require(same, functools.partial(self._trust.differs, entry.site, block))
+        self.recomputes += 1
         if self._timer is not None:
             self._timer.made((entry.site, entry.nbytes))
         if backward is not None:

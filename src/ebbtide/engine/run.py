@@ -126,7 +126,7 @@ class BlockRun(Replay):
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
-        self.is_open, self.mark = False, None
+        self.mark = None
         self._count()
         self.builder = None
         self._inputs.forget()
@@ -135,6 +135,7 @@ class BlockRun(Replay):
         self._seen.clear()
         self._narrow.clear()
         self.weights.forget()
+        self.is_open = False  # last: until then it is closed again after an interrupt
 
     def _count(self) -> None:
         """Count what was replayed."""
@@ -162,9 +163,8 @@ class BlockRun(Replay):
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
-            nbytes = nbytes if tensor.numel() else 0  # a part without elements of something large
-            self.tally.add_saved(nbytes)
-            if nbytes and self.pass_.note_staying(storage):
+            self.tally.add_saved(tensor.numel() * tensor.itemsize)
+            if tensor.numel() and self.pass_.note_staying(storage):
                 self.tally.add_small(nbytes)
             return LightTicket(tensor, place=place)
         layout = Layout.of(tensor)

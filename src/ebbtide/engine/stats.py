@@ -145,19 +145,6 @@ class StallBook:
         number, self._passes = self._passes % _PASSES_PER_TIMED, self._passes + 1
         self._stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
-    def set_reader(self, phase: str, block: str) -> None:
-        """Attribute the following calls of the store to this block.
-
-        Args:
-            phase: ``"forward"`` or ``"backward"``.
-            block: Its name.
-        """
-        self._stalls.reader = (phase, block, None)
-
-    def clear_reader(self) -> None:
-        """Attribute the following calls of the store to no block: their stalls count only in the total."""
-        self._stalls.reader = None
-
     def flush(self) -> None:
         """Count and emit the stalls known by now."""
         found: dict[tuple[str, str], tuple[float, int | None]] = {}

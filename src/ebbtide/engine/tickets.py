@@ -33,7 +33,7 @@ import torch
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import ModifiedInPlaceError
-from ebbtide.engine.fingerprint import Fingerprint
+from ebbtide.engine.fingerprint import Fingerprint, Sample
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import Layout, storage_bytes
 from ebbtide.engine.numerics import Numerics
@@ -197,7 +197,7 @@ class Entry:
         self.restored: torch.Tensor | None = None
         self.restored_on: StreamHandle | None = None  # the stream that waited for it
         self.checksum: tuple[int, int] | None = None
-        self.fingerprint: Fingerprint | None = None  # of the tensor that was dropped, if it is to be recomputed
+        self.fingerprint: Fingerprint | Sample | None = None  # of what was dropped, if it is to be recomputed
         self.numerics: Numerics | None = None  # what its kernels ran under, if they are to run again
         self.probe: torch.Tensor | None = None
         self.tainted = False
@@ -314,7 +314,7 @@ class Expr(tuple[Any, ...]):
                 at = operand.under
             elif isinstance(operand, Ticket):
                 recipe, layout = operand.entry.recipe, operand.layout
-                deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size))
+                deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size), torch.strided)
                 at = None if recipe is None else operand.entry.numerics
             else:
                 at = None

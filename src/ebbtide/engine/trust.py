@@ -29,7 +29,7 @@ import torch
 from ebbtide.base.actions import Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
-from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
+from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, can_be_taken, host_sample
 from ebbtide.engine.layout import Layout, storage_bytes, with_layout
 from ebbtide.engine.tickets import Entry, Expr
 
@@ -212,8 +212,10 @@ class Trust:
             return Compared.FULL
         return Compared.NOT if accelerator else Compared.SAMPLE
 
-    def fingerprint(self, tensor: torch.Tensor, compared: Compared) -> Fingerprint | None:
+    def fingerprint(self, tensor: torch.Tensor, compared: Compared) -> Fingerprint | Sample | None:
         """Return a fingerprint of what is dropped; None if it is not to be compared."""
+        if compared is Compared.SAMPLE and (sample := host_sample(tensor)) is not None:
+            return sample
         if compared is Compared.NOT or not can_be_taken(tensor):
             return None
         return Fingerprint(tensor, full=compared is Compared.FULL)

@@ -27,7 +27,7 @@ class Weights:
 
     def __init__(self, model: ModelWeights, own: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.model = model
-        weights = list(own()) if model.move or not model.known else []
+        weights = list(own()) if model.move or not model.keys else []
         model.note_versions(weights)
         self._own = storage_keys(weights)
         self.keys = None if model.move else self._own or model.keys
@@ -83,14 +83,6 @@ class Weights:
         """Whether all weights that a recipe reads have their bytes in this block's backward."""
         return all(self.usable(watched.tensor) for watched in weights_read(recipe))
 
-    def read_now(self, node: Any) -> bool:
-        """Whether an operator ran in this pass: what its operands were is what ``version`` knows of them."""
-        return self.model.since <= node._sequence_nr()
-
-    def version(self, weight: torch.Tensor) -> int | None:
-        """Return the version that a weight has had since the pass began; None if it changed, or is not known."""
-        return self.model.version(weight)
-
     def copied(self, tensor: torch.Tensor, running: Running | None) -> torch.Tensor | None:
         """Return the weight that a tensor is, beyond doubt, autocast's copy of: it is cast again, not moved.
 
@@ -105,7 +97,7 @@ class Weights:
             running: The innermost module that runs.
         """
         node, weight = tensor.grad_fn, None
-        if node is not None and node.name() == CAST and self.read_now(node):
+        if node is not None and node.name() == CAST and self.model.since <= node._sequence_nr():
             source = node.next_functions[0][0]
             leaf = getattr(source, "variable", None)
             if leaf is None:
@@ -113,7 +105,7 @@ class Weights:
             weight = leaf if leaf is not None and self.include(leaf) else None
         elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module shows it
             weight = self._frozen(running.module, tensor)
-        if weight is None or weight.device != tensor.device or self.version(weight) is None:
+        if weight is None or weight.device != tensor.device or self.model.version(weight) is None:
             return None
         if self.usable(weight):
             return weight

@@ -165,7 +165,7 @@ def test_an_exception_in_the_middle_of_a_hook(
     place: str, when: int, error: type[BaseException], data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
     """Half-made tickets and entries die silently."""
-    from ebbtide.engine import engine as engine_module
+    from ebbtide.engine import admit as admit_module
     from ebbtide.engine import recompute as recompute_module
     from ebbtide.engine.layout import Layout
     from ebbtide.engine.tickets import Entry, Ticket
@@ -182,7 +182,7 @@ def test_an_exception_in_the_middle_of_a_hook(
             elif place == "Expr":
                 patch.setattr(ebbtide.engine.Expr, "__init__", around(bomb, ebbtide.engine.Expr.__init__))
             else:
-                home = recompute_module if place == "evaluate" else engine_module
+                home = recompute_module if place == "evaluate" else admit_module
                 patch.setattr(home, place, around(bomb, getattr(home, place)))
             try:
                 got = step(engine, x, w)

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ebbtide.engine import Engine, Expr, recipe
+from ebbtide.base.actions import Site
+from ebbtide.engine import Block, Engine, Expr, recipe
+from ebbtide.engine.run import begin_block
 from tests.helpers.engines import (
     POLICIES,
     REMAKE,
@@ -349,3 +351,95 @@ def test_a_backward_that_raised_is_forgotten_by_the_next_pass() -> None:
         assert equal(expected, grads(y, x))
         del y
         assert_nothing_left(engine)
+
+
+def test_what_another_recompute_needs_is_counted_as_recomputed() -> None:
+    x = leaf(6, 8)
+    with open_engine(REMAKE) as engine:
+        with forward_pass(engine, x):
+            y = x.sin() + x.exp().exp()
+        y.sum().backward()
+        assert engine.stats().recomputed_bytes == 2 * x.nbytes
+        assert engine.stats().total_recomputes == 2
+
+
+def test_another_plan_learns_the_order_of_its_own_reads() -> None:
+    x = leaf(6, 8)
+    with open_engine("offload") as engine:
+        for changed in (False, False, True):
+            if changed:
+                engine.plan_changed()
+            with forward_pass(engine, x) as run:
+                y = x.exp() * x.cos()  # reads its factors in the order of the forward
+            order = run.backward_order()
+            learned = order != run.entries[::-1]
+            y.sum().backward()
+            del y
+        assert not learned and engine.orders
+
+
+def test_the_order_that_a_plan_has_learned_is_used() -> None:
+    x = leaf(6, 8)
+    with open_engine("offload") as engine:
+        for _ in range(2):
+            with forward_pass(engine, x) as run:
+                y = x.exp() * x.cos()
+            order = run.backward_order()
+            y.sum().backward()
+        assert order != run.entries[::-1]
+
+
+def test_the_end_of_a_forward_waits_for_a_backward_in_another_thread() -> None:
+    """Both change what is held back."""
+    x, owned = leaf(6, 8), list[bool]()
+    with open_engine("offload") as engine:
+        end = engine._copy_out.end_forward
+        engine._copy_out.end_forward = lambda done: (owned.append(engine.lock._is_owned()), end(done))[1]  # type: ignore
+        with forward_pass(engine, x):
+            x.sin()
+    assert owned == [True]
+
+
+def test_a_site_may_be_demoted_while_statistics_are_made() -> None:
+    with open_engine("offload") as engine:
+        demoted = engine.trust.demoted
+
+        class Named(str):
+            def __str__(self) -> str:
+                demoted[Site("block", "", "another", len(demoted))] = "meanwhile"
+                return "site"
+
+        demoted[Named()] = "before"  # type: ignore[index]
+        assert engine.stats().demoted_sites == ("site",)
+
+
+def test_a_close_that_was_interrupted_is_repeated_by_the_end_of_the_pass() -> None:
+    x = leaf(6, 8)
+    with open_engine(REMAKE) as engine:
+        engine.begin_pass()
+        run = begin_block(engine, Block(name="b", kind="Block", index=0, count=1, weights=tuple), [x])
+        forget = run._inputs.forget
+        run._inputs.forget = _interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            run.close()
+        run._inputs.forget = forget  # type: ignore[method-assign]
+        assert run.is_open
+        engine.end_pass()
+        assert not run.is_open and not run._inputs.values
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_small_storages_count_as_saved_by_the_bytes_of_their_views() -> None:
+    x, number = leaf(8, 64), leaf(1)
+    with open_engine("offload", min_bytes=1 << 20) as engine:
+        with forward_pass(engine, x, number):
+            first, second = (x * 1).split(4)
+            y = first.sin() + second.cos()
+            z = number.expand(8, 64).sin()
+        (y.sum() + z.sum()).backward()
+        stats = engine.stats()
+    assert stats.saved_bytes == 2 * x.nbytes and stats.packs == 3
+    assert (stats.small_storages, stats.small_bytes) == (2, x.nbytes + number.nbytes)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.base.actions import Site
+from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken, host_sample
@@ -18,6 +18,7 @@ from ebbtide.engine.layout import Layout
 from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import STEPS_BETWEEN, Trust
 from ebbtide.schedule import LiveCount
+from tests.helpers.engines import REMAKE, ByTable, forward_pass, leaf, open_engine
 from tests.helpers.twice import Stack, check, check_refused, sgd, step_of
 
 # Fingerprints
@@ -230,3 +231,17 @@ def test_no_verdict_is_missing_once_all_recipes_were_compared() -> None:
             model(x).sum().backward()
             seen.append(handle._engine.trust.unsure)
     assert seen[0] > 0 and seen[1] == seen[2] == seen[3]
+
+
+def test_no_verdict_is_missing_of_recipes_with_a_kept_operand() -> None:
+    """It has an entry in the first pass, and none once it is replayed."""
+    plan = ByTable(lambda c: Action.KEEP if c.site.node == "SinBackward0" else REMAKE.choose(c))
+    x, seen = leaf(64, 64), list[int]()
+    with open_engine(plan) as engine:
+        for _ in range(4):
+            with forward_pass(engine, x):
+                y = x.sin().cos().exp()
+            y.sum().backward()
+            seen.append(engine.trust.unsure)
+        assert engine.stats().recomputed_bytes and engine.stats().kept_bytes and engine.stats().replayed
+    assert seen[0] > 0 and len(set(seen)) == 1

@@ -304,3 +304,42 @@ def test_what_was_cast(first: str, then: str, policy: str) -> None:
     with ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk"):
         for step in range(3):
             one_step(model, reference, batch(8, step).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_copies_that_autocast_makes_of_weights(frozen: bool, policy: str) -> None:
+    """Replayed from the second step on; the bytes, sites and gradients are those of an engine without memos."""
+    torch.manual_seed(0)
+    model = stack()
+    for layer in model if frozen else ():
+        layer.up.weight.requires_grad_(False)
+        layer.mix.weight.requires_grad_(False)
+    twin, plans = copy.deepcopy(model), [_Heard(REMAKE.choose) for _ in range(2)]
+    chosen = plans if policy == "recompute" else [policy, policy]
+    with (
+        ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk") as handle,
+        ebbtide.enable_activation_offloading(twin, policy=chosen[1], min_bytes=0, target="disk") as analysed,
+    ):
+        analysed._engine.replays = False
+        for step in range(4):
+            for m in (model, twin):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = m(batch(8, step)).float().square().mean()
+                loss.backward()
+            check(model, twin)
+            assert _counts(handle) == _counts(analysed), step
+            assert plans[0].heard() == plans[1].heard()
+            assert step == 0 or share(handle) == 1, (step, share(handle))
+            with torch.no_grad():  # as an optimizer does: the copy of the next step has other values
+                for m in (model, twin):
+                    for parameter in m.parameters():
+                        parameter.mul_(0.9)
+    reference = copy.deepcopy(twin)
+    with ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk"):
+        for step in range(3):
+            for m in (model, reference):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = m(batch(8, step)).float().square().mean()
+                loss.backward()
+            check(model, reference)
