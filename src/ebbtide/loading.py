@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ebbtide.base.checks import check_value
+from ebbtide.base.checks import check_path, check_value
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.extras import check_version
 from ebbtide.load import Loading, LoadOptions, Saving, Weights
@@ -118,7 +118,10 @@ def save_sharded(
 
     def check() -> dict[str, Any]:
         check_version("torch")
-        _check_folder(folder)
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            what = f"model is a {type(model).__name__}"
+            raise ConfigError(what, expected="a torch.nn.Module with data", hint="pass the model itself")
+        check_path("folder", folder, hint="pass the same folder on every rank; '.' is the working directory")
         check_value("max_file_bytes", max_file_bytes, int)
         check_value("name", name, str)
         if max_file_bytes < 1:
@@ -157,15 +160,6 @@ def _device(device: torch.device | str | None) -> torch.device | None:
         raise ConfigError(
             f"device is {device!r:.80}", expected="a torch device", hint="such as device='cuda', or leave it out"
         ) from error
-
-
-def _check_folder(folder: object) -> None:
-    if not isinstance(folder, (str, PathLike)) or not fspath(folder):
-        raise ConfigError(
-            f"folder is {folder!r:.80}",
-            expected="a path",
-            hint="pass the same folder on every rank; '.' is the working directory",
-        )
 
 
 def _meet(ranks: Sequence[int], about: str, text: str) -> Mapping[int, str]:

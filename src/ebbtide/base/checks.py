@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -79,6 +80,21 @@ def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> Non
             "pass the value itself, without quotes" if isinstance(value, str) else _KINDS.get(kind, ("", _LEAVE_OUT))[1]
         )
     raise ConfigError(f"{name} is {value!r:.80}", expected=in_words(kind), hint=hint or advice)
+
+
+def check_path(name: str, value: object, *, hint: str) -> None:
+    """Raise if a value is no path, or an empty one, as of a variable that is not set.
+
+    Args:
+        name: The name of the value, for the error.
+        value: The value.
+        hint: The hint.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ConfigError(f"{name} is {value!r:.80}", expected="a path", hint=hint)
 
 
 def check_fields(values: Any, advice: Mapping[str, str] | None = None) -> None:

@@ -114,6 +114,23 @@ def put_record_aside(folder: Path) -> Path:
     return (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
 
 
+def check_results(folder: Path) -> None:
+    """Raise if a folder has a summary or a report without a record: a comparison's, or another program's files.
+
+    A run replaces those of an earlier run in its folder.
+
+    Raises:
+        DataError: It has one.
+    """
+    found = [name for name in (SUMMARY_FILE, REPORT_FILE) if (folder / name).exists()]
+    if found and not (folder / EVENTS_FILE).exists() and not records_aside(folder):
+        raise DataError(
+            f"{folder} already holds {' and '.join(found)} of something other than a run",
+            expected="a folder without them",
+            hint="choose another folder, or remove them",
+        )
+
+
 def check_schema(found: Mapping[str, Any], path: Path) -> None:
     """Raise for the schema of a later ebbtide: known fields have another meaning there.
 

@@ -114,9 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = isinstance(error, _RUN_FAILURES) and not isinstance(error, DiskPathError)
         return EXIT_FAILED if failed else EXIT_BAD_INPUT
     except OSError as error:
-        if error.errno in _NAME_ERRNOS and error.filename is not None:
-            print(f"error: {os.fsdecode(error.filename)!r} is no file's name ({error.strerror})", file=sys.stderr)
-            print("hint: check the names of files and folders in the command", file=sys.stderr)
+        if error.errno in (*_NAME_ERRNOS, errno.EACCES) and error.filename is not None:
+            what = "may not be used" if error.errno == errno.EACCES else "is no file's name"
+            print(f"error: {os.fsdecode(error.filename)!r} {what} ({error.strerror})", file=sys.stderr)
+            print("hint: check the names and permissions of files and folders in the command", file=sys.stderr)
             return EXIT_BAD_INPUT
         if error.errno not in FULL_ERRNOS:
             raise

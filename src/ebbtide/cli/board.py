@@ -129,6 +129,7 @@ class Board:
 
         If plain itself is not deterministic, losses and parameters cannot be compared.
         """
+        losses = [by["plain"].summary["loss"] for by in self._rounds.values() if "plain" in by]
         sums = {
             mode: [
                 event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")
@@ -136,16 +137,16 @@ class Board:
             for mode in self._modes
         }
         plain = sums.get("plain", [])
-        if not plain:
-            return []
-        losses = [by["plain"].summary["loss"] for by in self._rounds.values() if "plain" in by]
         if len(set(plain)) > 1 or any(values != losses[0] for values in losses):
             for mode in modes:
                 mode["loss_equal"] = mode["parameters_equal"] = None
             return [
-                "The script is not deterministic: plain's rounds differ from one another, so "
-                "losses and parameters are not compared.\nhint: set its seeds (torch, numpy, data loader workers)"
+                "Training is not deterministic: plain's rounds differ from one another, so losses and parameters are "
+                "not compared.\nhint: set all seeds (torch, numpy, data loader workers), and choose deterministic "
+                "kernels: torch.use_deterministic_algorithms(True)"
             ]
+        if not plain:
+            return []
         for mode in modes:
             own = sums[mode["mode"]]
             mode["parameters_equal"] = all(each == plain[0] for each in own) if own else None

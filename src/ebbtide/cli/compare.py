@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
@@ -69,13 +68,21 @@ def compare(
         EbbtideError: The recipe refuses its arguments in one of the modes, or a package is not installed.
     """
     check_packages("recipes")
-    _check(recipe, arguments, modes, rounds, out)
+    check_modes(modes, rounds)
+    taken = sorted(names(recipe, arguments) & set(OWN_FLAGS))
+    if taken:
+        raise ConfigError(
+            f"--{taken[0]} is set by compare",
+            expected="the recipe's other flags",
+            hint="choose modes with --modes, and compare's folder with --out",
+        )
+    check_folder(out)
     console = plain_console()
     config = read(recipe, arguments, others=("modes", "rounds", "out"))
     steps = config.max_steps if config.max_steps > 0 else None
-    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, lockstep=True)
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps)
     announce(console, plan)
-    if set_twice := _set_twice(config):
+    if set_twice := [name for name in OWN_FLAGS if config.is_set(name)]:
         console.print(
             f"{', '.join(set_twice)}: compare sets these; their values in the file have no effect", style="yellow"
         )
@@ -99,23 +106,6 @@ def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> li
     if recipe == "video" and "samples" not in own:
         flags += ["--samples", "0"]  # only training is compared
     return flags
-
-
-def _check(recipe: str, arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Path) -> None:
-    check_modes(modes, rounds)
-    taken = sorted(names(recipe, arguments) & set(OWN_FLAGS))
-    if taken:
-        raise ConfigError(
-            f"--{taken[0]} is set by compare",
-            expected="the recipe's other flags",
-            hint="choose modes with --modes, and compare's folder with --out",
-        )
-    check_folder(out)
-
-
-def _set_twice(config: Any) -> list[str]:
-    """Return the names that both the file and compare set."""
-    return [name for name in OWN_FLAGS if config.is_set(name)]
 
 
 def run(argv: Sequence[str]) -> int:

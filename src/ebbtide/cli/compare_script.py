@@ -20,7 +20,7 @@ from ebbtide.cli.rounds import (
     run_rounds,
 )
 from ebbtide.cli.run import check_command
-from ebbtide.script.request import Request, read_notes, why_untrained
+from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
 
 
 def compare_script(
@@ -54,12 +54,13 @@ def compare_script(
     check_modes(modes, rounds)
     check_folder(out)
     console = plain_console()
-    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, flag="--steps")
-    announce(console, plan, of_script=True)
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, of_script=True)
+    announce(console, plan)
     console.print(_care(command, steps))
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / NOTES_FILE).unlink(missing_ok=True)  # of an attempt that trained nothing
         request = Request(mode=mode, folder=str(folder.absolute()), compared=True, steps=steps)
         # Sets of strings have the same order in every run.
         return list(command), request.environment({"PYTHONHASHSEED": "0", **os.environ})

@@ -54,13 +54,15 @@ def run(argv: Sequence[str]) -> int:
     from ebbtide.doctor import examine  # torch, and with it the seconds of its import
 
     found = examine(target, disk_path)
-    written = own.out is not None and _write(found, own.out)
+    machine = found.facts.machine
+    if own.out is not None and machine is not None:
+        machine.save(own.out)
     if as_json:
         print(json.dumps(as_values(found), indent=1, allow_nan=False))
     else:
         print("\n".join(lines(found)))
         if own.out is not None:
-            print(f"\n{own.out}" if written else f"\n{own.out} was not written: there are no measurements")
+            print(f"\n{own.out}" if machine is not None else f"\n{own.out} was not written: there are no measurements")
     return 0 if found.healthy else EXIT_PROBLEM
 
 
@@ -89,11 +91,3 @@ def as_values(found: Examination) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in found.findings],
         "facts": facts,
     }
-
-
-def _write(found: Examination, path: Path) -> bool:
-    """Write the machine; returns whether there is one."""
-    if found.facts.machine is None:
-        return False
-    found.facts.machine.save(path)
-    return True

@@ -1,7 +1,7 @@
 """The argument parser of ``doctor``, ``report``, ``run`` and ``compare``.
 
-These verbs need no extra, and take words or the user's own command besides flags, for which a config dataclass has no
-place. Verbs with settings, ``plan`` and the recipes, read them into one: ``ebbtide.cli.arguments``.
+These verbs take words or the user's own command besides flags, for which a config dataclass has no place. Verbs with
+settings, ``plan`` and the recipes, read them into one: ``ebbtide.cli.arguments``.
 """
 
 from __future__ import annotations

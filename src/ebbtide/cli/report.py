@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.base.files import check_writable, near, write_text
+from ebbtide.base.files import check_writable, json_object, near, write_text
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE, check_schema
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
@@ -194,15 +194,15 @@ def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, ta
 
 def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
     """Return the runs of the last round in which all modes succeeded, else the last run of each mode."""
-    rounds: dict[int, dict[str, Run]] = {}
+    rounds: dict[int, dict[str, Path]] = {}
     for part in folder.glob("round-*"):
         number = part.name.removeprefix("round-")
         for mode in modes if number.isdecimal() else ():
-            if (part / mode / SUMMARY_FILE).exists():
-                found = dataclasses.replace(load_run(part / mode), name=mode)
-                if found.summary.get("status") == "ok":
-                    rounds.setdefault(int(number), {})[mode] = found
-    return latest_complete_round(rounds, modes)
+            path = part / mode / SUMMARY_FILE
+            expected = "the summary of a run"
+            if path.exists() and json_object(path, str(path), expected=expected, hint=_READABLE).get("status") == "ok":
+                rounds.setdefault(int(number), {})[mode] = path.parent
+    return [dataclasses.replace(load_run(run), name=run.name) for run in latest_complete_round(rounds, modes)]
 
 
 def run(argv: Sequence[str]) -> int:

@@ -77,16 +77,19 @@ class Rounds:
         rounds: How often each mode is run.
         out: The output folder.
         steps: Steps of each child; ``None``: not known in advance.
-        flag: The flag that sets the number of steps.
-        lockstep: The runs of a round may go in lockstep: no two write the same files.
+        of_script: They run a script, and may write the same files, so that no two go in lockstep.
     """
 
     modes: Sequence[str]
     rounds: int
     out: Path
     steps: int | None
-    flag: str = "--max_steps"
-    lockstep: bool = False
+    of_script: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets the number of steps."""
+        return "--steps" if self.of_script else "--max_steps"
 
     @property
     def orders(self) -> list[list[str]]:
@@ -142,7 +145,7 @@ def run_rounds(
 
                 run_round(
                     f"round {number}", order, plan.out / f"round-{number}", start_mode, progress,
-                    ended=add, lockstep=plan.lockstep, report=console.print,
+                    ended=add, lockstep=not plan.of_script, report=console.print,
                 )  # fmt: skip
         except KeyboardInterrupt as stop:
             stopped = how_stopped(stop)
@@ -180,7 +183,7 @@ def more_steps(modes: Sequence[str]) -> int:
     return MORE_FOR_MINIMAL if "ebbtide-minimal" in modes else 0
 
 
-def announce(console: Any, plan: Rounds, *, of_script: bool = False) -> None:
+def announce(console: Any, plan: Rounds) -> None:
     """Announce the comparison before the slow imports."""
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
@@ -190,7 +193,7 @@ def announce(console: Any, plan: Rounds, *, of_script: bool = False) -> None:
     ]
     for name in plan.modes:
         mode = MODES[name]
-        lines.append(f"  {name:<16} {(of_script and mode.does_to_script) or mode.does}")
+        lines.append(f"  {name:<16} {(plan.of_script and mode.does_to_script) or mode.does}")
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
     for line in lines:
         console.print(line)
@@ -222,8 +225,9 @@ def check_folder(out: Path) -> None:
         DataError: It holds one, or cannot be made.
     """
     begun = any(out.glob(f"round-*/*/{EVENTS_FILE}"))
-    if begun or ((out / SUMMARY_FILE).exists() and not any(out.glob("round-*"))):
-        what, hint = "a comparison" if begun else f"a run ({SUMMARY_FILE})", "name another with --out"
+    other = next((name for name in (EVENTS_FILE, SUMMARY_FILE, REPORT_FILE) if (out / name).exists()), None)
+    if begun or (other is not None and not any(out.glob("round-*"))):
+        what, hint = "a comparison" if begun else f"a run ({other})", "name another with --out"
         if begun and not (out / REPORT_FILE).exists():
             what, hint = f"{what} without {REPORT_FILE}", f"{hint}, or remove it if no comparison runs there now"
         raise DataError(f"{out} already holds {what}", expected="a folder without one", hint=hint)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event, of_kind, only_writer, put_record_aside, read_events
+from ebbtide.base.runs import EVENTS_FILE, Event, check_results, of_kind, only_writer, put_record_aside, read_events
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count, named_folder
 from ebbtide.cli.signals import handled
@@ -52,7 +52,8 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: No command, one that does not exist, or a flag that cannot be read.
-        DataError: ``--out`` cannot be created, or another run writes into it; the plan file cannot be read.
+        DataError: ``--out`` cannot be created, holds a comparison, or another run writes into it; the plan file cannot
+            be read.
         DiskError: ``--disk_path`` cannot hold offloaded bytes.
     """
     parser = Parser(
@@ -194,9 +195,10 @@ def _folder(out: Path, claimed: contextlib.ExitStack) -> Path:
             if (out / EVENTS_FILE).exists():
                 raise
             return out.absolute()  # the same command on another node was first
+        check_results(out)
+        (out / NOTES_FILE).unlink(missing_ok=True)  # of a command that trained nothing there is no record
         with contextlib.suppress(FileNotFoundError):
             kept = put_record_aside(out)
-            (out / NOTES_FILE).unlink(missing_ok=True)
             print(f"ebbtide: the record of an earlier run in {out} is kept as {kept.name}", file=sys.stderr)
     except OSError as error:
         raise DataError(

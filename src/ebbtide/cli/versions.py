@@ -42,7 +42,7 @@ def _device() -> str:
     """Return the accelerator that torch sees."""
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:  # OSError or ValueError where a library of CUDA is missing
         return f"unknown (torch cannot be imported: {error})"
     if not torch.accelerator.is_available():
         return "cpu"

@@ -46,11 +46,13 @@ def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
         content: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader(yaml))
     except FileNotFoundError:
         raise
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: bytes that are no text, or no such date
+        of_file = "name a file that you may read; a model goes after --model"
+        of_lines = "indent with spaces, never with tabs, and put quotes around dates and text with a colon in it"
         raise DataError(
             f"{path} cannot be read: {_why(error)}",
             expected="a YAML file of `key: value` lines, each key once",
-            hint="indent with spaces, never with tabs, and put quotes around text with a colon in it",
+            hint=of_file if isinstance(error, OSError) else of_lines,
         ) from error
     if content is None:
         return {}

@@ -104,12 +104,12 @@ class Filling:
                 self._twins += [(source, twin, target) for twin in plan.twins.get(name, ())]
             else:
                 self._conversions.setdefault(id(source), (source, []))[1].append((plan.bases[name], target))
+        self._all_sliced = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the checkpoint that are to be read."""
-        read = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
-        sliced = sum(box.numel * layout.dtype.itemsize for layout, t in read for box, _ in t.boxes)
+        sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._all_sliced for box, _ in t.boxes)
         sliced += sum(layout.numel() * layout.dtype.itemsize for layout, _ in self._quantised)
         keys = [k for conversion, _ in self._conversions.values() for k in conversion.keys]
         keys += [key for target in self._scaled for key in self._four.scales_of(target.name).values()]
@@ -117,8 +117,7 @@ class Filling:
 
     def shared_keys(self) -> set[str]:
         """Return the tensors of which other ranks read the same bytes."""
-        read = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
-        keys = {key for layout, target in read if target.shared for key in layout.keys}
+        keys = {key for layout, target in self._all_sliced if target.shared for key in layout.keys}
         keys = keys.union(*(layout.keys for layout, _ in self._quantised))
         keys = keys.union(*(self._four.scales_of(target.name).values() for target in self._scaled))
         return keys.union(*(conversion.keys for conversion, _ in self._conversions.values()))

@@ -114,14 +114,12 @@ class Initialiser:
         """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
         before = {self._first[name]: tensor_of(owner) for name, owner in owners_of(model).items() if lacking}
-        self._valued = {name: t for name, t in before.items() if not t.is_meta and self._tensor(name).is_meta}
+        copied = {name: tensor_of(self._owners[name]) for name in before}
+        self._valued = {name: t for name, t in before.items() if not t.is_meta and copied[name].is_meta}
         """What calls need of the values that are in the model: wrappers drop the rest."""
         if self._valued:
             needed = {name for call in self._calls for name in call.needs}
             self._valued = {name: tensor for name, tensor in self._valued.items() if name in needed}
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        return tensor_of(self._owners[name])
 
     def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole initialised tensors, few at a time.

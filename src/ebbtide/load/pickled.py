@@ -33,23 +33,31 @@ class _Scattered:
 
 
 class ScatteredTensors(Mapping[str, torch.Tensor]):
-    """Tensors that do not lie in their files row by row; each is read whole when it is looked up."""
+    """Tensors that do not lie in their files row by row; each is read whole when it is looked up.
+
+    The last one stays in memory: a rank that reads for others looks it up again for each message.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, _Scattered] = {}
+        self._latest: dict[str, torch.Tensor] = {}
 
     def add(self, key: str, run: CheckpointEntry, view: torch.Tensor) -> None:
         """Add a tensor: the elements from its first to its last, and how it views them."""
         self._found[key] = _Scattered(run=run, view=view)
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._latest:
+            return self._latest[key]
+        self._latest.clear()
         found = self._found[key]
         values = torch.empty(found.run.shape, dtype=found.run.dtype)
         with SliceReader({key: found.run}) as reader:
             reader.read([Piece(key=key, box=Box.full(found.run.shape), into=values)])
         values = values.as_strided(found.view.shape, found.view.stride())
         values = values.conj() if found.view.is_conj() else values
-        return values.neg() if found.view.is_neg() else values
+        self._latest[key] = values.neg() if found.view.is_neg() else values
+        return self._latest[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

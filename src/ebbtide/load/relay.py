@@ -33,7 +33,7 @@ _WORD_BYTES = 16
 _GOOD, _FAILED = 1, 2
 
 
-def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = False) -> dict[int, int]:
+def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool) -> dict[int, int]:
     """Return requesting rank → answering rank.
 
     Args:

@@ -120,11 +120,11 @@ def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _rounds(comparison: Mapping[str, Any] | None) -> str:
     if comparison is None:
         return ""
-    environment = section(comparison, "environment")
-    rounds, spread = environment.get("rounds") or 0, environment.get("spread", "not said")
+    rounds = max((mode.get("rounds") or 0 for mode in comparison["modes"]), default=0)  # fewer than planned if stopped
+    spread = section(comparison, "environment").get("spread", "not said")
     return (
         f"Medians over {counted(rounds, 'round')} of fresh processes; step times are compared pair by pair, "
-        f"and the spread is: {spread}. The pictures show the last round."
+        f"and the spread is: {spread}. The pictures show the last complete round."
     )
 
 

@@ -18,12 +18,13 @@ def peak_sentence(run: Run) -> str:
     peak = run.peak()
     if peak is None:
         return f"{run.name}: no memory samples."
-    if peak.phase is None:
-        loading = run.loading()
-        within = loading is not None and loading.begin <= peak.t <= loading.end
-        where = "while weights were loaded" if within else "outside of any phase (warm-up or between steps)"
+    loading = run.loading()
+    if peak.phase in (None, "load") and loading is not None and loading.begin <= peak.t <= loading.end:
+        where = "while weights were loaded"
+    elif peak.phase is None:
+        where = "outside of any phase (warm-up or between steps)"
     else:
-        where = f"in {peak.phase} of step {peak.step}"
+        where = f"in {peak.phase}" + (f" of step {peak.step}" if peak.step else "")
         if peak.block and not peak.dated:
             where += f", at block {peak.block}"
         elif peak.block is None and peak.phase == "forward" and run.blocks(peak.step):

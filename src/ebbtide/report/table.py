@@ -179,8 +179,9 @@ def loss_verdict(summary: Summary, plain: Summary | None) -> str:
         )
         both = ours.keys() & theirs.keys()
         if both:
-            resumed = min(ours) != min(theirs)  # else the shorter run lacks steps
-            equal = all(ours[step] == theirs[step] for step in both) if resumed else ours == theirs
+            # A resumed run begins later, a stopped one ends earlier; of others the shorter one lacks steps.
+            is_part = min(ours) != min(theirs) or any(run.get("status", "ok") != "ok" for run in (summary, plain))
+            equal = all(ours[step] == theirs[step] for step in both) if is_part else ours == theirs
     return ABSENT if equal is None else "equal" if equal else "differ"
 
 

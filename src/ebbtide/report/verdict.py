@@ -44,14 +44,15 @@ def verdicts(
 ) -> list[str]:
     """Return a one-line verdict for each run that is compared with another, else for all runs.
 
-    In a comparison with modes of ebbtide, only these have a line.
+    Of the modes of `ebbtide compare`, only those of ebbtide have a line, if there are any.
     """
     plain = plain_of(summaries) if baseline is None else summaries[baseline]
     pairs = [(name, summary) for name, summary in zip(names, summaries, strict=True)]
     against = next((name for name, summary in pairs if summary is plain), "plain")
     if plain is not None and len(pairs) > 1:
         pairs = [(name, summary) for name, summary in pairs if summary is not plain]
-        pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
+        if baseline is None:  # names are modes, not folders
+            pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
     again = next((s for s in summaries if s.get("mode") == PLAIN_AGAIN), None) if baseline is None else None
     return [verdict(name, summary, plain, splits.get(name), against=against, again=again) for name, summary in pairs]
 

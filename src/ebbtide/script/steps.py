@@ -238,7 +238,6 @@ class ScriptSteps:
             weights=model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
             gradient_bytes=tensor_bytes(p.grad for p in self._trained() if p.grad is not None),
             optimizer_bytes=optimizer_bytes([optimizer]),
-            average_bytes=0,
         )
 
     def _trained(self) -> Iterator[nn.Parameter]:

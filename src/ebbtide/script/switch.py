@@ -69,9 +69,6 @@ class ScriptSwitch:
         register_optimizer_step_post_hook(untraced(lambda optimizer, *_: self._step_ends(optimizer)))
         self._note_once("torch")
 
-    def _all_stepped(self) -> bool:
-        return all(optimizer in self._stepped for optimizer in self._optimizers)
-
     def _outermost_call(self, module: nn.Module) -> None:
         """Switch a module that is about to be called, if it is a trained model."""
         if module in self._inside or not torch.is_grad_enabled() or in_backward():
@@ -155,7 +152,7 @@ class ScriptSwitch:
     def _step_ends(self, optimizer: Optimizer) -> None:
         self._note_once("step")
         self._stepped.add(optimizer)
-        if self._all_stepped():
+        if all(one in self._stepped for one in self._optimizers):
             self._calls.rest()
         self._steps.step_ends(optimizer)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.base.checks import check_path, check_value
+from ebbtide.base.errors import ConfigError
 from ebbtide.track.runfile import RunFile
 
 if TYPE_CHECKING:
@@ -55,11 +58,21 @@ def track_memory(
         The open run file.
 
     Raises:
-        DataError: The folder already holds a run, or cannot be written.
+        ConfigError: An argument cannot be used.
+        DataError: The folder already holds a run or a comparison, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    from ebbtide.track.steps import emit_ended_step, marking  # needs torch, which reports do not
+    from torch import nn  # which reports do not need
 
+    from ebbtide.track.steps import emit_ended_step, marking
+
+    check_path("folder", folder, hint="such as 'run'; '.' is the working directory")
+    check_value("model", model, nn.Module | str | None, advice="pass one module, or a name for the report")
+    check_value("sample_seconds", sample_seconds, float)
+    check_value("overwrite", overwrite, bool)
+    if not 0 < sample_seconds < math.inf:
+        found = f"sample_seconds is {sample_seconds}"
+        raise ConfigError(found, expected="a time above zero", hint="such as sample_seconds=0.05")
     emit_ended_step()
     name = model if model is None or isinstance(model, str) else type(model).__name__
     run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)

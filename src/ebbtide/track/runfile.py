@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any, cast
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.extras import installed
-from ebbtide.base.runs import BOTH_PHASE, DETAILS_END, EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.base.runs import (
+    BOTH_PHASE,
+    DETAILS_END,
+    EVENTS_FILE,
+    REPORT_FILE,
+    SCHEMA,
+    SUMMARY_FILE,
+    check_results,
+)
 from ebbtide.base.units import format_size
 from ebbtide.track.lockstep import Lockstep
 from ebbtide.track.messages import Messages
@@ -62,7 +70,7 @@ class RunFile:
         **run_begin_fields: Fields of ``run_begin``: ``model``, ``mode``, ``config``, ``world_size``, ...
 
     Raises:
-        DataError: The folder already holds a run, or cannot be written.
+        DataError: The folder already holds a run or a comparison, or cannot be written.
     """
 
     def __init__(
@@ -176,6 +184,8 @@ class RunFile:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._overwrite:
                 path.unlink(missing_ok=True)
+            else:
+                check_results(self.folder)
             self._file = os.open(path, flags if self._overwrite else flags | os.O_EXCL, 0o666)
             for name in (SUMMARY_FILE, REPORT_FILE):
                 (self.folder / name).unlink(missing_ok=True)
@@ -215,7 +225,7 @@ class RunFile:
             self._since = time.monotonic()
         if kind == "step" and self._lockstep is not None:
             self._write("wait", {"step": fields.get("step")})
-            if not self._lockstep.wait():
+            if self._file is None or not self._lockstep.wait():  # without a record nobody would permit a step
                 self._lockstep.close()
                 self._lockstep = None
         if kind in _EDGES:

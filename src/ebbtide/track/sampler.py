@@ -43,7 +43,7 @@ class MemoryReader:
         if children or not self._page_bytes:
             _psutil()
         self._figures: Any = None
-        if device and self._pid == os.getpid():
+        if device:
             import torch
 
             from ebbtide.store.device_memory import allocator_figures

@@ -250,6 +250,21 @@ def test_a_job_that_is_started_again_keeps_the_earlier_record(
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "run-1.jsonl", "run-2.jsonl"}
 
 
+def test_notes_of_an_attempt_that_trained_nothing_explain_no_later_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.jsonl").write_text('{"t": 0, "event": "torch"}\n')
+    assert run_module.run(["--out", str(tmp_path), "--", "true"]) == 0
+    assert "nothing was offloaded: no process of the command imported torch" in capsys.readouterr().err
+
+
+def test_a_comparison_in_the_folder_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("of a comparison")
+    with pytest.raises(DataError, match="(?s)already holds summary.json of something other than a run; .*\nhint: "):
+        run_module.run(["--out", str(tmp_path), "--", "touch", str(tmp_path / "started")])
+    assert (tmp_path / "summary.json").exists() and not (tmp_path / "started").exists()
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_that_still_writes_keeps_its_record(tmp_path: Path, recorded: bool) -> None:
     """If a command starts on several nodes at once, the others have no record yet, and it continues."""

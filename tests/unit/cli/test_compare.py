@@ -42,7 +42,7 @@ def compare_children(arguments, *, out, modes=DEFAULT_MODES, rounds=1, command=C
     """Compare as ``compare`` does, with another program in place of the recipe."""
     screen = console() if screen is None else screen
     steps = dict(itertools.pairwise([*arguments, ""])).get("--max_steps")
-    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=None if steps is None else int(steps), lockstep=True)
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=None if steps is None else int(steps))
     announce(screen, plan)
 
     def start(mode, folder):
@@ -268,6 +268,25 @@ def test_parameters_are_called_equal_only_of_runs_that_were_compared(tmp_path):
     assert line.endswith("bitwise equal in all runs.")
 
 
+def test_rounds_of_plain_that_differ_accuse_no_mode(tmp_path):
+    """A recipe records no checksums of its parameters."""
+    board = Board(out=tmp_path, modes=("plain", "ebbtide"), console=console(), warm_up=1)
+    runs = [SimpleNamespace(all=lambda kind: [], summary={"loss": [loss]}) for loss in (1.0, 2.0)]
+    board._rounds = {number: {"plain": run, "ebbtide": runs[0]} for number, run in enumerate(runs, start=1)}
+    modes = [{"mode": mode, "loss_equal": False} for mode in ("plain", "ebbtide")]
+    (line,) = board._compare_parameters(modes)
+    assert "plain's rounds differ from one another" in line and "\nhint: " in line
+    assert [mode["loss_equal"] for mode in modes] == [None, None]
+
+
+def test_notes_of_an_attempt_that_trained_nothing_explain_no_later_one(tmp_path):
+    folder = tmp_path / "out" / "round-1" / "plain"
+    folder.mkdir(parents=True)
+    (folder / "notes.jsonl").write_text('{"t": 0, "event": "torch"}\n')
+    with pytest.raises(TrainingError, match="no process of the command imported torch"):
+        run(["--out", str(tmp_path / "out"), "--rounds", "1", "--", "true"])
+
+
 def test_one_different_bit_makes_losses_differ(tmp_path):
     arguments = ["--uneven", "ebbtide"]
     result = compare_children(arguments, modes=["plain", "ebbtide"], out=tmp_path)
@@ -466,11 +485,15 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, argv, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_of_the_modes_in_a_file_are_reported_as_without_effect(tmp_path):
+def test_settings_of_the_modes_in_a_file_are_reported_as_without_effect(tmp_path, monkeypatch):
     file = tmp_path / "run.yaml"
     file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
-    config = module.read("sft", [str(file)])
-    assert module._set_twice(config) == ["activation_cpu_offload", "output_dir"]
+    screen = console()
+    monkeypatch.setattr(module, "plain_console", lambda: screen)
+    monkeypatch.setattr(module, "run_rounds", lambda *_: None)
+    monkeypatch.setattr(module, "check", lambda *_: None)
+    compare([str(file)], modes=["plain"], out=tmp_path / "out")
+    assert "activation_cpu_offload, output_dir: compare sets these; their values" in screen.file.getvalue()
 
 
 def test_a_comparison_in_which_nothing_began_does_not_block_the_next(tmp_path):
@@ -489,10 +512,15 @@ def test_a_folder_that_cannot_be_made_or_holds_a_run_is_refused(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
+    for name in ("report.html", "run.jsonl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
     for out, words in (
         (tmp_path / "file", "cannot be made: .*file is a file"),
         (tmp_path / "file" / "below", "cannot be made: .*file is a file"),
         (tmp_path / "run", r"already holds a run \(summary.json\)"),
+        (tmp_path / "report.html", r"already holds a run \(report.html\)"),
+        (tmp_path / "run.jsonl", r"already holds a run \(run.jsonl\)"),
     ):
         with pytest.raises(DataError, match=f"{words}.*\nhint: name another with --out"):
             compare([], modes=["plain"], rounds=1, out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import errno
 import importlib.util
@@ -14,6 +15,7 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from ebbtide.base.errors import (
     RestoreError,
     TargetError,
 )
+from ebbtide.cli import versions
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -160,6 +163,23 @@ def test_a_full_disk_is_one_error_and_another_systems_error_a_bug(
 def test_a_name_that_no_file_can_have_is_bad_input(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 2
     assert capsys.readouterr().err.startswith(f"error: {argv[-1]!r} is no file's name (File name too long)\nhint: ")
+
+
+@pytest.mark.parametrize("argv", [["report", "RUN"], ["compare", "--out", "RUN", "--", "true"]])
+def test_a_folder_that_may_not_be_entered_is_bad_input(
+    argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may enter all of them, so the system's refusal is made up."""
+    stat, run = os.stat, str(tmp_path / "run")
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(run):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert cli.main([run if word == "RUN" else word for word in argv]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {run!r} may not be used (Permission denied)\nhint: ")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["report", "/nowhere"]])
@@ -296,6 +316,19 @@ def test_doctor_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not every build has a name
     assert lines["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert {"ebbtide", "transformers", "trl", "device", "platform"} <= set(lines)
+
+
+def test_a_torch_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing library of CUDA is an OSError."""
+    real = builtins.__import__
+
+    def broken(name: str, *args: Any) -> Any:
+        if name == "torch":
+            raise OSError("libcudart.so.13: cannot open shared object file")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", broken)
+    assert "torch cannot be imported: libcudart.so.13" in versions.lines()[-1]
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version", "doctor --help"])

@@ -158,6 +158,20 @@ def test_several_runs_are_held_against_plain_or_the_first(tmp_path, capsys):
         report_runs([second, plain], format="json")
 
 
+def test_only_the_round_that_is_shown_is_read(tmp_path, capsys):
+    write_comparison(tmp_path)
+    (tmp_path / "round-1" / "plain" / "run.jsonl").unlink()
+    report(tmp_path)
+    assert capsys.readouterr().out.startswith("ebbtide: peak −149.2 MiB (12 %), step")
+
+
+def test_each_of_several_runs_has_a_verdict_whatever_its_folder_is_called(tmp_path, capsys):
+    folders = [write_run(tmp_path / name, None) for name in ("first", "fsdp", "ebbtide-2")]
+    report_runs(folders)
+    verdicts = capsys.readouterr().out.splitlines()[:2]
+    assert [verdict.partition(": ")[0] for verdict in verdicts] == ["fsdp", "ebbtide-2"]
+
+
 @pytest.mark.parametrize("format", ["text", "json", "html", "trace"])
 def test_a_dash_prints(tmp_path, monkeypatch, capsys, format):
     monkeypatch.chdir(tmp_path)

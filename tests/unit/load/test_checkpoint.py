@@ -17,6 +17,9 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.checkpoint import checkpoint_of, is_present, open_checkpoint
+from ebbtide.load.filling import Values
+from ebbtide.load.layout import Box, Piece
+from ebbtide.load.reader import SliceReader
 from tests.helpers.failing import failing
 
 
@@ -193,6 +196,23 @@ def test_a_pickled_file_is_read_where_its_tensors_lie(tmp_path: Path) -> None:
     loaded = dict(ebbtide.load_sharded(model, tmp_path, allow_pickle=True).named_buffers())
     assert {name: torch.equal(loaded[name], value) for name, value in values.items()} == dict.fromkeys(values, True)
     assert open_checkpoint(tmp_path, allow_pickle=True).values.keys() == {"turned", "part", "conjugate", "negative"}
+
+
+def test_a_scattered_tensor_is_read_once_for_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that reads for others is asked for it in many messages."""
+    values = {"one": torch.arange(60.0).view(6, 10).t(), "other": torch.arange(6.0).view(2, 3).t()}
+    torch.save(values, tmp_path / "model.bin")
+    found, reads = open_checkpoint(tmp_path, allow_pickle=True), list[int]()
+    read = SliceReader.read
+    monkeypatch.setattr(SliceReader, "read", lambda *args: (reads.append(1), read(*args)))
+    source = Values(found.values)
+    for key, count in (("one", 1), ("other", 2), ("one", 3)):
+        rows = values[key].shape[0]
+        for row in range(rows):
+            part = torch.empty(1, values[key].shape[1])
+            source.read([Piece(key=key, box=Box(start=(row, 0), size=tuple(part.shape)), into=part)])
+            assert torch.equal(part[0], values[key][row])
+        assert len(reads) == count
 
 
 CUT = """

@@ -678,6 +678,8 @@ def test_a_model_under_ddp_is_saved_under_its_own_names(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'embed.weight' is on meta"):
         ebbtide.save_sharded(meta(), tmp_path)
+    with pytest.raises(ConfigError, match="model is a OrderedDict; expected a torch.nn.Module.*\nhint: "):
+        ebbtide.save_sharded(Model().state_dict(), tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written .*\nhint: choose a folder"):
         ebbtide.save_sharded(Model(), tmp_path / "file")

@@ -1,5 +1,6 @@
 """Memory while weights are loaded: found in the run file, drawn, and described."""
 
+import dataclasses
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -62,6 +63,21 @@ def test_words_tell_how_much_was_read_and_that_the_peak_was_there(tmp_path):
     assert loading(run) == "ours: by slices in 2.0 s, 60.0 MiB read; host memory rose by 100.0 MiB."
     assert peak_sentence(run) == "ours: 612.0 MiB while weights were loaded."
     assert "loading   by slices in 2.0 s" in text(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "words"),
+    [
+        ("load", 0, "612.0 MiB while weights were loaded."),
+        ("text_encoder", None, "612.0 MiB in text_encoder."),
+        ("forward", 3, "612.0 MiB in forward of step 3."),
+    ],
+)
+def test_a_peak_outside_of_steps_is_placed_in_none(tmp_path, name, step, words):
+    run = write_load(tmp_path, "ours", height=100 * MIB)
+    edges = [event(t, "phase", name=name, edge=edge, step=step) for edge, t in (("begin", 10.9), ("end", 13.5))]
+    run = dataclasses.replace(run, events=sorted([*run.events, *edges], key=lambda e: e["t"]))
+    assert peak_sentence(run) == f"ours: {words}"
 
 
 def test_a_load_that_did_not_end_says_so(tmp_path):

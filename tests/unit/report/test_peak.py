@@ -318,6 +318,10 @@ def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     assert [row[3] for row in table.rows] == [ABSENT, ABSENT, "equal", "equal"]
     assert loss_verdict(rest, whole) == "equal" and loss_verdict(wrong, whole) == "differ"
     assert loss_verdict({"loss": [5.0, 4.0]}, whole) == "differ"  # it lacks steps
+    for status, verdict in (("ok", "differ"), ("interrupted", "equal"), ("killed", "equal")):
+        assert loss_verdict({"loss": [5.0, 4.0], "status": status}, whole) == verdict
+        assert loss_verdict(whole, {"loss": [5.0, 4.0], "status": status}) == verdict
+    assert loss_verdict({"loss": [5.0, 1.0], "status": "killed"}, whole) == "differ"
     assert loss_verdict({"loss": [5.0, 4.0], "model": "another"}, whole) == ABSENT
     assert loss_verdict({"loss": [3.0], "first_step": 9}, whole) == ABSENT, "no step in common"
     alone = losses_svg([rest], ["rest"]) or ""

@@ -198,6 +198,12 @@ def test_a_page_of_a_run_with_nothing_in_it_can_be_made(runs, tmp_path):
     assert "no memory samples" in page and "No finished step" in page
 
 
+def test_a_comparison_that_was_stopped_counts_the_rounds_that_it_has(runs, tmp_path):
+    modes = [{**run.summary, "rounds": rounds} for run, rounds in zip(runs, (1, 1, 0), strict=True)]
+    page = html(runs, tmp_path / "report.html", comparison={"modes": modes, "environment": {"rounds": 3}}).read_text()
+    assert "Medians over 1 round of fresh processes" in page and "the last complete round" in page
+
+
 def test_jinja2_missing_names_the_extra(runs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(EbbtideError, match=r"(?s)jinja2 is not installed.*pip install 'ebbtide\[track\]'"):

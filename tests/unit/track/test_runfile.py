@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.base.errors import DataError, EbbtideError
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import Bus
 from ebbtide.base.runs import read_events
 from ebbtide.track import MemoryReader, RunFile, Sampler, sampler, summarise, track_memory
@@ -116,6 +116,18 @@ def test_a_second_run_in_the_same_folder_is_refused_by_default(tmp_path):
     assert last(tmp_path, "run_begin")["mode"] == "second"
 
 
+@pytest.mark.parametrize("name", ["summary.json", "report.html"])
+def test_a_summary_or_a_report_of_something_else_is_kept(tmp_path, name):
+    (tmp_path / name).write_text("of a comparison")
+    refused = pytest.raises(DataError, match=f"(?s)already holds {name} of something other than a run; .*\nhint: ")
+    with refused, RunFile(tmp_path, bus=Bus()):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / "run-1.jsonl").touch()  # it is of that run
+    with RunFile(tmp_path, bus=Bus()):
+        assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize(("ranks", "count"), [("", 1), ("4", 4), ("many", 1)])
 def test_a_world_size_that_is_no_number_ends_no_training(tmp_path, monkeypatch, ranks, count):
     monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -187,6 +199,28 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capl
     ) == 1
     assert summarise(tmp_path)["status"] == "killed"
     assert "step" not in kinds(tmp_path)
+
+
+def test_a_run_whose_record_has_ended_waits_for_no_other(tmp_path, monkeypatch):
+    """Nobody sees its steps any more, so nobody permits the next one."""
+
+    class Others:
+        open = True
+
+        def wait(self):
+            pytest.fail("it waits")
+
+        def close(self):
+            self.open = False
+
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        run._sampler.stop()
+        run._lockstep = others = Others()
+        with monkeypatch.context() as patch:
+            patch.setattr("ebbtide.track.runfile.os.write", failing(errno.ENOSPC))
+            bus.emit("step", step=1, seconds=1.0)
+        bus.emit("step", step=2, seconds=1.0)
+    assert not others.open
 
 
 def test_a_short_write_goes_on_with_the_rest_of_its_line(tmp_path, monkeypatch, caplog):
@@ -300,6 +334,28 @@ def test_track_memory_passes_its_fields_on(tmp_path):
     with track_memory(tmp_path, sample_seconds=1000, model="m") as run:
         run.step(1, seconds=1.0)
     assert (last(tmp_path, "run_begin")["model"], last(tmp_path, "step")["step"]) == ("m", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"folder": ""}, "folder is ''; expected a path"),
+        ({"folder": None}, "folder is None; expected a path"),
+        ({"model": [torch.nn.Linear(1, 1)]}, "model is .*; expected Module or text"),
+        ({"sample_seconds": 0}, "sample_seconds is 0; expected a time above zero"),
+        ({"sample_seconds": float("inf")}, "sample_seconds is inf; expected a time above zero"),
+        ({"sample_seconds": "0.1"}, "sample_seconds is '0.1'; expected a number"),
+        ({"overwrite": "no"}, "overwrite is 'no'; expected true or false"),
+    ],
+)
+def test_what_track_memory_cannot_use_is_refused_before_anything_is_written(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(ConfigError, match=f"{words}.*\nhint: "),
+        track_memory(**{"folder": "run", **arguments}),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_reader_sees_this_process_grow():
