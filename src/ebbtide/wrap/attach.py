@@ -137,13 +137,14 @@ class Attachment:
         if self._in_block():
             return forward(*args, **kwargs)
         self._agreement.reach(self._blocks)
-        if self._rest.prepare(self._scopes, self._put_on, self._trains(), args, kwargs):
+        version, trains = self._look()
+        if self._rest.prepare(self._scopes, self._put_on, trains, args, kwargs):
             return forward(*args, **kwargs)
         self._depth += 1
         try:
             self._ran.clear()
             self._stand_around_compiled()  # blocks may have been compiled after the handle was made
-            self._begin_pass()
+            self._begin_pass(version, trains)
             self._rest.pass_begins()
             if self._own is not None:
                 forward = functools.partial(self._own_call, self._own, forward)
@@ -165,13 +166,13 @@ class Attachment:
         """Run the forward of a model that is its own single block, inside a pass."""
         return self._block_call(scope, forward, args, kwargs)
 
-    def _trains(self) -> bytes:
-        """Return the state of training, for plans by which blocks may run without hooks."""
-        return b"" if self.engine.timer is None else self._tree.trains()
+    def _look(self) -> tuple[int, bytes]:
+        """Return the tree's version, and the state of training, for plans by which blocks may run without hooks."""
+        return self._tree.look(), b"" if self.engine.timer is None else self._tree.trains()
 
-    def _begin_pass(self) -> None:
-        self._before, version = None, self._tree.look()
-        self._plain.begin_pass(self._trains())
+    def _begin_pass(self, version: int, trains: bytes) -> None:
+        self._before = None
+        self._plain.begin_pass(trains)
         known, moves = self._moves
         if version != known:  # FSDP may be applied after the handle
             moves = weights_move(self._model)
@@ -209,7 +210,7 @@ class Attachment:
                 self._agreement.reach(self._blocks)
                 self._ran.clear()
                 self._rest.pass_begins_without_model(self._scopes, self._put_on)
-                self._begin_pass()
+                self._begin_pass(*self._look())
             self._ran.add(block.name)
         called = Called(forward, args, kwargs)
         kept = checkpoint_around(pack)

@@ -129,6 +129,18 @@ def test_other_trained_weights_end_the_rest_until_it_is_known_what_is_saved(time
         assert replaced(timed) == [0, 1, 5]
 
 
+def test_a_trained_module_that_is_added_once_all_blocks_rest_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.WORTH", 2.0)
+    timed = Timed(BLOCKS, max_slowdown=10.0)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + 3)
+        assert not replaced(timed)
+        timed.model[3].added = nn.Linear(8, 8)
+        timed.model(timed.x).square().sum().backward()
+        assert replaced(timed) == list(range(BLOCKS))
+
+
 def test_an_input_that_takes_a_gradient_ends_the_rest_until_it_is_known_what_is_saved(timed: Timed) -> None:
     timed.model(timed.x.requires_grad_()).square().sum().backward()
     assert replaced(timed) == list(range(BLOCKS))
