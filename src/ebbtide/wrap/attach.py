@@ -182,6 +182,7 @@ class Attachment:
                 self._install(still)
             for scope in self._scopes:
                 scope.forget_parts()
+                self._checkpointable.compare_parts(scope.block, scope.module)
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
         self.engine.begin_pass(lasting, self._tree.weights())

@@ -40,6 +40,7 @@ from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
+from ebbtide.wrap.tree import Modules
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -83,6 +84,7 @@ class Checkpointable:
         self._voted: Plan | None = getattr(plan, "voted", None)  # where ranks decide together
         self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._states = States()
+        self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
         self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
@@ -209,6 +211,14 @@ class Checkpointable:
     def forget(self) -> None:
         """Drop the blocks' states, which hold references that lead back to this object."""
         self._states = States()
+
+    def compare_parts(self, block: Block, module: nn.Module) -> None:
+        """Watch a block as if it were new if one of its modules was replaced, or has another class."""
+        parts, known = list(module.modules()), self._parts.get(block.name)
+        if known is None or not known.same(parts):
+            self._parts[block.name] = Modules(parts)
+            self._looked -= {(block.name, True), (block.name, False)}
+            self._collectives.forget(block)
 
     def _inspect(self, kind: str, module: nn.Module) -> None:
         """Refuse a kind by what its functions and modules are."""

@@ -141,6 +141,21 @@ def test_a_trained_module_that_is_added_once_all_blocks_rest_ends_the_rest(monke
         assert replaced(timed) == list(range(BLOCKS))
 
 
+class _SavesMore(nn.LayerNorm):
+    """Has the weights of its parent."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.sin().cos())
+
+
+def test_a_module_that_is_replaced_by_one_with_equal_weights_ends_the_rest(timed: Timed) -> None:
+    before, block = timed.handle.stats().unique_bytes, timed.model[3]
+    block.norm = _SavesMore(8)
+    timed.model(timed.x).square().sum().backward()
+    assert replaced(timed) == list(range(BLOCKS))
+    assert timed.handle.stats().unique_bytes > before
+
+
 def test_an_input_that_takes_a_gradient_ends_the_rest_until_it_is_known_what_is_saved(timed: Timed) -> None:
     timed.model(timed.x.requires_grad_()).square().sum().backward()
     assert replaced(timed) == list(range(BLOCKS))
