@@ -1576,8 +1576,8 @@ MUTANTS = (
     Mutant(
         "price: a plan is judged again with the memory that was free when it was made",
         "ebbtide/profiling/auto.py",
-        "        timer.yardsticks = self._loop.yardsticks(judgement)\n        if",
-        "        if",
+        "        found = self._loop.yardsticks(judgement)\n",
+        "        found = timer.yardsticks\n",
         PRICES,
     ),
     Mutant(
