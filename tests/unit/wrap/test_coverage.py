@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.wrap.forward import StandIn
+from ebbtide.wrap.scope import ModuleHook
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import WIDTH as MODEL_WIDTH
 from tests.helpers.models import Mlp, Recurrent, Stack, build
@@ -281,6 +284,33 @@ def test_the_first_pass_leaves_no_module_hooks() -> None:
     with enable(model):
         grads(model, x)
         assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in (model, model.norm, model.head)] == before
+
+
+class Averaged(Head):
+    """Keeps a copy of its head, made in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        if self.average is None:
+            self.average = copy.deepcopy(self.head)
+        return super().forward(x)
+
+
+@needs_slots
+def test_a_copy_made_in_the_first_pass_does_nothing_of_ours() -> None:
+    """Nor does it hold what was measured."""
+    model, x = Averaged(), torch.randn(6, WIDTH)
+    with enable(model) as handle:
+        grads(model, x)
+        assert handle._engine.coverage is not None
+    assert model.average is not None
+    loaded = pickle.loads(pickle.dumps(model.average))
+    assert all(map(torch.equal, loaded.parameters(), model.average.parameters()))
+    assert not any(isinstance(hook, ModuleHook) for hook in model.average._forward_hooks.values())
+    assert model.average(torch.randn(6, WIDTH)).shape == (6, 7)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
