@@ -34,6 +34,7 @@ from ebbtide.wrap.foreign_checkpoints import (
     Kept,
     checkpoint_around,
     checkpoint_before,
+    in_reentrant_checkpoint,
     innermost_hooks,
     name_checkpoints,
 )
@@ -92,7 +93,7 @@ class Attachment:
         self._watch = watch
         self._depth = 0
         self._ran: set[str] = set()
-        self._before: Block | None = None  # the latest block of this pass that ran without gradients
+        self._before: Block | None = None  # the latest one without gradients in this pass, if in a checkpoint
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
         self._checkpointable = Checkpointable(engine.plan, Votes(self._agreement.voting))
@@ -132,9 +133,8 @@ class Attachment:
 
     @serially
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
-            return forward(*args, **kwargs)
-        if self._in_block():
+        off = not self.enabled or not torch.is_grad_enabled()
+        if off or self._depth or in_backward() or self._transformed() or self._in_block():
             return forward(*args, **kwargs)
         self._agreement.reach(self._blocks)
         version, trains = self._look()
@@ -298,7 +298,7 @@ class Attachment:
 
     def _leave_to_reentrant(self, scope: Scope, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a reentrant checkpoint around the previous block keeps."""
-        before, self._before = self._before, scope.block
+        before, self._before = self._before, scope.block if in_reentrant_checkpoint() else None
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
             self._leave_to_checkpoint(kept, before, [])  # its inputs are no longer known

@@ -90,7 +90,7 @@ class Watch:
 
         Args:
             blocks: The blocks of that pass.
-            before: Its latest block that ran without gradients.
+            before: Its latest block that ran without gradients, if that was in an autograd function.
         """
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass

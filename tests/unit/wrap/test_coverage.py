@@ -269,6 +269,33 @@ def test_checkpoints_that_are_not_torchs_are_named(frozen: bool, caplog: pytest.
     assert len(named) == (0 if frozen else 1) and all("gradient_checkpointing=False" in message for message in named)
 
 
+class Probe(nn.Module):
+    """A head on layers that run without gradients, though their weights are not frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
+        self.head = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+@needs_slots
+def test_blocks_without_gradients_are_no_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Probe(), torch.randn(60, WIDTH)
+    expected = grads(model, x)
+    with enable(model) as handle:
+        for _ in range(2):
+            assert all(map(same_bits, grads(model, x), expected))
+        assert handle._attachment.block_names == ["layers.0", "layers.1", "head"]
+        assert handle.stats().coverage_percent == 100.0
+    assert "checkpoints its own blocks" not in caplog.text
+
+
 def test_what_is_changed_outside_of_the_blocks_is_found_in_the_first_pass_as_well() -> None:
     model, x = Head(), torch.randn(6, WIDTH)
     with enable(model):
