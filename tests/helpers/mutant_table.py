@@ -1730,13 +1730,13 @@ MUTANTS = (
     Mutant(
         "rest: larger inputs do not end it",
         "ebbtide/wrap/rest.py",
-        " or not _within(self._shapes, self._measured):",
+        " or not fits:",
         ":",
         REST,
     ),
     Mutant(
         "rest: a dimension of an input counts with the others",
-        "ebbtide/wrap/rest.py",
+        "ebbtide/wrap/plain.py",
         "size <= GROWTH * known",
         "shape.numel() <= GROWTH * other.numel()",
         REST,

@@ -221,10 +221,10 @@ class Attachment:
         refuse_around(block.name, pack)
         if self.engine.timer is not None:
             self.engine.timer.hand_over()  # a new plan may let this block run plain, or no longer
-        if self._plain.wanted(block, called.tensors):
+        if (seen := self._plain.wanted(block, called.tensors)) is not None:
             scope.open = True
             try:
-                return self._plain.call(block, called)
+                return self._plain.call(block, called, seen)
             finally:
                 scope.open = False
         return self._offloaded_call(scope, called)
