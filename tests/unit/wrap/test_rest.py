@@ -191,7 +191,7 @@ def test_fewer_longer_sequences_are_counted_with_what_they_save(monkeypatch: pyt
         before = timed.handle.stats()
         timed.model(timed.x.view(1, 16, 8)).square().sum().backward()
         stats = timed.handle.stats()
-        assert stats.unique_bytes > 1.5 * before.unique_bytes
+        assert stats.unique_bytes > 1.2 * before.unique_bytes
         assert stats.kept_bytes < 1.1 * before.kept_bytes
 
 
