@@ -34,6 +34,7 @@ from ebbtide.profiling.solutions import solution_for
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
+from ebbtide.wrap.blocks import planned_blocks
 from ebbtide.wrap.coverage import Watch
 from ebbtide.wrap.forward import GRAPH_CAPTURE
 from ebbtide.wrap.hooks import offloading
@@ -193,6 +194,8 @@ def enable_activation_offloading(
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     if isinstance(chosen, TablePlan):
+        if blocks is None:
+            pairs = planned_blocks(model, pairs, {name for name, _ in chosen.actions})
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
     engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)

@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,26 @@ def test_a_model_whose_largest_children_save_nothing_becomes_one_block(policy: s
         assert handle.stats().coverage_percent == 100.0
         assert_nothing_left(handle._engine)
     assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
+
+
+@needs_slots
+@pytest.mark.parametrize("kind", [Bypassed, Stem, Head])
+def test_a_saved_plan_brings_the_blocks_that_it_was_made_for(
+    kind: type[nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x, path = kind(), torch.randn(200, WIDTH), tmp_path / "plan.json"
+    with enable(model) as handle:
+        for _ in range(5):
+            grads(model, x)
+        expected, names = grads(model, x), handle._attachment.block_names
+        handle.plan.save(path)
+    caplog.clear()
+    with enable(model, str(path)) as handle:
+        assert sorted(handle._attachment.block_names) == sorted(names)
+        for _ in range(3):
+            assert all(map(same_bits, grads(model, x), expected))
+    assert not [message for message in caplog.messages if "the plan has rows" in message]
 
 
 @needs_slots
