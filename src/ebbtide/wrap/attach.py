@@ -118,11 +118,12 @@ class Attachment:
         return [block.name for _, block in self._blocks]
 
     def remove(self) -> None:
-        """Remove all hooks. May be called repeatedly."""
+        """Remove all hooks. May be called repeatedly; a repeat finishes an interrupted removal."""
         self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
         self._install([])
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()
         self.handle = None
 
     def explain(self) -> list[str]:
@@ -357,21 +358,19 @@ class Attachment:
     def _install(self, blocks: Blocks) -> None:
         """Put hooks around the blocks, and remove them from modules that are no longer blocks."""
         modules, self._blocks = {id(module) for module, _ in blocks}, blocks
-        before, self._scopes = {id(scope.module): scope for scope in self._scopes}, []
-        for place, scope in before.items():
-            if place not in modules:
-                scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
-                scope.leave()
-                attached.pop(scope.module, None)
-                self._checkpointable.forget()
+        for scope in [scope for scope in self._scopes if id(scope.module) not in modules]:
+            scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
+            scope.leave()
+            attached.pop(scope.module, None)
+            self._checkpointable.forget()
+            self._scopes.remove(scope)  # the last step, so that an interrupted removal can be repeated
+        known = {id(scope.module): scope for scope in self._scopes}
         for module, block in blocks:
-            scope = before.get(id(module))
-            if scope is not None:
+            if (scope := known.get(id(module))) is not None:
                 scope.block = block
             else:
                 attached[module], scope = weakref.ref(self), Scope(block, module)
-            self._scopes.append(scope)
-            if id(module) not in before:
+                self._scopes.append(scope)
                 self._put_on(scope)
         self._stand_around_compiled()
 

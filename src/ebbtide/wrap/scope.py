@@ -63,7 +63,8 @@ class Scope:
     def leave(self) -> None:
         """Restore the block's forward."""
         while self.inside:
-            self.inside.pop()()
+            self.inside[-1]()
+            self.inside.pop()
         self.end()  # of a run that an interrupt struck at its end
         self.forget_parts()
 
