@@ -181,6 +181,19 @@ def test_a_backward_in_inference_mode_restores_outside_of_it(policy: Any) -> Non
     assert difference(plain, got) == "" and stats.checkpointed_blocks == (3 if checkpoints else 0)
 
 
+class Small(Changes):
+    """Checkpoints blocks that must keep little, unlike any plan of ours."""
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT if must_keep_bytes / input_bytes < 100 else Action.KEEP
+
+
+def test_a_plan_may_checkpoint_blocks_of_any_size() -> None:
+    plain, _ = train(lambda: sgd(Stack(Block(), Block(), Block())), squares, 5)
+    got, stats = train(lambda: sgd(Stack(Block(), Block(), Block())), squares, 5, policy=Small())
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
+
+
 NOISE = torch.Generator()
 
 
