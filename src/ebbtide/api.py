@@ -34,6 +34,7 @@ from ebbtide.profiling.solutions import solution_for
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
+from ebbtide.wrap.blocks import planned_blocks
 from ebbtide.wrap.coverage import Watch
 from ebbtide.wrap.forward import GRAPH_CAPTURE
 from ebbtide.wrap.hooks import offloading
@@ -103,10 +104,10 @@ class Handle:
 
         With a graph that is dropped, the store's memory is freed, and its disk in seconds. May be called repeatedly.
         """
-        attachment, self._attachment = self._attachment, None
+        attachment = self._attachment
         if attachment is not None:
             attachment.remove()
-            self._covered = attachment.explain()
+            self._attachment, self._covered = None, attachment.explain()  # not before: a repeat removes the rest
             self._unlist()
             log_saved(self._engine, attachment.calls)
         self._engine.close()
@@ -193,6 +194,8 @@ def enable_activation_offloading(
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     if isinstance(chosen, TablePlan):
+        if blocks is None:
+            pairs = planned_blocks(model, pairs, {name for name, _ in chosen.actions})
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
     engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
@@ -339,10 +342,10 @@ class offload_saved_tensors(ContextDecorator):
         self._latest = engine
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
         for engine, hooks, idle in self._entered[get_ident()].pop():
             try:
-                hooks.close()
+                hooks.close(error)
             finally:
                 engine.end_pass()
             if engine.tier.name == "host":  # a disk tier would hold its file and its threads
@@ -375,6 +378,7 @@ def register_recompute(name: str, rule: Rule) -> None:
     if not callable(rule):
         raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
     _custom_rules[name] = rule
+    _idle_engines.clear()  # they have the rules of before
 
 
 def _rules() -> dict[str, Rule]:

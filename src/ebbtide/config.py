@@ -161,18 +161,3 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self, {"target": "'auto' is host memory with an accelerator, disk without"})
-        if self.min_bytes < 0:
-            raise ConfigError(
-                f"min_bytes is {self.min_bytes}",
-                expected="0 or more",
-                hint="0 offloads everything, 65536 is a good size",
-            )
-        for name, value in (("window", self.window_bytes), ("host_budget", self.host_budget_bytes)):
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}", expected="more than 0 bytes", hint=f"such as {name}='256MiB'")
-        if self.disk_path is not None and not self.disk_path.strip():
-            raise ConfigError(
-                f"disk_path is {self.disk_path!r}",
-                expected="a directory",
-                hint="leave it out for the first of the temporary directory, /var/tmp and ~/.cache/ebbtide on a disk",
-            )

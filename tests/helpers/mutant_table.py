@@ -25,6 +25,7 @@ FORWARD = ("tests/unit/wrap/test_forward.py",)
 ONE_LAYER = ("tests/unit/wrap/test_one_layer.py",)
 GENERATORS = ("tests/unit/wrap/test_generators.py",)
 STATE = ("tests/unit/wrap/test_state.py",)
+CHECKPOINTABLE = ("tests/unit/wrap/test_checkpointable.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
 
 MUTANTS = (
@@ -726,7 +727,7 @@ MUTANTS = (
         "ebbtide/wrap/attach.py",
         "self._seen_at.get(block.name, seen)",
         "seen",
-        ("tests/unit/wrap/test_checkpointable.py",),
+        CHECKPOINTABLE,
     ),
     Mutant(
         "disk: the writer sleeps on",
@@ -1282,6 +1283,34 @@ MUTANTS = (
         SECOND_FORWARD,
     ),
     Mutant(
+        "second forward: a block with another module than before is not watched again",
+        "ebbtide/wrap/checkpointable.py",
+        "if known is None or not known.same(parts):",
+        "if known is None:",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: a block with another module than before counts as one like it",
+        "ebbtide/wrap/checkpointable.py",
+        "            self._collectives.forget(block)\n",
+        "",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: modules of another class are as they were",
+        "ebbtide/wrap/tree.py",
+        "list(map(type, modules)) == self._classes\n            and ",
+        "",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "price: blocks without hooks take inputs of any dimensions",
+        "ebbtide/wrap/plain.py",
+        " and (timer.wanted or within(shapes, measured))",
+        "",
+        REST,
+    ),
+    Mutant(
         "second forward: a block that differs from the first of its class is not watched first",
         "ebbtide/wrap/collectives.py",
         "return bool(self._seen.get(classes)) or structure in self._watched",
@@ -1569,8 +1598,8 @@ MUTANTS = (
     Mutant(
         "price: a plan is judged again with the memory that was free when it was made",
         "ebbtide/profiling/auto.py",
-        "        timer.yardsticks = self._loop.yardsticks(judgement)\n        if",
-        "        if",
+        "        found = self._loop.yardsticks(judgement)\n",
+        "        found = timer.yardsticks\n",
         PRICES,
     ),
     Mutant(
@@ -1723,13 +1752,13 @@ MUTANTS = (
     Mutant(
         "rest: larger inputs do not end it",
         "ebbtide/wrap/rest.py",
-        " or not _within(self._shapes, self._measured):",
+        " or not fits:",
         ":",
         REST,
     ),
     Mutant(
         "rest: a dimension of an input counts with the others",
-        "ebbtide/wrap/rest.py",
+        "ebbtide/wrap/plain.py",
         "size <= GROWTH * known",
         "shape.numel() <= GROWTH * other.numel()",
         REST,
@@ -1767,7 +1796,7 @@ MUTANTS = (
         "ebbtide/wrap/attach.py",
         "checkpointed = any(map(REQUIRES_GRAD, (state or State(scope.module.modules())).tensors))",
         "checkpointed = True",
-        ("tests/unit/wrap/test_checkpointable.py",),
+        CHECKPOINTABLE,
     ),
     Mutant(
         "rest: a block rests whose forward somebody has wrapped",

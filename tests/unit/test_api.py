@@ -545,6 +545,16 @@ def test_an_exception_closes_the_context() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_a_context_closes_the_checkpoints_in_which_an_exception_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch before 2.11 leaves their hooks open, and ours below them."""
+    closed: list[BaseException] = []
+    monkeypatch.setattr("ebbtide.wrap.hooks._close_checkpoints", closed.append)
+    error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError), ebbtide.offload_saved_tensors():
+        raise error
+    assert closed == [error]
+
+
 @pytest.mark.parametrize("target", ["auto", "disk"])
 def test_of_a_context_that_cannot_be_entered_nothing_stays(target: Any) -> None:
     context = ebbtide.offload_saved_tensors(policy="offload", min_bytes=0, target=target)

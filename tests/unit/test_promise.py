@@ -21,6 +21,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.runs import SETTLING
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
+from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
@@ -28,7 +29,7 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.auto import MEASURED_STEPS, AutoPlan
 from ebbtide.profiling.closed_loop import kept_blocks
 from ebbtide.profiling.minimal import ROUNDS
-from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, FURTHER, UNUSED
+from ebbtide.profiling.promise import ADDED, CHECKED, CORRECTIONS, FIRST_LOOK, FURTHER, UNUSED, Judgement
 from ebbtide.profiling.trials import Method, Range
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
@@ -190,6 +191,8 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(
         assert caplog.text.count("no plan saves memory within max_slowdown=0.05; hint: ") == 1
         assert "a larger limit: policy=ebbtide.Auto(max_slowdown=0.1)" in caplog.text
         forward = calls_of_ours(lambda: timed.model(timed.x))
+        for name in ("_values", "_entries.<locals>.<genexpr>"):  # of the tree: as often for a model of any size
+            del forward[name]
         assert forward["StandIn.__call__"] == 1 and max(forward.values()) < BLOCKS, (
             forward
         )  # the model's; none of any block
@@ -473,15 +476,22 @@ def test_free_hooks_are_judged_and_left(caplog: pytest.LogCaptureFixture) -> Non
         assert timed.plan._judgement.measured is judged  # no further step is timed
 
 
+def until_judged(timed: Timed) -> tuple[Judgement, StepTimer]:
+    """Train until the plan is judged."""
+    timed.steps(UNTIL_PLAN)
+    while not timed.plan.judged:
+        timed.steps(1)
+    judgement, timer = timed.plan._judgement, timed.plan._timer
+    assert judgement is not None
+    return judgement, timer
+
+
 def test_a_plan_that_stays_is_timed_again_later() -> None:
     """With blocks without hooks in the same steps, and all gradients equal."""
     timed = Timed(12, max_slowdown=0.5)
     with timed.handle:
-        timed.steps(UNTIL_PLAN)
-        while not timed.plan.judged:
-            timed.steps(1)
-        judgement, timer = timed.plan._judgement, timed.plan._timer
-        assert judgement is not None and judgement.measured is not None and timer is not None and not judgement.keeps
+        judgement, timer = until_judged(timed)
+        assert judgement.measured is not None and not judgement.keeps
         before, steps = timed.plan.table, judgement.measured.steps
         compared = sorted(timer.yardsticks - timer.unhooked)
         assert compared and not timer.runs_plain(compared[0])
@@ -491,6 +501,34 @@ def test_a_plan_that_stays_is_timed_again_later() -> None:
         assert not timer.spans.wanted and not timer.runs_plain(compared[0])
         assert judgement.measured.steps == steps + ADDED and timed.plan.table is before
         assert f"in {steps + ADDED} steps" in timed.handle.explain()
+
+
+def test_a_plan_whose_kept_blocks_are_compared_alone_is_timed_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only other block executes the plan."""
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS - 1))
+    timed = Timed(max_slowdown=10.0)
+    with timed.handle:
+        judgement, timer = until_judged(timed)
+        assert judgement.measured is not None and not timer.yardsticks
+        steps = judgement.measured.steps
+        timed.steps(FIRST_LOOK)
+        assert timer.spans.wanted
+        timed.steps(SETTLING + ADDED + 2)
+        assert not timer.spans.wanted and judgement.measured.steps == steps + ADDED
+
+
+def test_a_plan_is_judged_again_after_steps_that_could_not_be_compared() -> None:
+    """As where for a while each backward has two forwards."""
+    timed = Timed(12, max_slowdown=0.5)
+    with timed.handle:
+        judgement, timer = until_judged(timed)
+        timed.steps(FIRST_LOOK)
+        assert timer.spans.wanted and judgement.looks == 1
+        for _ in range(UNUSED + 3):
+            (timed.model(timed.x) + timed.model(timed.x)).square().sum().backward()
+        assert not timer.spans.wanted and judgement.looks == 2
+        timed.steps(timer.spans.paused)
+        assert timer.spans.wanted
 
 
 def whole(inputs: Action) -> Callable[[Profile, float], Solution]:

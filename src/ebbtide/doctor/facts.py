@@ -37,7 +37,8 @@ ALLOCATORS = {
     "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     "npu": ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"),
 }
-"""Device kind → variables of its allocator, the current one last."""
+"""Device kind → variables of its allocator, last the one that each torch reads: that for CUDA does not get the settings
+of ``PYTORCH_ALLOC_CONF`` in torch 2.9.1 (pytorch/pytorch issue 183387)."""
 
 OF_NPU = {"TASK_QUEUE_ENABLE": "2", "COMBINED_ENABLE": "1", "CPU_AFFINITY_CONF": "1", "TORCH_HCCL_ZERO_COPY": "1"}
 """Variables of torch_npu that trainers for Ascend recommend, with the usual value."""
@@ -222,7 +223,7 @@ def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
         disk_path: The requested directory; ``None``: a usual one.
         root: The folder of ``proc``.
     """
-    directory, direct, refused = None if disk_path is None else Path(disk_path).expanduser(), None, None
+    directory, direct, refused = None if disk_path is None else Path(os.path.expanduser(disk_path)), None, None
     try:
         directory = default_directory() if directory is None else check_directory(directory)
         file = BackingFile(directory)
@@ -230,7 +231,7 @@ def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
         file.close()
     except DiskError as error:
         refused = error.found
-    exists = directory is not None and directory.is_dir()
+    exists = directory is not None and os.path.isdir(directory)
     return Disk(
         path=None if directory is None else str(directory),
         requested=disk_path is not None,

@@ -56,5 +56,5 @@ def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Ac
 
 
 def _held_input_bytes(block: BlockProfile) -> int:
-    """Return the bytes of its inputs that a checkpointed block holds: in an older profile, what it saves of them."""
+    """Return the bytes of its inputs that a checkpointed block holds; if they are not known, what it saves of them."""
     return block.input_bytes or block.saved_input_bytes

@@ -151,9 +151,7 @@ class TablePlan(Explained):
         """Whether a block is checkpointed."""
         return block_name in self._inputs
 
-    def may_checkpoint(self, block_name: str) -> bool:
-        """Whether to observe if a block can be checkpointed."""
-        return block_name in self._inputs
+    may_checkpoint = checkpoints
 
     def check_blocks(self, blocks: Iterable[tuple[str, str]]) -> None:
         """Raise if the plan is for another model: it has rows, and none for these blocks; log a warning for some.

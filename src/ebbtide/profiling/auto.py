@@ -313,6 +313,7 @@ class AutoPlan(Explained):
             if judgement.unjudged:
                 logger.info("the plan is %s", UNJUDGED)
                 self._bus.emit("verdict", **self._plan_fields())
+            self._timer.spans.paused = judgement.prepare_next()
             return False
         if not self._outside:
             self._outside = outside_plans(self._timer.spans.between_peak_bytes, judgement.budget_bytes)
@@ -348,7 +349,8 @@ class AutoPlan(Explained):
         self.table = table_plan(solution, self.name, keeps_others=judgement.budget_bytes is None)
         if (engine := self._engine()) is not None:
             engine.plan_changed()
-        self._timer.unhooked, self._timer.yardsticks = kept_blocks(solution), self._loop.yardsticks(judgement)
+        self._timer.unhooked = kept_blocks(solution)
+        self._timer.yardsticks = self._loop.yardsticks(judgement) or frozenset()
         self._timer.spans.want(wanted=judgement.unjudged)
         self._timer.spans.paused = judgement.prepare_next()
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
@@ -375,10 +377,11 @@ class AutoPlan(Explained):
         judgement, timer = self._judgement, self._timer
         if judgement is None:
             return False
-        timer.yardsticks = self._loop.yardsticks(judgement)
-        if not timer.yardsticks:
+        found = self._loop.yardsticks(judgement)
+        timer.yardsticks, lacks = found or frozenset(), found is not None and not found
+        if lacks:
             spans.paused = judgement.prepare_next()
-        return bool(timer.yardsticks)
+        return not lacks
 
     def _room_bytes(self, step: TimedStep) -> int | None:
         """Return the memory that a step may take beyond a measured one."""

@@ -168,10 +168,14 @@ class ClosedLoop:
             self._record(f"correction {self._corrections}: {what}: {judgement.text()}")
         return found
 
-    def yardsticks(self, judgement: Judgement) -> frozenset[str]:
-        """Return blocks that run without hooks while a plan is judged, besides those that keep everything."""
+    def yardsticks(self, judgement: Judgement) -> frozenset[str] | None:
+        """Return blocks that run without hooks while a plan is judged, besides those that keep everything.
+
+        Returns:
+            None if no others are needed; an empty set if there is no memory for them.
+        """
         if judgement.budget_bytes is not None:
-            return frozenset()
+            return None
         solution, room = judgement.solution, self._room_bytes()
         kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
         enough = Counter(kind for name, kind in kinds.items() if name in kept)
@@ -183,7 +187,8 @@ class ClosedLoop:
             for block in solution.profile.blocks
             if block.name not in kept and treated[block.kind] > 1 and (copies or enough[block.kind] < YARDSTICKS)
         ]
-        return sample(few, None if room is None else room - solution.predicted.peak_bytes, most=YARDSTICKS)
+        spare = None if room is None else room - solution.predicted.peak_bytes
+        return sample(few, spare, most=YARDSTICKS) if few else None
 
     def _give_up(self, judgement: Judgement) -> None:
         if judgement.budget_bytes is not None and not judgement.over_budget_bytes:

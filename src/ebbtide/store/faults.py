@@ -28,7 +28,9 @@ class Fault:
         """Return the error to raise, chained to the system's."""
         cause = self._cause
         full = isinstance(cause, OSError) and cause.errno in FULL_ERRNOS
-        expected = "a disk that writes and reads every byte" if isinstance(cause, OSError) else ""
+        expected = (
+            "a disk that writes and reads every byte" if isinstance(cause, OSError) else "a disk tier without errors"
+        )
         hint = f"{'free some space there' if full else 'check the system log'}, or use another disk_path"
         short = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
         if short and self._hint is None:

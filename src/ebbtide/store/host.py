@@ -35,10 +35,6 @@ class HostTier:
     name = "host"
 
     def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
-        if budget_bytes is not None and budget_bytes <= 0:
-            raise ConfigError(
-                f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero", hint="leave it out"
-            )
         self.device = device
         self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies

@@ -47,8 +47,8 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     except RuntimeError as error:  # as in a container whose user has neither an account nor HOME
         found = f"disk path {os.fspath(path)!r} is in a home directory that is not known"
         raise DiskPathError(found, expected="an existing directory", hint=hint) from error
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+    if not os.path.isdir(directory):  # ``Path.is_dir`` raises for what is in a folder that may not be read
+        what = "is not a directory" if os.path.exists(directory) else "does not exist"
         raise DiskPathError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise DiskPathError(f"disk path {str(directory)!r} is not writable", expected="a writable directory", hint=hint)

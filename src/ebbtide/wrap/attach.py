@@ -34,6 +34,7 @@ from ebbtide.wrap.foreign_checkpoints import (
     Kept,
     checkpoint_around,
     checkpoint_before,
+    in_reentrant_checkpoint,
     innermost_hooks,
     name_checkpoints,
 )
@@ -92,7 +93,7 @@ class Attachment:
         self._watch = watch
         self._depth = 0
         self._ran: set[str] = set()
-        self._before: Block | None = None  # the latest block of this pass that ran without gradients
+        self._before: Block | None = None  # the latest one without gradients in this pass, if in a checkpoint
         self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
         self._checkpointable = Checkpointable(engine.plan, Votes(self._agreement.voting))
@@ -117,11 +118,12 @@ class Attachment:
         return [block.name for _, block in self._blocks]
 
     def remove(self) -> None:
-        """Remove all hooks. May be called repeatedly."""
+        """Remove all hooks. May be called repeatedly; a repeat finishes an interrupted removal."""
         self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
         self._install([])
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()
         self.handle = None
 
     def explain(self) -> list[str]:
@@ -132,18 +134,18 @@ class Attachment:
 
     @serially
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
-            return forward(*args, **kwargs)
-        if self._in_block():
+        off = not self.enabled or not torch.is_grad_enabled()
+        if off or self._depth or in_backward() or self._transformed() or self._in_block():
             return forward(*args, **kwargs)
         self._agreement.reach(self._blocks)
-        if self._rest.prepare(self._scopes, self._put_on, self._trains(), args, kwargs):
+        version, trains = self._look()
+        if self._rest.prepare(self._scopes, self._put_on, trains, args, kwargs):
             return forward(*args, **kwargs)
         self._depth += 1
         try:
             self._ran.clear()
             self._stand_around_compiled()  # blocks may have been compiled after the handle was made
-            self._begin_pass()
+            self._begin_pass(version, trains)
             self._rest.pass_begins()
             if self._own is not None:
                 forward = functools.partial(self._own_call, self._own, forward)
@@ -165,13 +167,13 @@ class Attachment:
         """Run the forward of a model that is its own single block, inside a pass."""
         return self._block_call(scope, forward, args, kwargs)
 
-    def _trains(self) -> bytes:
-        """Return the state of training, for plans by which blocks may run without hooks."""
-        return b"" if self.engine.timer is None else self._tree.trains()
+    def _look(self) -> tuple[int, bytes]:
+        """Return the tree's version, and the state of training, for plans by which blocks may run without hooks."""
+        return self._tree.look(), b"" if self.engine.timer is None else self._tree.trains()
 
-    def _begin_pass(self) -> None:
-        self._before, version = None, self._tree.look()
-        self._plain.begin_pass(self._trains())
+    def _begin_pass(self, version: int, trains: bytes) -> None:
+        self._before = None
+        self._plain.begin_pass(trains)
         known, moves = self._moves
         if version != known:  # FSDP may be applied after the handle
             moves = weights_move(self._model)
@@ -181,6 +183,7 @@ class Attachment:
                 self._install(still)
             for scope in self._scopes:
                 scope.forget_parts()
+                self._checkpointable.compare_parts(scope.block, scope.module)
         self.engine.weights.move = moves
         lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
         self.engine.begin_pass(lasting, self._tree.weights())
@@ -209,7 +212,7 @@ class Attachment:
                 self._agreement.reach(self._blocks)
                 self._ran.clear()
                 self._rest.pass_begins_without_model(self._scopes, self._put_on)
-                self._begin_pass()
+                self._begin_pass(*self._look())
             self._ran.add(block.name)
         called = Called(forward, args, kwargs)
         kept = checkpoint_around(pack)
@@ -219,10 +222,10 @@ class Attachment:
         refuse_around(block.name, pack)
         if self.engine.timer is not None:
             self.engine.timer.hand_over()  # a new plan may let this block run plain, or no longer
-        if self._plain.wanted(block, called.tensors):
+        if (seen := self._plain.wanted(block, called.tensors)) is not None:
             scope.open = True
             try:
-                return self._plain.call(block, called)
+                return self._plain.call(block, called, seen)
             finally:
                 scope.open = False
         return self._offloaded_call(scope, called)
@@ -296,7 +299,7 @@ class Attachment:
 
     def _leave_to_reentrant(self, scope: Scope, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a reentrant checkpoint around the previous block keeps."""
-        before, self._before = self._before, scope.block
+        before, self._before = self._before, scope.block if in_reentrant_checkpoint() else None
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
             self._leave_to_checkpoint(kept, before, [])  # its inputs are no longer known
@@ -355,21 +358,19 @@ class Attachment:
     def _install(self, blocks: Blocks) -> None:
         """Put hooks around the blocks, and remove them from modules that are no longer blocks."""
         modules, self._blocks = {id(module) for module, _ in blocks}, blocks
-        before, self._scopes = {id(scope.module): scope for scope in self._scopes}, []
-        for place, scope in before.items():
-            if place not in modules:
-                scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
-                scope.leave()
-                attached.pop(scope.module, None)
-                self._checkpointable.forget()
+        for scope in [scope for scope in self._scopes if id(scope.module) not in modules]:
+            scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
+            scope.leave()
+            attached.pop(scope.module, None)
+            self._checkpointable.forget()
+            self._scopes.remove(scope)  # the last step, so that an interrupted removal can be repeated
+        known = {id(scope.module): scope for scope in self._scopes}
         for module, block in blocks:
-            scope = before.get(id(module))
-            if scope is not None:
+            if (scope := known.get(id(module))) is not None:
                 scope.block = block
             else:
                 attached[module], scope = weakref.ref(self), Scope(block, module)
-            self._scopes.append(scope)
-            if id(module) not in before:
+                self._scopes.append(scope)
                 self._put_on(scope)
         self._stand_around_compiled()
 

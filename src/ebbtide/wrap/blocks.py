@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -68,6 +68,24 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
             hint="use `with ebbtide.offload_saved_tensors():` around the forward",
         )
     return blocks_of(model, found)
+
+
+def planned_blocks(
+    model: nn.Module, found: list[tuple[nn.Module, Block]], names: Set[str]
+) -> list[tuple[nn.Module, Block]]:
+    """Return the blocks of a plan, which may have been chosen by what they save: see [Note: coverage].
+
+    Args:
+        model: The model.
+        found: Its blocks by structure; returned if they include those of the plan, or if the model lacks some of these.
+        names: The blocks for which the plan has actions.
+    """
+    if names <= {block.name for _, block in found}:
+        return found
+    modules = {ENTIRE_MODEL: entire_model(model)[0]}
+    for path, module in model.named_modules():
+        modules.setdefault(_own_name(model, path), (path, module))  # the outermost wrapper
+    return blocks_of(model, [modules[name] for name in modules if name in names]) if names <= modules.keys() else found
 
 
 def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:

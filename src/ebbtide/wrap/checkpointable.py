@@ -40,6 +40,7 @@ from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
+from ebbtide.wrap.tree import Modules
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -62,7 +63,8 @@ _TOO_MUCH = "can reach more containers, elements or bytes of writeable arrays th
 _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
 _MUST_KEEP_BYTES = 2**62
 """Sizes of blocks without any recipe: a plan that checkpoints no such block checkpoints none. Every rank tries the same
-sizes, whatever its batch, because the ranks that vote must be those that may checkpoint."""
+sizes, whatever its batch, because the ranks that vote must be those that may checkpoint. A process alone also follows
+what the plan chooses for the sizes that it has seen."""
 
 Varies = Callable[[], Callable[[str], object] | None]
 """Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
@@ -83,6 +85,8 @@ class Checkpointable:
         self._voted: Plan | None = getattr(plan, "voted", None)  # where ranks decide together
         self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._states = States()
+        self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
+        self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
         self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
@@ -109,9 +113,13 @@ class Checkpointable:
         """
         if self._names is not None:
             return self._names.checkpoints(block.name) and self.able(block, module, called)
-        if not self._collectives.known(block, module):
+        known = self._collectives.known(block, module)
+        if not known and not seen.input_bytes:
             return False
         planned = _chosen(self._plan_of(block, module), block, seen.input_bytes, seen.must_keep)
+        self._planned[block.name] = planned
+        if not known:
+            return False
         allowed = planned and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and (state is not None or self._possible(block, module)):
@@ -210,6 +218,14 @@ class Checkpointable:
         """Drop the blocks' states, which hold references that lead back to this object."""
         self._states = States()
 
+    def compare_parts(self, block: Block, module: nn.Module) -> None:
+        """Watch a block as if it were new if one of its modules was replaced, or has another class."""
+        parts, known = list(module.modules()), self._parts.get(block.name)
+        if known is None or not known.same(parts):
+            self._parts[block.name] = Modules(parts)
+            self._looked -= {(block.name, True), (block.name, False)}
+            self._collectives.forget(block)
+
     def _inspect(self, kind: str, module: nn.Module) -> None:
         """Refuse a kind by what its functions and modules are."""
         if generators_of(module):
@@ -231,7 +247,8 @@ class Checkpointable:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
         plan = self._plan_of(block, module)
-        return any(_chosen(plan, block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
+        alone = self._planned.get(block.name, False) and not shared_groups()
+        return alone or any(_chosen(plan, block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
 
     def _plan_of(self, block: Block, module: nn.Module) -> Plan:
         """Return the plan that decides whether a block is checkpointed: one of all ranks if its forward needs them."""

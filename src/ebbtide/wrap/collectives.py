@@ -63,6 +63,11 @@ class Collectives:
             counts = _counts().items()  # a group may have been made in this forward
             seen.update(ranks_in(group) for group, count in counts if count != before.get(group, [0] * len(count)))
 
+    def forget(self, block: Block) -> None:
+        """Look at the modules of a block once more: they were replaced."""
+        for training in (True, False):
+            self._structures.pop((block.name, training), None)
+
     def _structure(self, block: Block, module: nn.Module) -> tuple[int, int]:
         place = block.name, module.training
         if place not in self._structures:

@@ -40,6 +40,7 @@ from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in,
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.foreign_checkpoints import name_checkpoints
 from ebbtide.wrap.forward import encoder_layers, is_compiled, is_compiled_wrapper, is_scripted
+from ebbtide.wrap.scope import ModuleHook
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -89,7 +90,7 @@ class Watch:
 
         Args:
             blocks: The blocks of that pass.
-            before: Its latest block that ran without gradients.
+            before: Its latest block that ran without gradients, if that was in an autograd function.
         """
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass
@@ -168,8 +169,8 @@ class _Marks:
         for path, module in _outside_of(model, blocks):
             layer = layers[id(module)]() if id(module) in layers else None
             if path and (layer is None or layer.training):
-                before = module.register_forward_pre_hook(self._entering(path))
-                after = module.register_forward_hook(self._left)
+                before = module.register_forward_pre_hook(ModuleHook(self._entered, path))
+                after = module.register_forward_hook(ModuleHook(self._left))
                 self._undo += [before.remove, after.remove]
 
     def path_at(self, number: int) -> str:
@@ -181,13 +182,10 @@ class _Marks:
         while self._undo:
             self._undo.pop()()
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def entered(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._running.append(path)
-                self._mark()
-
-        return entered
+    def _entered(self, path: str, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._running.append(path)
+            self._mark()
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and len(self._running) > 1:

@@ -36,15 +36,19 @@ class offloading:
         return run
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            _close_checkpoints(error)
-        self.close()
+        self.close(error)
         if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
             hint = "take the gradient with torch.autograd.grad, or leave the block out with blocks=..."
             note_place(error, f"in block {self._block.name!r}, which calls torch.func inside its forward; hint: {hint}")
 
-    def close(self) -> None:
-        """Close the hooks and end the block. May be called repeatedly; a repeat finishes an interrupted close."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the hooks and end the block. May be called repeatedly; a repeat finishes an interrupted close.
+
+        Args:
+            error: What the block raised.
+        """
+        if error is not None:
+            _close_checkpoints(error)
         run = self._run
         if run is None:
             return

@@ -21,7 +21,10 @@ from ebbtide.wrap.called import Called
 from ebbtide.wrap.coverage import tensors_in
 
 STATES = 8
-"""States of training that are remembered for a block: which weights are trained, and which modules are in training."""
+"""States that are remembered for a block."""
+
+_State = tuple[bytes, int, tuple[torch.Size, ...]]
+"""Which weights are trained, and which modules are in training; how many inputs take a gradient; their shapes."""
 
 
 class _Seen(NamedTuple):
@@ -36,8 +39,8 @@ class PlainBlocks:
     """Runs blocks without hooks when the engine's timer requests it, and counts the bytes they keep.
 
     A block called with clearly larger inputs than in the measured step that the plan was made from runs with hooks: the
-    plan does not keep that much. So does each block if other weights are trained, until a pass has shown that it saves
-    hardly more.
+    plan does not keep that much. So does each block if other weights are trained, or a dimension of an input is larger
+    (attention scores grow with the square of the length), until a pass has shown that it saves hardly more.
 
     Args:
         engine: Its timer chooses, its pass counts.
@@ -50,8 +53,8 @@ class PlainBlocks:
         self.ran = False
         self.order: list[str] = []  # paths of the blocks of the latest pass
         self.counted: dict[str, Tally] = {}  # of its plain ones, by path: what they kept
-        self._pending: list[tuple[str, tuple[bytes, int], _Seen]] = []  # of the current pass
-        self._seen: dict[str, dict[tuple[bytes, int], _Seen]] = {}  # by path of the block and state of training
+        self._pending: list[tuple[str, _State, _Seen]] = []  # of the current pass
+        self._seen: dict[str, dict[_State, _Seen]] = {}  # by path of the block
 
     def begin_pass(self, trains: bytes) -> None:
         """A pass begins; learn from the one before.
@@ -70,8 +73,8 @@ class PlainBlocks:
             for name, state, found in self._pending:
                 known = self._seen.get(name, {})
                 most = max((each.elements for each in known.values()), default=0)
-                if found.elements <= most and (state not in known or known[state].elements < found.elements):
-                    if state not in known and len(known) == STATES:
+                if found.elements <= most and state not in known:
+                    if len(known) == STATES:
                         del known[list(known)[1]]  # the first one was measured
                     known[state] = found
         self._trains, self.ran = trains, False
@@ -85,21 +88,31 @@ class PlainBlocks:
             found = _Seen(run.tally, _elements(inputs), _learned(inputs))
             self._pending.append((run.block.name, self._state(inputs), found))
 
-    def _state(self, inputs: Sequence[torch.Tensor]) -> tuple[bytes, int]:
-        return self._trains, sum(t.requires_grad for t in inputs)
+    def _state(self, inputs: Sequence[torch.Tensor]) -> _State:
+        return self._trains, sum(t.requires_grad for t in inputs), tuple([t.shape for t in inputs])
 
-    def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a block should run without hooks now."""
+    def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> _Seen | None:
+        """Return how a block ran with hooks and such inputs, if it should run without hooks now."""
         timer = self._engine.timer
         if timer is None or not timer.runs_plain(block.name):
-            return False
-        seen = self._seen.get(block.name, {}).get(self._state(inputs))
-        return seen is not None and _elements(inputs) <= seen.elements
+            return None
+        (*state, shapes), elements = self._state(inputs), _elements(inputs)
+        for (*known, measured), seen in self._seen.get(block.name, {}).items():
+            # Whatever their shapes are, measured steps need blocks without hooks.
+            if known == state and elements <= seen.elements and (timer.wanted or within(shapes, measured)):
+                return seen
+        return None
 
-    def call(self, block: Block, called: Called) -> Any:
-        """Run a block without hooks."""
+    def call(self, block: Block, called: Called, seen: _Seen) -> Any:
+        """Run a block without hooks.
+
+        Args:
+            block: The block.
+            called: Its call.
+            seen: From ``wanted``.
+        """
         engine = self._engine
-        timer, pass_, state = engine.timer, engine.current_pass, self._state(called.tensors)
+        timer, pass_ = engine.timer, engine.current_pass
         device = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
         run, self.ran = PlainRun(block, pass_, device), True
         if timer is not None:
@@ -107,7 +120,6 @@ class PlainBlocks:
         try:
             output = called.run()
         finally:
-            seen = self._seen[block.name][state]
             kept = all_kept(seen.tally, _learned(called.tensors), seen.learned)
             pass_.tally.add_all(kept)
             self.counted.setdefault(block.name, Tally()).add_all(kept)
@@ -189,3 +201,11 @@ def all_kept(seen: Tally, elements: int, seen_elements: int) -> Tally:
             setattr(kept, name, getattr(seen, name) * elements // seen_elements)
     kept.kept, kept.offloaded, kept.recomputed = kept.unique, 0, 0
     return kept
+
+
+def within(shapes: Sequence[torch.Size], measured: Sequence[torch.Size]) -> bool:
+    """Whether no dimension of any tensor is clearly larger than in the measured pass."""
+    return shapes == measured or (list(map(len, shapes)) == list(map(len, measured)) and all(
+        size <= GROWTH * known for shape, other in zip(shapes, measured, strict=True)
+        for size, known in zip(shape, other, strict=True)
+    ))  # fmt: skip

@@ -23,9 +23,8 @@ from ebbtide.base.actions import Action, Site
 from ebbtide.engine import Engine
 from ebbtide.engine.passes import Pass
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.timing import GROWTH
 from ebbtide.wrap.forward import is_compiled_inside
-from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site
+from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site, within
 from ebbtide.wrap.scope import Scope
 
 PutOn = Callable[[Scope], None]
@@ -74,7 +73,8 @@ class Rest:
         self._shapes = [x.shape for x in tensors]
         self._state = (timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
         observed = timer.wanted or timer.times_blocks or self._engine.bus.active
-        if observed or before != self._state or not _within(self._shapes, self._measured):
+        fits = bool(tensors) and within(self._shapes, self._measured)
+        if observed or before != self._state or not fits:
             self._wake(scopes, put_on)
         elif not self._resting:
             self._leave(scopes, timer.unhooked, _elements(shapes))
@@ -161,11 +161,3 @@ def _ours(scope: Scope) -> bool:
 
 def _elements(shapes: Sequence[torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes)
-
-
-def _within(shapes: Sequence[torch.Size], measured: Sequence[torch.Size]) -> bool:
-    """Whether no dimension of any tensor is clearly larger than in the measured pass."""
-    return bool(shapes) and list(map(len, shapes)) == list(map(len, measured)) and all(
-        size <= GROWTH * known for shape, other in zip(shapes, measured, strict=True)
-        for size, known in zip(shape, other, strict=True)
-    )  # fmt: skip

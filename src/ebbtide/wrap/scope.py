@@ -34,7 +34,7 @@ Part = tuple[weakref.ref[nn.Module], Callable[..., None], Callable[..., None], w
 """A module of a block, its two hooks, and the layer around it that runs without modules. See [Note: module hooks]."""
 
 
-class _Hook(functools.partial[None]):
+class ModuleHook(functools.partial[None]):
     """A module hook. In a copy of its module, or in a file, it does nothing, and needs no ebbtide."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,7 +63,8 @@ class Scope:
     def leave(self) -> None:
         """Restore the block's forward."""
         while self.inside:
-            self.inside.pop()()
+            self.inside[-1]()
+            self.inside.pop()
         self.end()  # of a run that an interrupt struck at its end
         self.forget_parts()
 
@@ -84,7 +85,7 @@ class Scope:
             if name in self._left:
                 continue
             leaf = not any(True for _ in part.children())
-            before, after = _Hook(self.entered, name), _Hook(self.left, name, leaf)
+            before, after = ModuleHook(self.entered, name), ModuleHook(self.left, name, leaf)
             found.append((weakref.ref(part), before, after, around.get(id(part))))
         return found
 

@@ -27,6 +27,30 @@ _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("requires_grad", "training
 _REGISTRIES = (_MODULES, _PARAMETERS, _BUFFERS)
 
 
+class Modules:
+    """Modules and their classes, to be compared with later ones. The modules are held weakly.
+
+    Attributes:
+        held: Weak references to the modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self.held = [weakref.ref(module) for module in modules]
+        self._classes = list(map(type, modules))
+
+    def alive(self) -> list[nn.Module]:
+        """Return those that were not deleted."""
+        return [module for module in map(operator.call, self.held) if module is not None]
+
+    def same(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether these are the same modules, and of the same classes."""
+        return (
+            list(map(type, modules)) == self._classes
+            and len(modules) == len(self.held)
+            and all(map(operator.is_, map(operator.call, self.held), modules))
+        )
+
+
 class Tree:
     """The current modules and weights of a model. See [Note: the tree].
 
@@ -37,7 +61,8 @@ class Tree:
     def __init__(self, model: nn.Module) -> None:
         self.version = 0
         self._model = weakref.ref(model)
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._modules = Modules()
+        self._exchanges = 0  # walks that found other modules, or other classes
         self._identities: list[int] = []
         self._kinds: list[type] = []
 
@@ -49,18 +74,22 @@ class Tree:
 
     def weights(self) -> list[torch.Tensor]:
         """Return the parameters and then the buffers of the modules as of the last check, each once."""
-        modules = [module for module in map(operator.call, self._modules) if module is not None]
+        modules = self._modules.alive()
         found = chain(_values(_PARAMETERS, modules), _values(_BUFFERS, modules))
         return list({id(weight): weight for weight in found if weight is not None}.values())
 
     def trains(self) -> bytes:
-        """Return which parameters are trained and which modules are in training: what they save depends on it."""
-        modules = [module for module in map(operator.call, self._modules) if module is not None]
+        """Return which parameters are trained and which modules are in training: what they save depends on it.
+
+        It differs, too, once modules were exchanged.
+        """
+        modules = self._modules.alive()
         weights = [weight for weight in _values(_PARAMETERS, modules) if weight is not None]
-        return bytes(map(_REQUIRES_GRAD, weights)) + bytes(map(operator.truth, map(_TRAINING, modules)))
+        trained, training = map(_REQUIRES_GRAD, weights), map(operator.truth, map(_TRAINING, modules))
+        return bytes(trained) + bytes(training) + str(self._exchanges).encode()
 
     def _is_as_it_was(self) -> bool:
-        modules: list[Any] = list(map(operator.call, self._modules))
+        modules: list[Any] = list(map(operator.call, self._modules.held))
         if NoneType in map(type, modules):  # one was deleted
             return False
         entries = _entries(modules)
@@ -70,7 +99,8 @@ class Tree:
         model = self._model()
         modules = [] if model is None else list(model.modules())
         entries = _entries(modules)
-        self._modules = [weakref.ref(module) for module in modules]
+        self._exchanges += not self._modules.same(modules)
+        self._modules = Modules(modules)
         self._identities, self._kinds = list(map(id, entries)), list(map(type, entries))
         self.version += 1
 

@@ -104,6 +104,10 @@ def test_a_disk_that_does_not(tmp_path: Path) -> None:
     assert "is not a directory" in str(look_at_disk(str(tmp_path / "file")).refused)
 
 
+def test_the_home_of_a_user_who_is_not_known() -> None:
+    assert "is in a home directory that is not known" in str(look_at_disk("~nobody-of-this-name/x").refused)
+
+
 def test_no_usual_directory_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise facts.DiskError("no directory for offloaded bytes: x", hint="y")

@@ -366,7 +366,8 @@ def test_a_thread_that_dies_hangs_nobody(
 
     monkeypatch.setattr(tier._work, place, die)
     slot = tier.copy_out(noise(MIB))
-    text = rf"^the {thread} thread of the disk tier failed: {error.__name__}\('no more'\)\nhint: close this handle"
+    text = rf"^the {thread} thread of the disk tier failed: {error.__name__}\('no more'\); expected a disk tier "
+    text += "without errors\nhint: close this handle"
     for ask in (slot.take, slot.take, slot.wait_copied_out, lambda: slot.copied_out, lambda: tier.copy_out(noise(MIB))):
         with pytest.raises(DiskError, match=text) as caught:
             ask()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbtide.base.errors import DiskError
+from ebbtide.doctor.facts import look_at_disk
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.location import check_directory, default_directory, filesystem_of
 
@@ -65,6 +68,22 @@ def test_missing_and_not_writable_are_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "access", lambda *args: False)
     with pytest.raises(DiskError, match="not writable"):
         check_directory(tmp_path)
+
+
+def test_a_directory_in_a_folder_that_may_not_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Path.is_dir`` raises the system's error for it."""
+    stat = os.stat
+
+    def closed(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        if os.fspath(path).startswith("/closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *given, **named)
+
+    monkeypatch.setattr(os, "stat", closed)
+    with pytest.raises(DiskError, match="disk path '/closed/scratch' does not exist"):
+        check_directory("/closed/scratch")
+    found = look_at_disk("/closed/scratch")
+    assert found.free_bytes is None and found.refused == "disk path '/closed/scratch' does not exist"
 
 
 def test_a_directory_stays_the_same_when_the_program_changes_its_own(

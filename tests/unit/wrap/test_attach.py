@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,9 @@ from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timing import StepTimer
+from ebbtide.wrap.attach import Attachment
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
+from ebbtide.wrap.scope import Scope
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
@@ -549,6 +552,42 @@ def test_the_middle_of_three_handles_is_closed_and_the_others_work_on() -> None:
     for handle in handles:
         handle.close()
     assert leftovers(model) == []
+
+
+def closed_with_an_interrupt_at(place: int) -> bool:
+    """Interrupt a close at a line that removes something, and close again; False: there are fewer lines."""
+    parts = (ebbtide.Handle.close, Attachment.remove, Attachment._install, Scope.leave, StandIn.remove)
+    codes, lines = {part.__code__ for part in parts}, 0
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    handle = enable(model, target="disk")
+
+    def line(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines == place and event == "line":
+            raise KeyboardInterrupt
+        return line
+
+    traced = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: line if frame.f_code in codes else None)
+    try:
+        handle.close()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(traced)
+    reached = lines >= place
+    handle.close()
+    assert leftovers(model) == [], place
+    enable(model, target="disk").close()
+    return reached
+
+
+def test_a_close_that_was_interrupted_at_any_line_is_finished_by_another() -> None:
+    place = 1
+    while closed_with_an_interrupt_at(place):
+        place += 1
+    assert place > 30
 
 
 def test_a_handle_closed_inside_its_first_forward_leaves_nothing() -> None:

@@ -179,3 +179,83 @@ def test_a_backward_in_inference_mode_restores_outside_of_it(policy: Any) -> Non
     checkpoints = policy == "checkpoint"
     got, stats = train(lambda: Stack(Block(), Block(), Block()), step, 3, policy=Changes() if checkpoints else policy)
     assert difference(plain, got) == "" and stats.checkpointed_blocks == (3 if checkpoints else 0)
+
+
+class Small(Changes):
+    """Checkpoints blocks that must keep little, unlike any plan of ours."""
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT if must_keep_bytes / input_bytes < 100 else Action.KEEP
+
+
+def test_a_plan_may_checkpoint_blocks_of_any_size() -> None:
+    plain, _ = train(lambda: sgd(Stack(Block(), Block(), Block())), squares, 5)
+    got, stats = train(lambda: sgd(Stack(Block(), Block(), Block())), squares, 5, policy=Small())
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == 3
+
+
+NOISE = torch.Generator()
+
+
+def noisy(x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=NOISE)
+
+
+class Draws(nn.Module):
+    """Draws from a generator that no module holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=NOISE)
+
+
+class Acts(nn.Module):
+    """Calls a function that it holds."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Composed(Block):
+    """A block with a part that has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Acts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.part(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "checkpointed"),
+    [
+        (lambda block: setattr(block, "part", Draws()), 0),
+        (lambda block: setattr(block, "part", Acts(noisy)), 0),
+        (lambda block: setattr(block.part, "__class__", Draws), 0),
+        (lambda block: setattr(block, "part", nn.BatchNorm1d(16)), 0),
+        (lambda block: setattr(block, "part", Acts()), 3),
+        (lambda block: setattr(block, "part", nn.Sigmoid()), 3),
+    ],
+    ids=["draws", "holds a function that draws", "has another class", "has statistics", "is as before", "is another"],
+)
+def test_a_block_with_a_new_part_is_watched_as_if_it_were_new(
+    change: Callable[[Any], object], checkpointed: int
+) -> None:
+    """On an accelerator a second forward that draws otherwise goes unnoticed in most steps."""
+
+    def make() -> nn.Module:
+        NOISE.manual_seed(3)
+        return sgd(Stack(Composed(), Composed(), Composed()))
+
+    def step(model: Any, number: int) -> Tensor:
+        if number == 2:
+            change(model.blocks[1])
+        return squares(model, number)
+
+    plain, _ = train(make, step, 5)
+    got, stats = train(make, step, 5, policy=Changes())
+    assert difference(plain, got) == "" and stats.checkpointed_blocks == checkpointed

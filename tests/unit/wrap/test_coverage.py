@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +187,26 @@ def test_a_model_whose_largest_children_save_nothing_becomes_one_block(policy: s
 
 
 @needs_slots
+@pytest.mark.parametrize("kind", [Bypassed, Stem, Head])
+def test_a_saved_plan_brings_the_blocks_that_it_was_made_for(
+    kind: type[nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x, path = kind(), torch.randn(200, WIDTH), tmp_path / "plan.json"
+    with enable(model) as handle:
+        for _ in range(5):
+            grads(model, x)
+        expected, names = grads(model, x), handle._attachment.block_names
+        handle.plan.save(path)
+    caplog.clear()
+    with enable(model, str(path)) as handle:
+        assert sorted(handle._attachment.block_names) == sorted(names)
+        for _ in range(3):
+            assert all(map(same_bits, grads(model, x), expected))
+    assert not [message for message in caplog.messages if "the plan has rows" in message]
+
+
+@needs_slots
 @pytest.mark.usefixtures("world")
 def test_ranks_keep_the_blocks_of_the_structure(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     model, x = Stem(), torch.randn(200, WIDTH)
@@ -266,6 +289,33 @@ def test_checkpoints_that_are_not_torchs_are_named(frozen: bool, caplog: pytest.
     assert len(named) == (0 if frozen else 1) and all("gradient_checkpointing=False" in message for message in named)
 
 
+class Probe(nn.Module):
+    """A head on layers that run without gradients, though their weights are not frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
+        self.head = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+@needs_slots
+def test_blocks_without_gradients_are_no_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Probe(), torch.randn(60, WIDTH)
+    expected = grads(model, x)
+    with enable(model) as handle:
+        for _ in range(2):
+            assert all(map(same_bits, grads(model, x), expected))
+        assert handle._attachment.block_names == ["layers.0", "layers.1", "head"]
+        assert handle.stats().coverage_percent == 100.0
+    assert "checkpoints its own blocks" not in caplog.text
+
+
 def test_what_is_changed_outside_of_the_blocks_is_found_in_the_first_pass_as_well() -> None:
     model, x = Head(), torch.randn(6, WIDTH)
     with enable(model):
@@ -281,6 +331,32 @@ def test_the_first_pass_leaves_no_module_hooks() -> None:
     with enable(model):
         grads(model, x)
         assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in (model, model.norm, model.head)] == before
+
+
+class Averaged(Head):
+    """Keeps a copy of its head, made in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        if self.average is None:
+            self.average = copy.deepcopy(self.head)
+        return super().forward(x)
+
+
+@needs_slots
+def test_a_copy_made_in_the_first_pass_does_nothing_of_ours() -> None:
+    """Nor does it hold what was measured."""
+    model, x = Averaged(), torch.randn(6, WIDTH)
+    with enable(model) as handle:
+        grads(model, x)
+        assert handle._engine.coverage is not None
+    assert model.average is not None
+    loaded = pickle.loads(pickle.dumps(model.average))
+    assert all(map(torch.equal, loaded.parameters(), model.average.parameters()))
+    assert model.average(torch.randn(6, WIDTH)).shape == (6, 7)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

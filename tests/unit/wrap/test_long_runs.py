@@ -136,6 +136,18 @@ def test_engines_of_a_plan_are_kept_no_longer_than_the_context(
     assert engine() is None and len(ebbtide.api._idle_engines) == known
 
 
+def test_idle_engines_of_earlier_rules_are_dropped(no_collector: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ebbtide.api, "open_tier", lambda *given, **options: HostTier(NoDevice()))
+    monkeypatch.setattr(ebbtide.api, "_custom_rules", {})
+    with ebbtide.offload_saved_tensors(min_bytes=0) as context:
+        pass
+    engine = weakref.ref(context._latest)
+    del context
+    assert engine() is not None
+    ebbtide.register_recompute("CubedBackward", lambda node: None)
+    assert engine() is None
+
+
 def test_a_closed_handle_closes_its_store_after_the_last_backward() -> None:
     model, place = stack(), HostTier(NoDevice())
     handle = enable_over(place, model, policy="offload", min_bytes=0)

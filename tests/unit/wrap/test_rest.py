@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ebbtide.base.actions import Action
-from ebbtide.wrap.plain import plain_site
-from ebbtide.wrap.rest import _within
-from tests.unit.test_promise import UNTIL_PLAN, Timed, calls_of_ours, last_kept
+from ebbtide.wrap.plain import plain_site, within
+from tests.unit.test_promise import UNTIL_PLAN, Layer, Timed, calls_of_ours, last_kept, until_judged
 
 BLOCKS = 6
 
@@ -129,6 +128,33 @@ def test_other_trained_weights_end_the_rest_until_it_is_known_what_is_saved(time
         assert replaced(timed) == [0, 1, 5]
 
 
+def test_a_trained_module_that_is_added_once_all_blocks_rest_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.WORTH", 2.0)
+    timed = Timed(BLOCKS, max_slowdown=10.0)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + 3)
+        assert not replaced(timed)
+        timed.model[3].added = nn.Linear(8, 8)
+        timed.model(timed.x).square().sum().backward()
+        assert replaced(timed) == list(range(BLOCKS))
+
+
+class _SavesMore(nn.LayerNorm):
+    """Has the weights of its parent."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.sin().cos())
+
+
+def test_a_module_that_is_replaced_by_one_with_equal_weights_ends_the_rest(timed: Timed) -> None:
+    before, block = timed.handle.stats().unique_bytes, timed.model[3]
+    block.norm = _SavesMore(8)
+    timed.model(timed.x).square().sum().backward()
+    assert replaced(timed) == list(range(BLOCKS))
+    assert timed.handle.stats().unique_bytes > before
+
+
 def test_an_input_that_takes_a_gradient_ends_the_rest_until_it_is_known_what_is_saved(timed: Timed) -> None:
     timed.model(timed.x.requires_grad_()).square().sum().backward()
     assert replaced(timed) == list(range(BLOCKS))
@@ -139,10 +165,34 @@ def test_an_input_that_takes_a_gradient_ends_the_rest_until_it_is_known_what_is_
     assert replaced(timed) == [0, 1, 5]
 
 
-def test_an_input_with_other_dimensions_ends_the_rest(timed: Timed) -> None:
+def test_an_input_with_other_dimensions_brings_hooks_until_it_is_known_what_is_saved(timed: Timed) -> None:
     """As many elements: fewer, longer sequences save more where attention is quadratic."""
-    timed.model(timed.x.view(2, 8, 8)).square().sum().backward()
-    assert replaced(timed) == list(range(BLOCKS))
+    for known in (False, True):
+        timed.model(timed.x.view(2, 8, 8)).square().sum().backward()
+        assert replaced(timed) == list(range(BLOCKS))
+        assert (plain_site("Layer") in {site for site, _ in timed.handle._engine.last_pass.sites}) is known
+
+
+class _Attends(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+
+
+def test_fewer_longer_sequences_are_counted_with_what_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(4))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
+    timed = Timed(BLOCKS, max_slowdown=10.0)
+    for layer in timed.model:
+        layer.__class__ = _Attends
+    timed.x = torch.randn(8, 2, 8)
+    timed.expected = timed.gradients()
+    with timed.handle:
+        until_judged(timed)
+        before = timed.handle.stats()
+        timed.model(timed.x.view(1, 16, 8)).square().sum().backward()
+        stats = timed.handle.stats()
+        assert stats.unique_bytes > 1.2 * before.unique_bytes
+        assert stats.kept_bytes < 1.1 * before.kept_bytes
 
 
 @pytest.mark.parametrize(
@@ -160,7 +210,7 @@ def test_an_input_with_other_dimensions_ends_the_rest(timed: Timed) -> None:
 )
 def test_each_dimension_of_each_input_counts(shapes: tuple[tuple[int, ...], ...], fits: bool) -> None:
     measured = [torch.Size((4, 100)), torch.Size((4, 50))]
-    assert _within(list(map(torch.Size, shapes)), measured) is fits
+    assert within(list(map(torch.Size, shapes)), measured) is fits
 
 
 def test_blocks_that_are_called_without_the_model_have_everything_installed(timed: Timed) -> None:
