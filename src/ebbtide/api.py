@@ -81,7 +81,7 @@ class Handle:
         engine = self._engine
         lines = [self.plan.explain(), *engine.last_pass.explain(engine.options.min_bytes)]
         lines += self._covered if self._attachment is None else self._attachment.explain()
-        lines += [f"not recomputed: {site}: {reason}" for site, reason in engine.trust.demoted.items()]
+        lines += [f"not recomputed: {site}: {reason}" for site, reason in list(engine.trust.demoted.items())]
         return "\n".join(lines + self.stats().details())
 
     def disable(self) -> None:

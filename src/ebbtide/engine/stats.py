@@ -195,7 +195,7 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Figures of a handle. Bytes are those of the latest complete pass, except the totals.
+    """Figures of a handle. Bytes are those of the latest pass that has ended, except the totals.
 
     Attributes:
         packs: Saved tensors, weights left out.
