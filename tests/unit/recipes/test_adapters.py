@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import BOFTConfig, LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,10 +55,38 @@ def test_every_kind_fits_a_decoder_by_its_name_alone(kind: str) -> None:
     assert not made.is_prompt_learning
 
 
+def adapted(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_is_put_into_parts_that_are_left_out(kind: str) -> None:
+    adapters.chosen(adapter(adapter_config=kind), model := llama(), without=["model.layers.1"])
+    assert {name.partition("layers.")[2][:2] for name in adapted(model)} - {""} == {"0."}
+
+
+@pytest.mark.parametrize("excluded", [["o_proj", "mlp.up_proj"], r".*\.(o_proj|up_proj)"])
+def test_modules_that_a_file_excludes_stay_excluded_with_parts_that_are_left_out(
+    tmp_path: Path, excluded: object
+) -> None:
+    config = adapter(adapter_config=written(tmp_path, {"peft_type": "LORA", "exclude_modules": excluded}))
+    adapters.chosen(config, model := llama(), without=["model.layers.1"])
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+    assert adapted(model) == {f"model.layers.0.{part}" for part in parts}
+
+
+def test_a_kind_that_cannot_exclude_is_put_on_the_named_modules_outside(tmp_path: Path) -> None:
+    file = written(tmp_path, {"peft_type": "VERA", "target_modules": ["q_proj"]})
+    adapters.chosen(adapter(adapter_config=file), model := llama(), without=["model.layers.1"])
+    assert adapted(model) == {"model.layers.0.self_attn.q_proj"}
+    with pytest.raises(ConfigError, match="do not fit the model: .*\nhint: "):
+        adapters.chosen(adapter(adapter_config=file), llama(), without=["model.layers"])
+
+
 def test_those_of_norms_are_on_norms_unless_modules_are_named() -> None:
-    made = adapters.chosen(adapter(adapter_config="ln_tuning"), llama(), without=["model.layers.1"])
+    adapters.chosen(adapter(adapter_config="ln_tuning"), model := llama(), without=["model.layers.1"])
     norms = {"input_layernorm", "post_attention_layernorm"}
-    assert set(made.target_modules) == {"model.norm", *(f"model.layers.0.{name}" for name in norms)}
+    assert adapted(model) == {"model.norm", *(f"model.layers.0.{name}" for name in norms)}
     without_weights = llama()
     without_weights.model.norm = type("PlainNorm", (nn.Module,), {})()
     assert "model.norm" not in adapters.chosen(adapter(adapter_config="ln_tuning"), without_weights).target_modules
