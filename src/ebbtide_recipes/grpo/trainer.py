@@ -32,6 +32,7 @@ from ebbtide_recipes.grpo.merging import FrozenWeights
 from ebbtide_recipes.grpo.reference import Reference
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.dropout import without_dropout
+from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -362,10 +363,11 @@ def build(
     """Make the trainer, and the reference if there is one.
 
     Raises:
-        ConfigError: The trainer refuses the model.
+        ConfigError: The trainer refuses the model, or FSDP's settings name a class of blocks that it lacks.
     """
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+        check_classes(config, model)
     divergence = Divergence() if config.kl_reward_coef else None
     try:
         trainer = GrpoTrainer(
