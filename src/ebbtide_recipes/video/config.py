@@ -143,6 +143,11 @@ class VideoConfig(RecipeConfig):
         """The student's timesteps as numbers."""
         return tuple(int(word) for word in self.student_timesteps.replace(",", " ").split())
 
+    @property
+    def clips_of_a_batch(self) -> int:
+        """Clips that are drawn together, from one bucket."""
+        return self.per_device_train_batch_size
+
     def without_effect(self) -> list[str]:
         """Return the given flags that have no effect in this mode."""
         idle: tuple[str, ...] = ()
@@ -167,8 +172,7 @@ def _check_mesh(config: VideoConfig) -> None:
             expected="more than one shard, or no FSDP",
             hint="leave one of the two out",
         )
-    if (config.hsdp_replicate_dim or 1) > 1 and (config.hsdp_shard_dim or 1) == 1:
-        return  # copies alone are DDP
+    # Without a strategy, copies alone are DDP.
     if (config.hsdp_replicate_dim or 1) > 1 and config.fsdp_strategy not in ("none", "hybrid_shard"):
         raise ConfigError(
             f"hsdp_replicate_dim is {config.hsdp_replicate_dim} with fsdp_strategy {config.fsdp_strategy}",
@@ -206,7 +210,7 @@ def _check(config: VideoConfig) -> None:
 def _check_distillation(config: VideoConfig) -> None:
     """Reject a student without timesteps, and flags that distillation cannot be combined with."""
     words = config.student_timesteps.replace(",", " ").split()
-    if not words or not all(word.isdigit() and 1 <= int(word) <= 1000 for word in words):
+    if not words or not all(word.isdecimal() and 1 <= int(word) <= 1000 for word in words):
         raise ConfigError(
             f"student_timesteps is {config.student_timesteps!r}",
             expected="numbers from 1 to 1000 with commas between them",
