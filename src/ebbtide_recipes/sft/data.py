@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.language.tables import as_dataset
+from ebbtide_recipes.language.tables import as_dataset, named_once
 from ebbtide_recipes.sft import media, pydoc
 from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
 from ebbtide_recipes.sft.shapes import (
@@ -104,9 +104,7 @@ def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading)
     Raises:
         EbbtideError: As ``load``.
     """
-    for part in (names, evaluation):
-        for name in sorted({name for name in part if part.count(name) > 1}):
-            LOGGER.warning("data set %r is named %d times: its rows are used once", name, part.count(name))
+    names, evaluation = named_once(names), named_once(evaluation)
     read = {
         name: READER.read(name, seed=reading.seed, use_hf=reading.use_hf)
         for name in dict.fromkeys((*names, *evaluation))
