@@ -57,7 +57,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
     _rewards: torch.Tensor  # [B, functions], of all ranks
     divergence: Divergence | None = None
     _separates = False
-    _sampler: rollouts.EpochSampler | None = None
+    _sampler: Any
     _frozen: FrozenWeights | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -290,20 +290,14 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         own |= {"vllm_correction": int(self.use_vllm and self.vllm_importance_sampling_correction)}
         return own | {name: getattr(self.args, name) for name in names}
 
-    def _get_train_sampler(self, dataset: Any = None) -> rollouts.EpochSampler:
-        self._sampler = rollouts.EpochSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sampler is not None:
-            self._sampler.epoch = kwargs["epoch"]
+        # TRL's sampler continues its generator over the epochs: a run resumed in a later one would repeat the first.
+        if self.shuffle_dataset:
+            self._sampler.generator.manual_seed(self.args.seed + kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _send_telemetry(self) -> None:

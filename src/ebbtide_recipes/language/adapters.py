@@ -194,6 +194,7 @@ def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
 
 def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) -> None:
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     try:
         # A copy of the config: PEFT writes the modules it finds into its argument.
@@ -204,3 +205,11 @@ def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) ->
             expected=expected,
             hint="all-linear takes every linear module but the head",
         ) from error
+    head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        name = next(name for name, module in model.named_modules() if module is head)
+        raise ConfigError(
+            f"the output embeddings, {name}, would have adapters",
+            expected="other modules: TRL computes losses from the weights of these, so they would not be trained",
+            hint="leave them out of target_modules; all-linear does",
+        )

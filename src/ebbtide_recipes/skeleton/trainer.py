@@ -126,10 +126,6 @@ class RecordedTrainer(ResumedTrainer):
         finally:
             restore(drawn_from, before, states(drawn_from))
 
-    def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over all processes."""
-        return self.accelerator.reduce(value, reduction="mean")
-
     def _save(self, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the model's own ``use_cache``: transformers' trainer has set it to false."""
         fields = _fields(self.model)

@@ -26,8 +26,10 @@ _COUNTS: Mapping[str, str] = {
 }
 _POSITIVE = ("frame_rate", "logit_std", "flow_shift", "critic_learning_rate", "embedded_guidance")
 _LARGEST_MODE_SCALE = 2 / (math.pi - 2)
+_SAMPLES = "use samples instead: --samples, --sample_steps, --sample_prompts"
 _FIXED: Mapping[str, str] = {
-    "eval_dataset": "use samples instead: --samples, --sample_steps, --sample_prompts",
+    "eval_dataset": _SAMPLES,
+    "split_dataset_ratio": _SAMPLES,
     "memory_efficient_init": "each process loads the transformer whole before it is sharded",
     "fp16": "--bf16 true needs no loss scaling",
 }
@@ -191,8 +193,6 @@ def _check(config: VideoConfig) -> None:
     expected = f"a number from -1 to {_LARGEST_MODE_SCALE:.2f}: others leave the noise levels 0 to 1"
     within("mode_scale", config.mode_scale, f"[-1, {_LARGEST_MODE_SCALE}]", expected, "1.29 is usual")
     within("ema_decay", config.ema_decay, "[0, 1)", "a share from 0 to below 1", "0.999 is usual")
-    if config.split_dataset_ratio:
-        raise ConfigError("split_dataset_ratio is set", expected="no evaluation", hint=_FIXED["eval_dataset"])
     for name, hint in _FIXED.items():
         if getattr(config, name):
             raise ConfigError(

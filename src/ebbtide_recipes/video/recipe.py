@@ -85,7 +85,6 @@ class Video(Recipe[VideoConfig]):
         from ebbtide_recipes.video.source import quiet_bars
 
         options = trainer.arguments(config)  # also joins the other ranks
-        launch.check_device(config)
         quiet_bars()
         with PartialState().main_process_first():  # fetch once
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
@@ -202,11 +201,11 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
 
     from ebbtide_recipes.video import latents
 
-    state, folder, named = PartialState(), _latents_folder(config), _has_latents(config)
+    state, folder, named, made = PartialState(), _latents_folder(config), _has_latents(config), _made(config)
     if config.latents_dir is not None and latents.is_made(folder):
         latents.check(folder, source)
-    making = _making(config, source, _made(config))
-    if not named and _made(config) and not latents.matches(folder, source, making, None):
+    making = _making(config, source, made)
+    if not named and made and not latents.matches(folder, source, making, None):
         raise ConfigError(
             f"{folder} holds latents that were made with other flags: all of them would be replaced",
             expected=f"the flags that {latents.MANIFEST} names",

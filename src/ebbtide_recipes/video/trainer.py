@@ -65,6 +65,8 @@ class VideoTrainer(RecordedTrainer):
         **kwargs: As transformers' ``Trainer`` takes them.
     """
 
+    _sampler: BucketSampler
+
     def __init__(self, module: Denoiser, showing: Showing, average: Average | None, **kwargs: Any) -> None:
         super().__init__(model=module, data_collator=collate, **kwargs)
         self.module, self.showing, self.average = module, showing, average
@@ -72,7 +74,6 @@ class VideoTrainer(RecordedTrainer):
         if average is not None:
             self.add_callback(average)
         self._shown_at = -1
-        self._sampler: BucketSampler | None = None
 
     def tokens_in(self, inputs: dict[str, Any]) -> int:
         """Return the tokens that the transformer makes of a batch of latents."""
@@ -131,8 +132,8 @@ class VideoTrainer(RecordedTrainer):
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sampler is not None:  # accelerate does not reach it in a run of several processes that was resumed
-            self._sampler.set_epoch(kwargs["epoch"])
+        # accelerate does not reach it in a run of several processes that was resumed.
+        self._sampler.set_epoch(kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -300,9 +301,7 @@ def build(
             decay=config.ema_decay,
             learned=lambda: not isinstance(module, Distillation) or module.student_learns,
         )
-    trainer = VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
-    trainer.config = config
-    return trainer
+    return VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
 
 
 @contextmanager

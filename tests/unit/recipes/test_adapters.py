@@ -14,8 +14,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.language import adapters
 from ebbtide_recipes.language.adapter_kinds import KINDS
+from ebbtide_recipes.language.config import LanguageConfig
 from ebbtide_recipes.sft.config import SftConfig
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.
@@ -92,6 +94,17 @@ def test_those_of_norms_are_on_norms_unless_modules_are_named() -> None:
     assert "model.norm" not in adapters.chosen(adapter(adapter_config="ln_tuning"), without_weights).target_modules
     named = adapters.chosen(adapter(adapter_config="ln_tuning", target_modules=("q_proj",)), llama())
     assert set(named.target_modules) == {"q_proj"}
+
+
+@pytest.mark.parametrize("kind", [SftConfig, GrpoConfig])
+def test_adapters_of_the_head_are_refused_on_the_outline(kind: type[LanguageConfig], tmp_path: Path) -> None:
+    config = kind(train_type="lora", target_modules=("q_proj", "lm_head"))
+    with pytest.raises(ConfigError, match="the output embeddings, lm_head, would have adapters; .*\nhint: leave them"):
+        adapters.chosen(config, llama())
+    LoraConfig(r=2, target_modules=["lm_head"]).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match="the output embeddings, lm_head, would have adapters"):
+        adapters.chosen(kind(train_type="lora", adapters=str(tmp_path)), llama())
 
 
 def test_a_file_says_how_and_where(tmp_path: Path) -> None:

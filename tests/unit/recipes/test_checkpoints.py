@@ -411,7 +411,7 @@ def test_checkpoints_are_set_aside_when_training_begins_and_not_before(
         raise ValueError("began")
 
     trainer = SimpleNamespace(
-        model=None, args=SimpleNamespace(world_size=1), train_dataset=[0], mean_over_processes=None,
+        model=None, args=SimpleNamespace(world_size=1), train_dataset=[0], accelerator=SimpleNamespace(reduce=id),
         record_with=lambda _recorder: None, train=train, add_callback=id, remove_callback=id,
     )  # fmt: skip
     monkeypatch.setattr("ebbtide_recipes.skeleton.precision.warn_of_lost_steps", lambda *_: None)

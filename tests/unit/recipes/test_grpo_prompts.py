@@ -135,12 +135,13 @@ def test_a_data_set_that_is_named_twice_is_a_warning(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize(("shuffled", "level"), [(True, "INFO"), (False, "WARNING")])
 def test_prompts_that_fill_no_rollout_are_counted(caplog: pytest.LogCaptureFixture, shuffled: bool, level: str) -> None:
+    from trl.trainer.utils import RepeatSampler
+
     from ebbtide_recipes.grpo.data import check_count
-    from ebbtide_recipes.grpo.rollouts import EpochSampler
 
     dataset: Any = range(10)
     config = GrpoConfig(per_device_train_batch_size=8, num_generations=2, dataset_shuffle=shuffled)
-    sampler = EpochSampler(dataset, mini_repeat_count=2, batch_size=4, shuffle=shuffled, seed=0)
+    sampler = RepeatSampler(dataset, mini_repeat_count=2, batch_size=4, shuffle=shuffled, seed=0)
     assert len(set(sampler)) == 8
     with caplog.at_level("INFO", logger="ebbtide.grpo"):
         check_count(dataset, config, 1)
