@@ -70,6 +70,8 @@ class VideoTrainer(RecordedTrainer):
     def __init__(self, module: Denoiser, showing: Showing, average: Average | None, **kwargs: Any) -> None:
         super().__init__(model=module, data_collator=collate, **kwargs)
         self.module, self.showing, self.average = module, showing, average
+        if self.is_fsdp_enabled and self.accelerator.is_fsdp2:
+            module.leave_frozen_out()  # of checkpoints: the frozen weights come from the pipelines
         self.add_callback(_Begin(self))
         if average is not None:
             self.add_callback(average)
