@@ -162,14 +162,20 @@ def test_a_disk_that_fills_while_saving_leaves_the_old_checkpoint(
     assert rest == {step: whole[step] for step in (3, 4)}
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    real = SftTrainer.compute_loss
+def spoil(monkeypatch: pytest.MonkeyPatch, step: int, micro_batch: int = 0) -> None:
+    real, computed = SftTrainer.compute_loss, []
 
     def spoiled(self: SftTrainer, *args: Any, **kwargs: Any) -> Any:
         loss = real(self, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step + 1 == step else loss
+        computed.append(self.state.global_step + 1)
+        return loss * float("nan") if computed[-1] == step and computed.count(step) == micro_batch + 1 else loss
 
     monkeypatch.setattr(SftTrainer, "compute_loss", spoiled)
+
+
+def logged(folder: Path) -> dict[int, float | None]:
+    lines = re.findall(r"step (\d)/\d (\{.*\})", (folder / "training.log").read_text())
+    return {int(step): json.loads(line)["loss"] for step, line in lines}
 
 
 def test_a_loss_that_is_no_number_stops_the_run(
@@ -232,9 +238,18 @@ def test_the_steps_after_a_skipped_one_log_their_own_loss(
 ) -> None:
     spoil(monkeypatch, 1)
     losses = train(tiny_model, tmp_path, max_steps=3, nan_loss="skip", logging_steps=1)
-    lines = re.findall(r"step (\d)/3 (\{.*\})", (tmp_path / "training.log").read_text())
-    logged = {int(step): json.loads(line)["loss"] for step, line in lines}
-    assert losses[1] == "nan" and logged[3] == pytest.approx(losses[3], rel=1e-4)
+    assert losses[1] == "nan"
+    assert logged(tmp_path) == {1: None, **{step: pytest.approx(losses[step], rel=1e-4) for step in (2, 3)}}
+
+
+def test_a_skipped_step_is_left_out_of_the_mean_loss_with_all_its_micro_batches(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 3, micro_batch=1)
+    changes = {"nan_loss": "skip", "gradient_accumulation_steps": 2, "logging_steps": 4}
+    losses = train(tiny_model, tmp_path, **changes)
+    assert losses[3] == "nan"
+    assert logged(tmp_path)[4] == pytest.approx((losses[2] + losses[4]) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(

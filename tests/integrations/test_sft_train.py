@@ -13,7 +13,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.recipe import _prepared, main
+from ebbtide_recipes.sft.recipe import RECIPE, main
 from ebbtide_recipes.skeleton.steps import _duration
 
 
@@ -164,7 +164,7 @@ def test_of_chats_only_what_the_assistant_answers_is_learned(tiny_model: Path, t
     chat = [{"role": role, "content": f"{role} {n}"} for n in (1, 2) for role in ("user", "assistant")]
     data = tmp_path / "rows.jsonl"
     data.write_text((json.dumps({"messages": chat}) + "\n") * 8)
-    trainer = _prepared(
+    trainer = RECIPE.prepare(
         SftConfig(
             model=str(model),
             dataset=(str(data),),
@@ -187,7 +187,7 @@ def test_answers_in_the_prompt_of_a_chat_are_learned_too(tiny_model: Path, tmp_p
     data = tmp_path / "rows.jsonl"
     data.write_text((json.dumps({"query": "b?", "response": "b!", "history": [["a?", "a!"]]}) + "\n") * 2)
     config = SftConfig(model=str(model), dataset=(str(data),), assistant_only_loss=True, max_length=64, save=False)
-    trainer = _prepared(replace(config, output_dir=str(tmp_path / "run")))
+    trainer = RECIPE.prepare(replace(config, output_dir=str(tmp_path / "run")))
     row = trainer.train_dataset[0]
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     assert trainer.processing_class.decode(learned) == "a!<|end|>b!<|end|>"
@@ -417,7 +417,7 @@ def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -
     source = models.look_up(config)
     model, _ = models.load(config, source)
     made = trainer.build(
-        config, model, source.processor, data.load(config.dataset, data.Reading(chat=True, seed=0)), None
+        config, model, source.processor, data.load_both(config.dataset, (), data.Reading(chat=True, seed=0))[0], None
     )
     row = made.train_dataset[0]
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
@@ -432,7 +432,9 @@ def test_only_completions_are_evaluated_if_chats_are_trained_on(tiny_model: Path
     learned: dict[str, list[int]] = {}
     for trained, evaluated in (("chats", "pairs"), ("pairs", "chats")):
         names = {"dataset": (f"{tmp_path}/{trained}.jsonl",), "eval_dataset": (f"{tmp_path}/{evaluated}.jsonl",)}
-        made = _prepared(SftConfig(model=str(tiny_model), **names, max_length=64, output_dir=str(tmp_path / "out")))
+        made = RECIPE.prepare(
+            SftConfig(model=str(tiny_model), **names, max_length=64, output_dir=str(tmp_path / "out"))
+        )
         for name, part in ((trained, made.train_dataset), (evaluated, made.eval_dataset)):
             learned.setdefault(name, []).append(sum(label != -100 for label in part[0]["labels"]))
     assert learned["chats"][0] == learned["chats"][1] > learned["pairs"][0] == learned["pairs"][1]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.spawn import CaseResult, run_cases
 from tests.integrations.video_ranks import video_case
@@ -30,7 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": THREE,
     "ddp auto": {**OURS, **THREE, "samples": 1, "sampler_steps": 2},
     "saving": SAVING,
+    "lora saving": {**SAVING, **LORA},
+    "three saving": {**SAVING, **THREE, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
 }
+RESUMED = ("saving", "lora saving", "three saving")
 LIKE = {
     "fsdp2 auto": "fsdp2",
     "fsdp2 minimal": "fsdp2",
@@ -48,8 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, CaseResult]:
     cases = {name: (video_case, (str(folder / name), changes)) for name, changes in CASES.items()}
-    going_on = {**SAVING, "resume_from_checkpoint": str(folder / "saving" / "checkpoint-2")}
-    cases["going on"] = (video_case, (str(folder / "going on"), going_on))
+    for name in RESUMED:
+        going_on = {**CASES[name], "resume_from_checkpoint": str(folder / name / "checkpoint-2")}
+        cases[f"{name}, going on"] = (video_case, (str(folder / f"{name}, going on"), going_on))
     return run_cases(cases, 2, timeout_seconds=120)
 
 
@@ -78,13 +83,27 @@ def test_two_copies_of_two_shards_train_as_without_offloading(tmp_path: Path) ->
         assert [rank["state"] for rank in ranks] == [rank["state"] for rank in plain]
 
 
-def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(results: dict[str, CaseResult], folder: Path) -> None:
-    whole, rest = results["saving"].values(), results["going on"].values()
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(
+    results: dict[str, CaseResult], folder: Path, name: str
+) -> None:
+    whole, rest = results[name].values(), results[f"{name}, going on"].values()
     assert rest[0]["losses"] == {step: whole[0]["losses"][step] for step in (3, 4)}
     assert [rank["state"] for rank in rest] == [rank["state"] for rank in whole]
     for rank in (0, 1):  # each process's part of the average
-        name = Path("checkpoint-4", f"ema-{rank}.safetensors")
-        assert (folder / "saving" / name).read_bytes() == (folder / "going on" / name).read_bytes()
+        part = Path("checkpoint-4", f"ema-{rank}.safetensors")
+        assert (folder / name / part).read_bytes() == (folder / f"{name}, going on" / part).read_bytes()
+
+
+def test_checkpoints_of_shards_hold_what_is_trained(results: dict[str, CaseResult], folder: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    assert results["lora saving"].values() and results["three saving"].values()
+    reader = FileSystemReader(folder / "lora saving" / "checkpoint-2" / "pytorch_model_fsdp_0")
+    names = reader.read_metadata().state_dict_metadata
+    assert names and all(".lora_A." in name or ".lora_B." in name for name in names)
+    whole = torch.load(folder / "three saving" / "checkpoint-2" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert {name.partition(".")[0] for name in whole} == {"transformer", "critic"}
 
 
 def test_shards_are_gathered_for_what_is_saved_and_sampled(results: dict[str, CaseResult], folder: Path) -> None:

@@ -353,10 +353,11 @@ def test_latents_of_other_flags_stay_until_the_new_ones_are_made(tmp_path: Path)
         ({"teacher": "builtin:tiny-wan"}, "teacher or critic is set without distill"),
         ({"eval_dataset": ("builtin:moving-shapes",)}, "eval_dataset is"),
         ({"train_type": "lora", "target_modules": ("to_z",)}, "target_modules names 'to_z'"),
+        ({"distill": True, "teacher": "./nowhere"}, "there is no folder './nowhere'"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
     with pytest.raises(EbbtideError, match=found) as caught:
         train(tmp_path, **changes)
     assert "hint:" in str(caught.value)
-    assert not (tmp_path / "run.jsonl").exists()
+    assert not (tmp_path / "run.jsonl").exists() and not (tmp_path / "latents").exists()

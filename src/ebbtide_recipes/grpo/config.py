@@ -109,6 +109,7 @@ class GrpoConfig(LanguageConfig):
     page: ClassVar[str] = "docs/reference/grpo-flags.md"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_completion_length")
+    default_rates: ClassVar[tuple[float, float]] = (1e-6, 1e-5)
 
     dataset: tuple[str, ...] = ("builtin:arithmetic",)
     reward_funcs: tuple[str, ...] = ("accuracy",)
@@ -150,13 +151,6 @@ class GrpoConfig(LanguageConfig):
         super().__post_init__()
         _check_numbers(self)
         _check_server(self)
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The learning rate given, or the default of the training type."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 1e-5 if self.trains_adapters else 1e-6
 
     @property
     def kl_coefficient(self) -> float:

@@ -10,7 +10,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.grpo import prompts
 from ebbtide_recipes.grpo.rewards import ANSWERS
 from ebbtide_recipes.language.models import tokens_of
-from ebbtide_recipes.language.tables import as_dataset, check_known
+from ebbtide_recipes.language.tables import as_dataset, check_known, named_once
 from ebbtide_recipes.skeleton.rows import Reader
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
         ConfigError: The columns of several data sets differ.
     """
     made: list[prompts.Row] = []
-    for name in names:
+    for name in named_once(names):
         rows = READER.read(name, seed=config.seed, use_hf=config.use_hf)
         part = prompts.shaped(rows, name, chat=source.chats, system=config.system)
         for reward in rewards:

@@ -75,7 +75,6 @@ class Grpo(Recipe[GrpoConfig]):
         from ebbtide_recipes.language import adapters, meta, models, tables
 
         processes = trainer.arguments(config).world_size  # also joins the other ranks
-        launch.check_device(config)
         with PartialState().main_process_first():  # only one process fetches or builds
             source = models.look_up(config)
         if source.multimodal:

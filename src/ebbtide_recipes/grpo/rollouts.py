@@ -9,13 +9,11 @@ before the seal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from trl.trainer.utils import RepeatSampler
 
 
 @dataclass(kw_only=True)
@@ -50,18 +48,3 @@ def read(folder: Path, rank: int, device: torch.device) -> Progress | None:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rollout_{rank}.pt"
-
-
-class EpochSampler(RepeatSampler):
-    """TRL's sampler, with an order that depends only on seed and epoch.
-
-    TRL's continues one generator over the epochs, so a run resumed in a later epoch would repeat the first order. The
-    order of the first epoch is TRL's.
-    """
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed(self.seed + self.epoch)
-        return super().__iter__()

@@ -32,6 +32,7 @@ from ebbtide_recipes.grpo.merging import FrozenWeights
 from ebbtide_recipes.grpo.reference import Reference
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.dropout import without_dropout
+from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
     _rewards: torch.Tensor  # [B, functions], of all ranks
     divergence: Divergence | None = None
     _separates = False
-    _sampler: rollouts.EpochSampler | None = None
+    _sampler: Any
     _frozen: FrozenWeights | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -289,20 +290,14 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         own |= {"vllm_correction": int(self.use_vllm and self.vllm_importance_sampling_correction)}
         return own | {name: getattr(self.args, name) for name in names}
 
-    def _get_train_sampler(self, dataset: Any = None) -> rollouts.EpochSampler:
-        self._sampler = rollouts.EpochSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sampler is not None:
-            self._sampler.epoch = kwargs["epoch"]
+        # TRL's sampler continues its generator over the epochs: a run resumed in a later one would repeat the first.
+        if self.shuffle_dataset:
+            self._sampler.generator.manual_seed(self.args.seed + kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
@@ -362,10 +357,11 @@ def build(
     """Make the trainer, and the reference if there is one.
 
     Raises:
-        ConfigError: The trainer refuses the model.
+        ConfigError: The trainer refuses the model, or FSDP's settings name a class of blocks that it lacks.
     """
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+        check_classes(config, model)
     divergence = Divergence() if config.kl_reward_coef else None
     try:
         trainer = GrpoTrainer(

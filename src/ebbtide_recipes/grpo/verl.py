@@ -35,7 +35,6 @@ _VALIDATION = "completions of an evaluation are sampled as in training: leave it
 _OFFLOAD = "--fsdp_config with a JSON file that says cpu_offload; for activations --activation_cpu_offload true"
 _REWARD = "--reward_funcs path.py:function takes a function of verl's kind too"
 _VLLM = "vLLM's own choice is taken: leave it out"
-_ONE_SIZE = "log-probabilities are computed in batches of --per_device_train_batch_size sequences: leave it out"
 _DYNAMIC = (
     "an update here is a fixed number of micro-batches of --per_device_train_batch_size sequences each, by which TRL "
     "counts steps; verl's varies with the tokens. actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu says how many, "
@@ -84,10 +83,10 @@ UNSUPPORTED: Mapping[str, str] = {
     f"{_ROLLOUT}.layered_summon": "weights are gathered once for vLLM: leave it out",
     f"{_ROLLOUT}.multi_turn.enable": "a rollout is one answer to one prompt",
     f"{_ROLLOUT}.multi_turn.format": "a rollout is one answer to one prompt",
-    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": _ONE_SIZE,
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": _ONE_SIZE,
-    f"{_REF}.log_prob_use_dynamic_bsz": _ONE_SIZE,
-    f"{_REF}.log_prob_max_token_len_per_gpu": _ONE_SIZE,
+    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": _LOG_PROBS,
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": _LOG_PROBS,
+    f"{_REF}.log_prob_use_dynamic_bsz": _LOG_PROBS,
+    f"{_REF}.log_prob_max_token_len_per_gpu": _LOG_PROBS,
     **{f"{_ROLLOUT}.val_kwargs.{name}": _VALIDATION for name in ("do_sample", "temperature", "top_p", "top_k")},
     "actor_rollout_ref.model.external_lib": "--model names a folder or a hub name",
     "actor_rollout_ref.model.use_shm": "files are read where they are: leave it out",

@@ -80,10 +80,10 @@ def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[
         settings = settings_of(str(config.adapter_config))
     if not {"target_modules", "target_parameters"} & settings.keys():
         norms = settings["peft_type"] == "LN_TUNING" and not config.is_set("target_modules")
-        settings["target_modules"] = _norms(model, without) if norms else _targets(config, model)
-    if without and settings["peft_type"] != "LN_TUNING":
-        settings["exclude_modules"] = rf".*(?:{'|'.join(map(re.escape, without))})\..*"
+        settings["target_modules"] = _norms(model) if norms else _targets(config, model)
     made = config_of({**settings, "task_type": "CAUSAL_LM"}, config.adapter_config or "")
+    if without:
+        _leave_out(made, model, without)
     _try(made, model, *_named(config, model))
     return made
 
@@ -135,13 +135,29 @@ def _in_float32(model: PeftModel, config: LanguageConfig) -> PeftModel:
     return model
 
 
-def _norms(model: PreTrainedModel, without: Sequence[str]) -> list[str]:
+def _norms(model: PreTrainedModel) -> list[str]:
     """Return the paths of the norms; PEFT knows those of few models, and would copy linear layers as well."""
-    frozen = tuple(f"{path}." for path in without)
     kinds = [(name, type(module).__name__.lower(), module) for name, module in model.named_modules()]
     # PEFT's wrapper does not serve gated ones: models read their attributes.
     norms = [(name, module) for name, kind, module in kinds if "norm" in kind and not kind.endswith("gated")]
-    return [name for name, module in norms if [*module.parameters(recurse=False)] and not name.startswith(frozen)]
+    return [name for name, module in norms if [*module.parameters(recurse=False)]]
+
+
+def _leave_out(made: Any, model: PreTrainedModel, without: Sequence[str]) -> None:
+    """Keep adapters out of some modules: excluded, or, for kinds that cannot exclude, by naming all other targets."""
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
+
+    inside = rf".*(?:{'|'.join(map(re.escape, without))})\..*"
+    if hasattr(made, "exclude_modules"):
+        theirs = made.exclude_modules
+        if theirs and not isinstance(theirs, str):  # PEFT compares the ends of paths with names
+            theirs = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, theirs))})"
+        made.exclude_modules = f"{theirs}|{inside}" if theirs else inside
+        return
+    # A copy, as in `_try`.
+    named = _maybe_include_all_linear_layers(copy.deepcopy(made), model)
+    paths = [name for name, _ in model.named_modules() if check_target_module_exists(named, name)]
+    made.target_modules = {name for name in paths if not re.fullmatch(inside, name)}
 
 
 def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:
@@ -178,6 +194,7 @@ def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
 
 def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) -> None:
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     try:
         # A copy of the config: PEFT writes the modules it finds into its argument.
@@ -188,3 +205,11 @@ def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) ->
             expected=expected,
             hint="all-linear takes every linear module but the head",
         ) from error
+    head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        name = next(name for name, module in model.named_modules() if module is head)
+        raise ConfigError(
+            f"the output embeddings, {name}, would have adapters",
+            expected="other modules: TRL computes losses from the weights of these, so they would not be trained",
+            hint="leave them out of target_modules; all-linear does",
+        )

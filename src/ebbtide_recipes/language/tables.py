@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,8 @@ from ebbtide_recipes.skeleton.rows import Row
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
+
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 
 def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
@@ -105,6 +109,15 @@ def check_known(rows: Iterable[Sequence[int]], names: Sequence[str], tokenizer: 
             hint="remove it from the rows, or from the tokenizer's files; or save the model with more embeddings: "
             "model.resize_token_embeddings(len(tokenizer))",
         )
+
+
+def named_once(names: Iterable[str]) -> list[str]:
+    """Return each name once; warn of those that come several times."""
+    counts = Counter(names)
+    for name, count in sorted(counts.items()):
+        if count > 1:
+            LOGGER.warning("data set %r is named %d times: its rows are used once", name, count)
+    return [*counts]
 
 
 def split(dataset: Dataset, ratio: float, *, seed: int, in_order: bool = False) -> tuple[Dataset, Dataset]:

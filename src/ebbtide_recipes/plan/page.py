@@ -172,9 +172,12 @@ def command(result: Result, option: Option) -> str:
 
 
 def _trained(config: PlanConfig) -> str:
-    """Return the model as training names it: a config alone predicts, and its folder trains."""
+    """Return the model as training names it: a config alone predicts, and its folder or pipeline trains."""
     path = Path(config.name)
-    return str(path.parent) if config.recipe != "video" and path.name == "config.json" else config.name
+    path = path.parent if path.suffix == ".json" else path
+    if config.recipe == "video" and path.name == "transformer" and (path / "config.json").expanduser().is_file():
+        path = path.parent
+    return config.name if path == Path(config.name) else str(path)
 
 
 def _mode_flags(option: Option, written: str | None) -> list[tuple[str, str]]:

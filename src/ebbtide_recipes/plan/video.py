@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ebbtide.base.errors import DataError
 from ebbtide.base.files import json_object
 from ebbtide.wrap import find_blocks
 from ebbtide_recipes.plan.model import Outline
@@ -66,7 +65,7 @@ class VideoSubject:
             DataError: The config describes no transformer.
             ConfigError: Adapters do not fit.
         """
-        transformer = _on_meta(self._source, getattr(torch, dtype))
+        transformer = self._source.outline(getattr(torch, dtype))
         if self._config.train_type == "lora":
             with torch.device("meta"):
                 adapters.put_on(transformer, self._config)
@@ -138,23 +137,3 @@ def _source(name: str, *, seed: int) -> Source:
     if (path / "config.json").is_file() and not (path / "transformer").is_dir():
         return _Alone(path / "config.json")
     return open_source(name, seed=seed)
-
-
-def _on_meta(source: Source, dtype: torch.dtype) -> nn.Module:
-    """Return the transformer that a config describes, without weights."""
-    import diffusers
-
-    settings = dict(source.transformer_config or {})
-    kind: Any = getattr(diffusers, str(settings["_class_name"]))
-    try:
-        with torch.device("meta"):
-            made = kind.from_config(settings)
-    except (TypeError, ValueError, KeyError) as error:
-        raise DataError(
-            f"{source.name} describes no transformer: {error}",
-            expected=f"a config of {settings['_class_name']}",
-            hint="use the config.json of the weights",
-        ) from error
-    for parameter in made.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return made

@@ -74,13 +74,12 @@ def made(config: SftConfig, source: ModelSource, dataset: Dataset) -> MediaColla
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    alone = config.completion_only_loss
     collator = MediaCollator(
         processor=processor,
         config=source.config,
         max_length=config.max_length,
         cuts=config.truncation == "right",
-        completion_only="completion" in dataset.column_names if alone is None else alone,
+        completion_only=bool(config.completion_only_loss),
     )
     collator([dataset[0]])
     return collator

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.language.tables import as_dataset
+from ebbtide_recipes.language.tables import as_dataset, named_once
 from ebbtide_recipes.sft import media, pydoc
 from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
 from ebbtide_recipes.sft.shapes import (
@@ -66,21 +66,22 @@ def check(names: Iterable[str], pair: tuple[str, str] | None) -> None:
     """Refuse data sets that do not exist, and files whose first rows cannot be read or have unknown columns.
 
     Args:
-        names: As ``load`` takes them.
+        names: As ``load_both`` takes them.
         pair: Columns of the question and its answer, as in ``Reading``.
 
     Raises:
-        EbbtideError: As ``load``; what depends on the model is left to it.
+        EbbtideError: As ``load_both``; what depends on the model is left to it.
     """
     for name, rows in READER.check(names).items():
         _shape(rows[0], name, pair, chat=True)  # a model without a chat template takes no others
 
 
-def load(names: Sequence[str], reading: Reading) -> Dataset:
-    """Read data sets and concatenate them.
+def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading) -> tuple[Dataset, Dataset | None]:
+    """Read the data sets to train on, and those to evaluate on; both name their files in the same columns.
 
     Args:
         names: Built-in names, files or hub names, as ``rows.parsed`` takes them.
+        evaluation: The same, to evaluate on; empty: none.
         reading: How they are read.
 
     Returns:
@@ -90,23 +91,7 @@ def load(names: Sequence[str], reading: Reading) -> Dataset:
         DataError: A data set cannot be found or read, is empty, or has columns that are not known.
         ConfigError: The part after ``#`` is not a number of rows, or the shapes of several data sets differ.
     """
-    return load_both(names, (), reading)[0]
-
-
-def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading) -> tuple[Dataset, Dataset | None]:
-    """Read the data sets to train on, and those to evaluate on; both name their files in the same columns.
-
-    Args:
-        names: As ``load`` takes them.
-        evaluation: The same, to evaluate on; empty: none.
-        reading: How they are read.
-
-    Raises:
-        EbbtideError: As ``load``.
-    """
-    for part in (names, evaluation):
-        for name in sorted({name for name in part if part.count(name) > 1}):
-            LOGGER.warning("data set %r is named %d times: its rows are used once", name, part.count(name))
+    names, evaluation = named_once(names), named_once(evaluation)
     read = {
         name: READER.read(name, seed=reading.seed, use_hf=reading.use_hf)
         for name in dict.fromkeys((*names, *evaluation))

@@ -47,12 +47,67 @@ class Sft(Recipe[SftConfig]):
         models.check(config.model)
 
     def prepare(self, config: SftConfig) -> SftTrainer:
-        """Load model and data, and make the trainer.
+        """Load model and data, and make the trainer. Checks come before slow steps.
 
         Raises:
             EbbtideError: The model or the data cannot be used.
         """
-        return _prepared(config)
+        from accelerate import PartialState
+
+        from ebbtide_recipes.language import adapters, meta, models, tables
+        from ebbtide_recipes.sft import collator, data, media, trainer
+        from ebbtide_recipes.sft.shapes import is_chat
+
+        trainer.arguments(config)  # also joins the other ranks
+        with PartialState().main_process_first():  # only one process fetches or builds
+            source = models.look_up(config)
+        made = None
+        if config.trains_adapters:
+            with models.described(config.model):
+                outline = models.outline(config, source.config)
+            frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
+            made = adapters.chosen(config, outline, without=frozen)
+        dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
+        if config.split_dataset_ratio > 0:
+            dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
+        if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
+            columns = {*dataset.column_names, *(() if evaluation is None else evaluation.column_names)}
+            answers = "completion" in columns and not config.assistant_only_loss  # else those of prompts were left out
+            config = replace(config, completion_only_loss=answers)
+        named = ((dataset, config.dataset), (evaluation, config.eval_dataset or config.dataset))
+        plain = next((names for part, names in named if part is not None and not is_chat(part[0])), None)
+        batches = None
+        if config.assistant_only_loss and (plain or media.WHERE in dataset.column_names):
+            raise ConfigError(
+                f"assistant_only_loss is true, and {', '.join(plain or config.dataset)} has "
+                f"{'plain text' if plain else 'files'}",
+                expected="chats of text: rows with messages",
+                hint="leave --assistant_only_loss out; --completion_only_loss true learns only answers",
+            )
+        if media.WHERE in dataset.column_names:
+            batches = collator.made(config, source, dataset)
+            for part in (dataset, *(() if evaluation is None else (evaluation,))):
+                batches.check(part)
+                if config.fsdp_strategy != "none" and launch.world_size() > 1:
+                    media.check_even(part)
+        elif plain:
+            models.check_end(config.model, source.tokenizer)
+        model, weights = models.load(config, source)
+        LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
+        trained: Any = model if made is None else adapters.put_on(model, made, config)
+        return meta.built(
+            config,
+            trained,
+            weights,
+            partial(
+                trainer.build,
+                config,
+                processor=source.processor,
+                dataset=dataset,
+                evaluation=evaluation,
+                collator=batches,
+            ),
+        )
 
 
 RECIPE = Sft()
@@ -69,82 +124,6 @@ def main(config: SftConfig) -> None:
         KeyboardInterrupt: Interrupted by the user; the run file is closed and records it.
     """
     run.main(RECIPE, config)
-
-
-def _prepared(config: SftConfig) -> SftTrainer:
-    """Load model and data, and make the trainer. Checks come before slow steps."""
-    from accelerate import PartialState
-
-    from ebbtide_recipes.language import adapters, meta, models, tables
-    from ebbtide_recipes.sft import collator, data, media, trainer
-    from ebbtide_recipes.sft.shapes import is_chat
-
-    trainer.arguments(config)  # also joins the other ranks
-    launch.check_device(config)
-    with PartialState().main_process_first():  # only one process fetches or builds
-        source = models.look_up(config)
-    made = None
-    if config.trains_adapters:
-        with models.described(config.model):
-            outline = models.outline(config, source.config)
-        frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
-        made = adapters.chosen(config, outline, without=frozen)
-        _check_head(outline)
-    dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
-    if config.split_dataset_ratio > 0:
-        dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
-    if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
-        columns = {*dataset.column_names, *(() if evaluation is None else evaluation.column_names)}
-        answers = "completion" in columns and not config.assistant_only_loss  # else those of prompts were left out
-        config = replace(config, completion_only_loss=answers)
-    named = ((dataset, config.dataset), (evaluation, config.eval_dataset or config.dataset))
-    plain = next((names for part, names in named if part is not None and not is_chat(part[0])), None)
-    batches = None
-    if config.assistant_only_loss and (plain or media.WHERE in dataset.column_names):
-        raise ConfigError(
-            f"assistant_only_loss is true, and {', '.join(plain or config.dataset)} has "
-            f"{'plain text' if plain else 'files'}",
-            expected="chats of text: rows with messages",
-            hint="leave --assistant_only_loss out; --completion_only_loss true learns only answers",
-        )
-    if media.WHERE in dataset.column_names:
-        batches = collator.made(config, source, dataset)
-        for part in (dataset, *(() if evaluation is None else (evaluation,))):
-            batches.check(part)
-            if config.fsdp_strategy != "none" and launch.world_size() > 1:
-                media.check_even(part)
-    elif plain:
-        models.check_end(config.model, source.tokenizer)
-    model, weights = models.load(config, source)
-    LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
-    trained: Any = model if made is None else adapters.put_on(model, made, config)
-    return meta.built(
-        config,
-        trained,
-        weights,
-        partial(
-            trainer.build,
-            config,
-            processor=source.processor,
-            dataset=dataset,
-            evaluation=evaluation,
-            collator=batches,
-        ),
-    )
-
-
-def _check_head(outline: Any) -> None:
-    """Reject adapters of the output embeddings: TRL computes the loss from their weights."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    head = outline.get_output_embeddings()
-    if isinstance(head, BaseTunerLayer):
-        name = next(name for name, module in outline.named_modules() if module is head)
-        raise ConfigError(
-            f"the output embeddings, {name}, would have adapters",
-            expected="other modules: the loss is computed from the weights of these, so they would not be trained",
-            hint="leave them out of target_modules; all-linear does",
-        )
 
 
 def _reading(config: SftConfig, source: ModelSource) -> Any:

@@ -17,6 +17,7 @@ from ebbtide_recipes.language.tables import as_dataset, check_known
 from ebbtide_recipes.sft.collator import MediaCollator, refused_by_template
 from ebbtide_recipes.sft.media import KINDS, WHERE
 from ebbtide_recipes.sft.roles import with_texts
+from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -90,12 +91,14 @@ def build(
 
     Raises:
         DataError: The data has no full sequence (with packing), no token to learn from, or a row that may not be cut.
+        ConfigError: FSDP's settings name a class of blocks that the model lacks.
     """
     from jinja2 import TemplateError
     from transformers import ProcessorMixin
 
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+        check_classes(config, model)
     if collator is None:
         _warn_of_thoughts(dataset, processor)
     own = arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None)

@@ -38,8 +38,10 @@ SEAL = "ebbtide.json"
 LATEST = ("latest", "last", "true", "yes", "on")
 """Values of ``--resume_from_checkpoint`` that are no folder."""
 
-_ORDER = ("seed", "packing", "num_generations", "num_iterations", "micro_batches")
-"""Flags that the order of rows depends on, and the micro-batches of a rollout."""
+_ORDER = (
+    "seed", "packing", "dataset_shuffle", "num_generations", "num_iterations", "micro_batches", "clips_of_a_batch",
+)  # fmt: skip
+"""Flags that the order of rows depends on, the micro-batches of a rollout, and the clips that are drawn together."""
 
 _ADAPTED: Mapping[str, type] = {"model": str, "settings": dict}
 

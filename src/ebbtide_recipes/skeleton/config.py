@@ -127,6 +127,8 @@ class RecipeConfig:
     """Lists all names that the recipe knows; empty: only its help does."""
     mappings: ClassVar[tuple[str, ...]] = ("fsdp_config", "fsdp")
     """Flags that also take a mapping; it is kept as JSON."""
+    default_rates: ClassVar[tuple[float, float]] = (1e-5, 1e-4)
+    """Default learning rates of full training, and of adapters."""
 
     model: str
     use_hf: bool = True
@@ -220,9 +222,7 @@ class RecipeConfig:
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate given, or the default of the training type."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 1e-4 if self.trains_adapters else 1e-5
+        return self.default_rates[self.trains_adapters] if self.learning_rate is None else self.learning_rate
 
     @property
     def adapter_kind(self) -> str | None:

@@ -65,10 +65,11 @@ class ResumedTrainer(Trainer):
                 super()._load_scaler(checkpoint)
 
     def _rates(self) -> str:
-        """Return the optimizer's learning rate and weight decay, in words."""
+        """Return the optimizer's learning rates, one of a group each, and its weight decay, in words."""
         groups = self.optimizer.param_groups
-        rate, decay = (max(float(group.get(name, 0.0)) for group in groups) for name in ("initial_lr", "weight_decay"))
-        return f"learning_rate {rate:.6g} and weight_decay {decay:.6g}"
+        rates = dict.fromkeys(f"{float(group.get('initial_lr', 0.0)):.6g}" for group in groups)
+        decay = max(float(group.get("weight_decay", 0.0)) for group in groups)  # some weights have none
+        return f"learning_rate {', '.join(rates)} and weight_decay {decay:.6g}"
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Run an epoch, unless the checkpoint had finished all steps: transformers would run one more."""

@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -231,7 +232,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                 StepRecorder(
                     offload,
                     bar,
-                    mean=trainer.mean_over_processes,
+                    mean=partial(trainer.accelerator.reduce, reduction="mean"),
                     processes=trainer.args.world_size,
                     nan_loss=config.nan_loss,
                 )

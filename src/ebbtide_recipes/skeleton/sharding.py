@@ -20,6 +20,8 @@ from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.files import json_object
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ebbtide_recipes.skeleton.config import RecipeConfig, Strategy
 
 LOGGER = logging.getLogger("ebbtide.recipes")
@@ -50,6 +52,14 @@ _FULL_SHARD = ("native_fsdp", "accelerate", "fsdp", "fsdp2")
 
 _RENAMED = {"offload_params": "cpu_offload", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
 """What accelerate calls some of them."""
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "backward_prefetch": ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST"),
+    "state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
+}
+_SWITCHES = ("cpu_offload", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
+_CLASSES = "transformer_layer_cls_to_wrap"
 
 _OF_VERSION_1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
 _GUIDE = "docs/guides/sft.md lists the settings"
@@ -92,8 +102,8 @@ def resolved(config: RecipeConfig) -> RecipeConfig:
             hint="leave --fsdp_version out",
         )
     changes: dict[str, Any] = {"fsdp_strategy": "full_shard"} if config.fsdp_strategy in _FULL_SHARD else {}
-    if config.fsdp_strategy == "fsdp":
-        changes["fsdp_version"] = 1
+    if config.fsdp_strategy in ("fsdp", "fsdp2"):
+        changes["fsdp_version"] = 1 if config.fsdp_strategy == "fsdp" else 2
     if settings is not None:
         if config.fsdp_strategy == "none":
             changes["fsdp_strategy"] = settings.strategy or "full_shard"
@@ -129,7 +139,7 @@ def trainer_settings(config: RecipeConfig) -> dict[str, Any]:
     settings |= dict(sharding.settings) if sharding is not None else {}
     if config.fsdp_version == 2:
         for name in set(_OF_VERSION_1) & set(settings):
-            if settings.pop(name) not in (None, False, "false", "NO_PREFETCH"):
+            if settings.pop(name) not in (False, "NO_PREFETCH"):
                 LOGGER.warning("%s has no effect with FSDP2: it is a setting of FSDP1", name)
         reshard: bool | str = config.fsdp_strategy != "shard_grad_op"
     else:
@@ -221,8 +231,51 @@ def _from_settings(settings: Mapping[str, Any], path: Path | str) -> Sharding:
         activation_cpu_offload=_switch(values, "activation_cpu_offload", path),
         activation_checkpointing=_switch(values, "activation_checkpointing", path),
         memory_efficient_init=_switch(values, "cpu_ram_efficient_loading", path),
-        settings={name: values[name] for name in _PASSED_ON if name in values},
+        settings=_passed_on(values, path),
     )
+
+
+def _passed_on(values: Mapping[str, Any], path: Path | str) -> dict[str, Any]:
+    """Return the settings for transformers: it takes any text for true, and fails late at others that are wrong."""
+    made = {name: value for name in _PASSED_ON if (value := values.get(name)) not in (None, "", [])}
+    for name in made.keys() & _SWITCHES:
+        made[name] = _switch(values, name, path)
+    for name in made.keys() & _CHOICES.keys():
+        made[name] = str(made[name]).upper()
+        if made[name] not in _CHOICES[name]:
+            raise ConfigError(
+                f"{name} in {path} is {values[name]!r:.60}",
+                expected=f"one of {', '.join(_CHOICES[name])}",
+                hint=nearest(made[name], _CHOICES[name]) or f"leave {name} out",
+            )
+    if _CLASSES in made:
+        texts = made[_CLASSES] if isinstance(made[_CLASSES], list) else [made[_CLASSES]]
+        made[_CLASSES] = [name.strip() for text in texts for name in str(text).split(",")]
+    if "min_num_params" in made:
+        if not str(made["min_num_params"]).isdecimal():
+            raise ConfigError(
+                f"min_num_params in {path} is {made['min_num_params']!r:.60}",
+                expected="a number of parameters",
+                hint='"min_num_params": 100000000',
+            )
+        made["min_num_params"] = int(made["min_num_params"])
+    return made
+
+
+def check_classes(config: RecipeConfig, model: nn.Module) -> None:
+    """Reject settings that name a class of blocks of which the model has no module.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    sharding, present = read(config), {type(module).__name__ for module in model.modules()}
+    for name in sharding.settings.get(_CLASSES, ()) if sharding is not None else ():
+        if name not in present:
+            raise ConfigError(
+                f"{_CLASSES} names {name!r}, and {config.model} has no module of that class",
+                expected="classes of the model's blocks",
+                hint=nearest(name, present) or f"leave {_CLASSES} out: the model names its blocks",
+            )
 
 
 def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:

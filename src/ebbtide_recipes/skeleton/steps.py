@@ -57,6 +57,7 @@ class StepRecorder(TrainerCallback):
         self._gradient_norm: torch.Tensor | float | None = None
         self._loss = 0.0
         self._losses: list[torch.Tensor] = []
+        self._since_line: list[float] = []  # the losses of the steps since the last line
         self._accuracies: list[float] = []
         self._noted: dict[str, list[float]] = {}
         self._seconds: list[float] = []
@@ -84,6 +85,13 @@ class StepRecorder(TrainerCallback):
     def micro_loss(self, loss: torch.Tensor) -> None:
         """Add one micro-batch's share of the step's loss."""
         self._losses.append(loss.detach())
+
+    def mean_loss(self, trainers: float) -> float | None:
+        """Return the trainer's mean loss since the last line; if some are not finite, that of the others."""
+        finite = [loss for loss in self._since_line if math.isfinite(loss)]
+        if len(finite) == len(self._since_line):
+            return trainers
+        return sum(finite) / len(finite) if finite else None
 
     def gradient_norm(self, norm: torch.Tensor | float | None) -> None:
         """Take the norm of the step's gradients over all processes, as it was before clipping; ``None``: unknown."""
@@ -151,6 +159,7 @@ class StepRecorder(TrainerCallback):
         )
         saved_bytes = self._report_stats(state.global_step)
         self._seconds.append(seconds)
+        self._since_line.append(loss)
         self.shown = {
             **noted,
             "token_acc": accuracy,
@@ -218,7 +227,7 @@ class StepRecorder(TrainerCallback):
         line = {"loss": logs["loss"], **self.shown, **figures}
         rounded = {name: value if value is None else float(f"{float(value):.6g}") for name, value in line.items()}
         LOGGER.info("step %d/%d %s", state.global_step, state.max_steps, json.dumps(rounded | self._progress(state)))
-        self._seconds, self._logged_seconds = [], self._stalled_seconds
+        self._seconds, self._since_line, self._logged_seconds = [], [], self._stalled_seconds
 
     def _progress(self, state: TrainerState) -> dict[str, str]:
         """Return the run's progress and remaining time, under ms-swift's names."""

@@ -109,8 +109,9 @@ class RecordedTrainer(ResumedTrainer):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the recorder's figures for trackers."""
+        """Add the recorder's figures for trackers; leave skipped steps out of the loss."""
         if self.recorder is not None and "loss" in logs:
+            logs["loss"] = self.recorder.mean_loss(logs["loss"])  # type: ignore[assignment]
             logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
         super().log(logs, start_time)
 
@@ -124,10 +125,6 @@ class RecordedTrainer(ResumedTrainer):
             return super().evaluate(*args, **kwargs)
         finally:
             restore(drawn_from, before, states(drawn_from))
-
-    def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over all processes."""
-        return self.accelerator.reduce(value, reduction="mean")
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the model's own ``use_cache``: transformers' trainer has set it to false."""
@@ -206,7 +203,7 @@ def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict
         shards: How many processes share the weights in hybrid sharding; ``None``: those of a node.
 
     Raises:
-        ConfigError: A tracker is unknown or not installed.
+        ConfigError: A tracker is unknown or not installed, or the processes make no mesh for hybrid sharding.
     """
     _check_trackers(config.report_to)
     accelerated = torch.accelerator.is_available()
@@ -264,13 +261,23 @@ def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
 
 
 def _hybrid(config: RecipeConfig, shards: int | None) -> dict[str, Any]:
-    """Return the mesh of FSDP2's hybrid sharding, by default shards within a node and copies across nodes."""
+    """Return the mesh of FSDP2's hybrid sharding, by default shards within a node and copies across nodes.
+
+    Raises:
+        ConfigError: accelerate makes no such mesh.
+    """
     if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
         return {}
     from accelerate.parallelism_config import ParallelismConfig
 
     world = launch.world_size()
     shards = shards or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world > 1 and (shards == 1 or world % shards):
+        raise ConfigError(
+            f"fsdp_strategy is 'hybrid_shard' with {world} processes and {shards} for each copy of the weights",
+            expected="two or more processes for each copy, and whole copies",
+            hint="--fsdp_strategy full_shard shards over all processes, none is DDP",
+        )
     return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // shards, dp_shard_size=shards)}
 
 

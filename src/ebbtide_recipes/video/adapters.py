@@ -20,19 +20,12 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
     """Freeze a transformer and add adapters to it.
 
     Raises:
-        DataError: diffusers adds no adapters to such a transformer.
-        ConfigError: No module has one of the names.
+        EbbtideError: As ``targets_of``.
     """
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    if not hasattr(transformer, "add_adapter"):
-        raise DataError(
-            f"diffusers adds no adapters to a {type(transformer).__name__}",
-            expected="a transformer with adapter support",
-            hint="--train_type full",
-        )
-    targets = _targets(transformer, config.target_modules)
+    targets = targets_of(transformer, config.target_modules)
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -49,8 +42,19 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
     LOGGER.info("adapters on %d modules: %d weights are trained", len(targets), trained)
 
 
-def _targets(transformer: Any, names: tuple[str, ...]) -> list[str]:
-    """Return the full names of the modules that get adapters: of ``all-linear``, every linear module of the blocks."""
+def targets_of(transformer: Any, names: tuple[str, ...]) -> list[str]:
+    """Return the full names of the modules that get adapters: of ``all-linear``, every linear module of the blocks.
+
+    Raises:
+        DataError: diffusers adds no adapters to such a transformer.
+        ConfigError: No module has one of the names.
+    """
+    if not hasattr(transformer, "add_adapter"):
+        raise DataError(
+            f"diffusers adds no adapters to a {type(transformer).__name__}",
+            expected="a transformer with adapter support",
+            hint="--train_type full",
+        )
     classes = block_classes(transformer)
     blocks = [name for name, part in transformer.named_modules() if type(part).__name__ in classes]
     linear = [name for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)]

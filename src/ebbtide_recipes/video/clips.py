@@ -119,17 +119,16 @@ def write(path: Path, film: torch.Tensor, *, rate: float) -> None:
         container.mux(stream.encode())
 
 
-def sheet(path: Path, rows: Sequence[tuple[str, torch.Tensor]], *, columns: int = 8) -> None:
-    """Write a contact sheet: a row of frames for each clip, under its name.
+def sheet(path: Path, rows: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Write a contact sheet: for each clip, under its name, a row of frames that are spread over it.
 
     Args:
         path: A .png.
         rows: Name and frames ``[F, H, W, 3]`` of each clip.
-        columns: Frames of a row; spread over the clip.
     """
     from PIL import Image, ImageDraw
 
-    side, gap, line = 112, 4, 14
+    side, gap, line, columns = 112, 4, 14, 8
     width = max(min(columns, len(film)) for _, film in rows) * (side + gap) + gap
     heights = [max(1, round(side * film.shape[1] / film.shape[2])) for _, film in rows]
     page = Image.new("RGB", (width, sum(heights) + len(rows) * (line + 2 * gap) + gap), (28, 28, 30))

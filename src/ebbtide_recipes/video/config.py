@@ -26,8 +26,10 @@ _COUNTS: Mapping[str, str] = {
 }
 _POSITIVE = ("frame_rate", "logit_std", "flow_shift", "critic_learning_rate", "embedded_guidance")
 _LARGEST_MODE_SCALE = 2 / (math.pi - 2)
+_SAMPLES = "use samples instead: --samples, --sample_steps, --sample_prompts"
 _FIXED: Mapping[str, str] = {
-    "eval_dataset": "use samples instead: --samples, --sample_steps, --sample_prompts",
+    "eval_dataset": _SAMPLES,
+    "split_dataset_ratio": _SAMPLES,
     "memory_efficient_init": "each process loads the transformer whole before it is sharded",
     "fp16": "--bf16 true needs no loss scaling",
 }
@@ -143,6 +145,11 @@ class VideoConfig(RecipeConfig):
         """The student's timesteps as numbers."""
         return tuple(int(word) for word in self.student_timesteps.replace(",", " ").split())
 
+    @property
+    def clips_of_a_batch(self) -> int:
+        """Clips that are drawn together, from one bucket."""
+        return self.per_device_train_batch_size
+
     def without_effect(self) -> list[str]:
         """Return the given flags that have no effect in this mode."""
         idle: tuple[str, ...] = ()
@@ -167,8 +174,7 @@ def _check_mesh(config: VideoConfig) -> None:
             expected="more than one shard, or no FSDP",
             hint="leave one of the two out",
         )
-    if (config.hsdp_replicate_dim or 1) > 1 and (config.hsdp_shard_dim or 1) == 1:
-        return  # copies alone are DDP
+    # Without a strategy, copies alone are DDP.
     if (config.hsdp_replicate_dim or 1) > 1 and config.fsdp_strategy not in ("none", "hybrid_shard"):
         raise ConfigError(
             f"hsdp_replicate_dim is {config.hsdp_replicate_dim} with fsdp_strategy {config.fsdp_strategy}",
@@ -187,8 +193,6 @@ def _check(config: VideoConfig) -> None:
     expected = f"a number from -1 to {_LARGEST_MODE_SCALE:.2f}: others leave the noise levels 0 to 1"
     within("mode_scale", config.mode_scale, f"[-1, {_LARGEST_MODE_SCALE}]", expected, "1.29 is usual")
     within("ema_decay", config.ema_decay, "[0, 1)", "a share from 0 to below 1", "0.999 is usual")
-    if config.split_dataset_ratio:
-        raise ConfigError("split_dataset_ratio is set", expected="no evaluation", hint=_FIXED["eval_dataset"])
     for name, hint in _FIXED.items():
         if getattr(config, name):
             raise ConfigError(
@@ -206,7 +210,7 @@ def _check(config: VideoConfig) -> None:
 def _check_distillation(config: VideoConfig) -> None:
     """Reject a student without timesteps, and flags that distillation cannot be combined with."""
     words = config.student_timesteps.replace(",", " ").split()
-    if not words or not all(word.isdigit() and 1 <= int(word) <= 1000 for word in words):
+    if not words or not all(word.isdecimal() and 1 <= int(word) <= 1000 for word in words):
         raise ConfigError(
             f"student_timesteps is {config.student_timesteps!r}",
             expected="numbers from 1 to 1000 with commas between them",

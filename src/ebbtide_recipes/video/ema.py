@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ebbtide.base.errors import DataError
@@ -16,6 +17,8 @@ from ebbtide_recipes.skeleton.trainer import local
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+_FILE = "ema-{}.safetensors"
 
 
 class Average(TrainerCallback):
@@ -56,12 +59,14 @@ class Average(TrainerCallback):
             self._average.step(self._parameters())
 
     def save(self, folder: Path, rank: int) -> None:
-        """Write this process's part of the average into a checkpoint."""
+        """Write this process's part of the average into a checkpoint; the first writes that of whole weights."""
         from safetensors.torch import save_file
 
+        if rank != self._part(rank):
+            return
         tensors = {str(n): local(t).contiguous().cpu() for n, t in enumerate(self._average.shadow_params)}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / _file(rank), metadata={"steps": str(self._average.optimization_step)})
+        save_file(tensors, folder / _FILE.format(rank), metadata={"steps": str(self._average.optimization_step)})
 
     @contextmanager
     def in_place(self) -> Generator[None, None, None]:
@@ -87,8 +92,8 @@ class Average(TrainerCallback):
         """
         from safetensors import SafetensorError, safe_open
 
-        path = folder / _file(rank)
         self._begin()
+        path = folder / _FILE.format(self._part(rank))
         try:
             with safe_open(path, framework="pt") as opened, torch.no_grad():
                 self._average.optimization_step = int(opened.metadata()["steps"])
@@ -102,6 +107,6 @@ class Average(TrainerCallback):
                 hint="leave --ema_decay out, or resume with as many processes as wrote the checkpoint",
             ) from error
 
-
-def _file(rank: int) -> str:
-    return f"ema-{rank}.safetensors"
+    def _part(self, rank: int) -> int:
+        """Return the process that writes what this one reads: itself if weights are sharded, else the first."""
+        return rank if any(isinstance(shadow, DTensor) for shadow in self._average.shadow_params) else 0

@@ -85,6 +85,20 @@ class Denoiser(nn.Module):
             if any(parameter.requires_grad for parameter in part.parameters()):
                 part.enable_gradient_checkpointing()
 
+    def leave_frozen_out(self) -> None:
+        """Leave frozen parameters out of ``state_dict`` from now on; loading one leaves them as they are."""
+
+        def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+            for name in _frozen(module):
+                state.pop(f"{prefix}{name}", None)
+
+        def forgive(module: nn.Module, keys: Any) -> None:
+            frozen = _frozen(module)
+            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in frozen]
+
+        self.register_state_dict_post_hook(drop)
+        self.register_load_state_dict_post_hook(forgive)
+
     gradient_checkpointing_enable = activation_checkpointing_enable
     """What transformers before 5.20 calls it."""
 
@@ -111,6 +125,11 @@ class Denoiser(nn.Module):
             name: torch.where(without.view(-1, *[1] * (value.dim() - 1)), self.empty[name].to(value), value)
             for name, value in text.items()
         }
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    """Return the names of the frozen parameters."""
+    return {name for name, part in module.named_parameters(remove_duplicate=False) if not part.requires_grad}
 
 
 class FineTuning(Denoiser):

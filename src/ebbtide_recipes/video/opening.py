@@ -47,7 +47,8 @@ def _fetched(name: str) -> Path:
     from diffusers import DiffusionPipeline
 
     try:
-        return Path(DiffusionPipeline.download(name))
+        with hubs.cached_without_network():
+            return Path(DiffusionPipeline.download(name))
     except (OSError, ValueError) as error:
         raise DataError(
             f"pipeline {name!r} is no local folder and could not be fetched by that name: {str(error)[:300]}",

@@ -56,6 +56,8 @@ class Video(Recipe[VideoConfig]):
         if is_local(config.model):
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
             _check_flags(config, source)
+            if all(is_local(name) for name in (config.teacher, config.critic) if name is not None):
+                _others(config, source)
             if _has_latents(config):
                 latents.check(_latents_folder(config), source)
             else:
@@ -78,20 +80,22 @@ class Video(Recipe[VideoConfig]):
         """
         from accelerate import PartialState
 
-        from ebbtide_recipes.video import trainer
+        from ebbtide_recipes.video import adapters, trainer
         from ebbtide_recipes.video.opening import open_source
         from ebbtide_recipes.video.source import quiet_bars
 
         options = trainer.arguments(config)  # also joins the other ranks
-        launch.check_device(config)
         quiet_bars()
         with PartialState().main_process_first():  # fetch once
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
-        _check_flags(config, source)
+            _check_flags(config, source)
+            others = _others(config, source)
+        if config.trains_adapters and not config.preprocess_only:  # before the hours that latents may take
+            adapters.targets_of(source.outline(_dtype(config)), config.target_modules)
         dataset = _latents(config, source, options.device)
         if config.preprocess_only:
             return None
-        module = _module(config, source, dataset)
+        module = _module(config, source, others, dataset)
         return trainer.build(config, module, dataset, _showing(config, source, dataset), options)
 
     def finish(self, config: VideoConfig, trainer: Any, folder: Path) -> None:
@@ -197,11 +201,11 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
 
     from ebbtide_recipes.video import latents
 
-    state, folder, named = PartialState(), _latents_folder(config), _has_latents(config)
+    state, folder, named, made = PartialState(), _latents_folder(config), _has_latents(config), _made(config)
     if config.latents_dir is not None and latents.is_made(folder):
         latents.check(folder, source)
-    making = _making(config, source, _made(config))
-    if not named and _made(config) and not latents.matches(folder, source, making, None):
+    making = _making(config, source, made)
+    if not named and made and not latents.matches(folder, source, making, None):
         raise ConfigError(
             f"{folder} holds latents that were made with other flags: all of them would be replaced",
             expected=f"the flags that {latents.MANIFEST} names",
@@ -264,7 +268,32 @@ def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, 
         )
 
 
-def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
+def _others(config: VideoConfig, source: Source) -> list[Source]:
+    """Open the pipelines of teacher and critic, if there are any; nothing is loaded.
+
+    Raises:
+        DataError: One cannot be opened, or does not fit the student.
+    """
+    from ebbtide_recipes.video.opening import open_source
+
+    if not config.distill or config.preprocess_only:
+        return []
+    opened, teacher = {config.model: source}, config.teacher or config.model
+    others = {"teacher": teacher, "critic": config.critic or teacher}
+    for what, name in others.items():
+        if name not in opened:
+            opened[name] = open_source(name, seed=config.seed, use_hf=config.use_hf)
+        other = opened[name]
+        if other.family.name != source.family.name or other.channels != source.channels:
+            raise DataError(
+                f"the {what} is {other.name}: {other.family.name} with {other.channels} channels",
+                expected=f"{source.family.name} with {source.channels} channels, as the student",
+                hint=f"--{what} with another pipeline of the student's family",
+            )
+    return [opened[name] for name in others.values()]
+
+
+def _module(config: VideoConfig, source: Source, others: Sequence[Source], dataset: Latents) -> Denoiser:
     """Load the transformers and wrap them in their loss."""
     from ebbtide_recipes.video.distill import Distillation
     from ebbtide_recipes.video.families import GUIDANCE, Condition
@@ -296,9 +325,10 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
 
             adapters.put_on(transformer, config)
         return _uniform(FineTuning(transformer, **shared), config, dtype)
-    teacher = _other(config, config.teacher or config.model, source, "teacher")
-    critic = _other(config, config.critic or config.teacher or config.model, source, "critic")
-    module = Distillation(transformer, teacher, critic.train(), student_steps=config.student_steps, **shared)
+    # FSDP gathers a block's parameters in one piece, of one type.
+    teacher = others[0].transformer(_dtype(config, frozen=True) if config.fsdp_strategy == "none" else dtype)
+    critic = others[1].transformer(dtype).train()
+    module = Distillation(transformer, teacher, critic, student_steps=config.student_steps, **shared)
     return _uniform(module, config, dtype)
 
 
@@ -311,22 +341,6 @@ def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoi
             if not (apart and parameter.requires_grad):
                 parameter.data = parameter.data.to(dtype)
     return module
-
-
-def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
-    """Load a teacher or a critic."""
-    from ebbtide_recipes.video.opening import open_source
-
-    other = open_source(name, seed=config.seed, use_hf=config.use_hf)
-    if other.family.name != source.family.name or other.channels != source.channels:
-        raise DataError(
-            f"the {what} is {other.name}: {other.family.name} with {other.channels} channels",
-            expected=f"{source.family.name} with {source.channels} channels, as the student",
-            hint=f"--{what} with another pipeline of the student's family",
-        )
-    # FSDP gathers a block's parameters in one piece, of one type.
-    frozen = what == "teacher" and config.fsdp_strategy == "none"
-    return other.transformer(_dtype(config, frozen=frozen or None))
 
 
 def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:

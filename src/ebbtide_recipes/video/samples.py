@@ -167,7 +167,7 @@ def decode(
 
 def write(
     films: Sequence[Films], prompts: Sequence[Prompt], folder: Path, rate: float, *, step: int, decoded: bool
-) -> Path:
+) -> None:
     """Write samples: an .mp4 each, and one contact sheet with the clips they should resemble.
 
     Args:
@@ -177,9 +177,6 @@ def write(
         rate: Frames per second.
         step: Finished steps.
         decoded: Whether a VAE decoded them.
-
-    Returns:
-        The contact sheet.
     """
     places = folder / FOLDER
     places.mkdir(parents=True, exist_ok=True)
@@ -204,7 +201,6 @@ def write(
         decoded=decoded,
     )
     LOGGER.info("samples after step %d are in %s", step, page)
-    return page
 
 
 def _film(latents: torch.Tensor, source: Source, vae: Any) -> torch.Tensor:

@@ -82,6 +82,29 @@ class Source:
         frames, height, width = self.family.size
         return nearest_frames(frames, ratios=self.ratios, patch=self.patch), height, width
 
+    def outline(self, dtype: torch.dtype) -> torch.nn.Module:
+        """Return the transformer that the config describes, without weights: on the meta device.
+
+        Raises:
+            DataError: It describes none.
+        """
+        import diffusers
+
+        settings = dict(self.transformer_config or {})
+        kind: Any = getattr(diffusers, str(settings["_class_name"]))
+        try:
+            with torch.device("meta"):
+                made = kind.from_config(settings)
+        except (TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{self.name} describes no transformer: {error}",
+                expected=f"a config of {settings['_class_name']}",
+                hint="use the config.json of the weights",
+            ) from error
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return made
+
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """Load the transformer."""
         return self._load("transformer", dtype)

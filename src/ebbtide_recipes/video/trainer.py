@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainingArguments
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, shared_arguments
 from ebbtide_recipes.video import export, samples
 from ebbtide_recipes.video.buckets import BucketSampler
@@ -64,14 +65,17 @@ class VideoTrainer(RecordedTrainer):
         **kwargs: As transformers' ``Trainer`` takes them.
     """
 
+    _sampler: BucketSampler
+
     def __init__(self, module: Denoiser, showing: Showing, average: Average | None, **kwargs: Any) -> None:
         super().__init__(model=module, data_collator=collate, **kwargs)
         self.module, self.showing, self.average = module, showing, average
+        if self.is_fsdp_enabled and self.accelerator.is_fsdp2:
+            module.leave_frozen_out()  # of checkpoints: the frozen weights come from the pipelines
         self.add_callback(_Begin(self))
         if average is not None:
             self.add_callback(average)
         self._shown_at = -1
-        self._sampler: BucketSampler | None = None
 
     def tokens_in(self, inputs: dict[str, Any]) -> int:
         """Return the tokens that the transformer makes of a batch of latents."""
@@ -92,16 +96,22 @@ class VideoTrainer(RecordedTrainer):
         return losses["critic_loss"] + losses["student_loss"].detach()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer; in distillation with a parameter group each for student and critic."""
+        """Make the optimizer; in distillation with groups for student and critic, each by what decays."""
         config: VideoConfig | None = self.config  # type: ignore[assignment]
         if self.optimizer is None and isinstance(self.module, Distillation) and config is not None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.module)
-            student, critic = self.module.groups()
             rates = (self.args.learning_rate, config.critic_learning_rate or self.args.learning_rate)
+            decayed = set(self.get_decay_parameter_names(self.module))  # all but biases and norms
+            decays = {parameter: name in decayed for name, parameter in self.module.named_parameters()}
             self.optimizer = kind(
                 [
-                    {"params": group, "lr": rate, "weight_decay": self.args.weight_decay}
-                    for group, rate in zip((student, critic), rates, strict=True)
+                    {
+                        "params": [parameter for parameter in group if decays[parameter] is decaying],
+                        "lr": rate,
+                        "weight_decay": self.args.weight_decay if decaying else 0.0,
+                    }
+                    for group, rate in zip(self.module.groups(), rates, strict=True)
+                    for decaying in (True, False)
                 ],
                 **options,
             )
@@ -124,8 +134,8 @@ class VideoTrainer(RecordedTrainer):
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sampler is not None:  # accelerate does not reach it in a run of several processes that was resumed
-            self._sampler.set_epoch(kwargs["epoch"])
+        # accelerate does not reach it in a run of several processes that was resumed.
+        self._sampler.set_epoch(kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -253,14 +263,23 @@ def arguments(config: VideoConfig) -> TrainingArguments:
 
 def _shards(config: VideoConfig) -> int | None:
     """Return how many processes share the weights, by FastVideo's flags; ``None``: those of the strategy."""
-    copies, world = config.hsdp_replicate_dim, launch.world_size()
-    rest = max(1, world // copies) if copies and config.fsdp_strategy == "hybrid_shard" else None  # else it is DDP
-    shards = config.hsdp_shard_dim or rest
+    shards, copies, world = config.hsdp_shard_dim, config.hsdp_replicate_dim, launch.world_size()
+    if config.fsdp_strategy == "hybrid_shard":
+        shards = shards or (copies and max(1, world // copies))
+        copies = copies or (shards and max(1, world // shards))
+    elif config.fsdp_strategy != "none":
+        copies = 1
     if shards and copies and shards * copies != world:
         raise ConfigError(
             f"hsdp_shard_dim {shards} and hsdp_replicate_dim {copies} with {world} processes",
             expected="as many processes as shards times copies",
-            hint=f"--nproc_per_node {shards * copies}, or leave one of the two out",
+            hint=f"--nproc_per_node {shards * copies}, or other numbers of shards and copies",
+        )
+    if shards and config.fsdp_strategy == "hybrid_shard" and config.fsdp_version == 1:
+        raise ConfigError(
+            "hsdp_shard_dim or hsdp_replicate_dim is set with hybrid_shard and fsdp_version 1",
+            expected="FSDP2: FSDP1 shards within a node and copies across nodes",
+            hint="leave --fsdp_version out",
         )
     return shards
 
@@ -272,9 +291,11 @@ def build(
 
     Raises:
         DataError: There is no clip.
+        ConfigError: FSDP's settings name a class of blocks that the module lacks.
     """
     if not len(dataset):
         raise DataError(f"{dataset.folder} has no latents", expected="one clip or more", hint="pass --dataset")
+    check_classes(config, module)
     average = None
     if config.ema_decay is not None:
         average = Average(
@@ -282,9 +303,7 @@ def build(
             decay=config.ema_decay,
             learned=lambda: not isinstance(module, Distillation) or module.student_learns,
         )
-    trainer = VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
-    trainer.config = config
-    return trainer
+    return VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
 
 
 @contextmanager

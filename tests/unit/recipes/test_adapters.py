@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import BOFTConfig, LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.language import adapters
 from ebbtide_recipes.language.adapter_kinds import KINDS
+from ebbtide_recipes.language.config import LanguageConfig
 from ebbtide_recipes.sft.config import SftConfig
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.
@@ -54,15 +57,54 @@ def test_every_kind_fits_a_decoder_by_its_name_alone(kind: str) -> None:
     assert not made.is_prompt_learning
 
 
+def adapted(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_is_put_into_parts_that_are_left_out(kind: str) -> None:
+    adapters.chosen(adapter(adapter_config=kind), model := llama(), without=["model.layers.1"])
+    assert {name.partition("layers.")[2][:2] for name in adapted(model)} - {""} == {"0."}
+
+
+@pytest.mark.parametrize("excluded", [["o_proj", "mlp.up_proj"], r".*\.(o_proj|up_proj)"])
+def test_modules_that_a_file_excludes_stay_excluded_with_parts_that_are_left_out(
+    tmp_path: Path, excluded: object
+) -> None:
+    config = adapter(adapter_config=written(tmp_path, {"peft_type": "LORA", "exclude_modules": excluded}))
+    adapters.chosen(config, model := llama(), without=["model.layers.1"])
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+    assert adapted(model) == {f"model.layers.0.{part}" for part in parts}
+
+
+def test_a_kind_that_cannot_exclude_is_put_on_the_named_modules_outside(tmp_path: Path) -> None:
+    file = written(tmp_path, {"peft_type": "VERA", "target_modules": ["q_proj"]})
+    adapters.chosen(adapter(adapter_config=file), model := llama(), without=["model.layers.1"])
+    assert adapted(model) == {"model.layers.0.self_attn.q_proj"}
+    with pytest.raises(ConfigError, match="do not fit the model: .*\nhint: "):
+        adapters.chosen(adapter(adapter_config=file), llama(), without=["model.layers"])
+
+
 def test_those_of_norms_are_on_norms_unless_modules_are_named() -> None:
-    made = adapters.chosen(adapter(adapter_config="ln_tuning"), llama(), without=["model.layers.1"])
+    adapters.chosen(adapter(adapter_config="ln_tuning"), model := llama(), without=["model.layers.1"])
     norms = {"input_layernorm", "post_attention_layernorm"}
-    assert set(made.target_modules) == {"model.norm", *(f"model.layers.0.{name}" for name in norms)}
+    assert adapted(model) == {"model.norm", *(f"model.layers.0.{name}" for name in norms)}
     without_weights = llama()
     without_weights.model.norm = type("PlainNorm", (nn.Module,), {})()
     assert "model.norm" not in adapters.chosen(adapter(adapter_config="ln_tuning"), without_weights).target_modules
     named = adapters.chosen(adapter(adapter_config="ln_tuning", target_modules=("q_proj",)), llama())
     assert set(named.target_modules) == {"q_proj"}
+
+
+@pytest.mark.parametrize("kind", [SftConfig, GrpoConfig])
+def test_adapters_of_the_head_are_refused_on_the_outline(kind: type[LanguageConfig], tmp_path: Path) -> None:
+    config = kind(train_type="lora", target_modules=("q_proj", "lm_head"))
+    with pytest.raises(ConfigError, match="the output embeddings, lm_head, would have adapters; .*\nhint: leave them"):
+        adapters.chosen(config, llama())
+    LoraConfig(r=2, target_modules=["lm_head"]).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match="the output embeddings, lm_head, would have adapters"):
+        adapters.chosen(kind(train_type="lora", adapters=str(tmp_path)), llama())
 
 
 def test_a_file_says_how_and_where(tmp_path: Path) -> None:

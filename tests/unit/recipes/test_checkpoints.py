@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -16,16 +17,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
+from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, outputs, run
 from ebbtide_recipes.skeleton import trainer as trainer_module
+from ebbtide_recipes.skeleton.config import RecipeConfig
 from ebbtide_recipes.skeleton.diskfailure import disk_failure, says_full
+from ebbtide_recipes.skeleton.resuming import ResumedTrainer
+from ebbtide_recipes.video.config import VideoConfig
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -149,6 +155,47 @@ def test_other_rows_seeds_and_batches_are_reported(tmp_path: Path, caplog: pytes
         (folder / checkpoints.SEAL).write_text(json.dumps({k: v for k, v in seal.items() if k != "order"}))
         assert checkpoints.find(changed, world_size=2, rows=39) == folder  # an older seal lacks these
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        (GrpoConfig(), GrpoConfig(dataset_shuffle=False), ("dataset_shuffle True", "dataset_shuffle False")),
+        (
+            VideoConfig(per_device_train_batch_size=2),
+            VideoConfig(gradient_accumulation_steps=2),
+            ("clips_of_a_batch 2", "clips_of_a_batch 1"),
+        ),
+    ],
+)
+def test_what_changes_the_order_of_one_recipe_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: RecipeConfig, now: RecipeConfig, found: tuple[str, str]
+) -> None:
+    folder = make(tmp_path, 4, sealed=False)
+    checkpoints.seal(folder, before, step=4, world_size=1, rows=40)
+    for config in (before, now):
+        config = dataclasses.replace(config, output_dir=str(tmp_path), resume_from_checkpoint="latest")
+        assert caplog.text == ""
+        assert checkpoints.find(config, world_size=1, rows=40) == folder
+    assert "was written with {} and is resumed with {}: the order of rows".format(*found) in caplog.text
+
+
+def test_the_rates_of_all_groups_are_compared_with_the_checkpoints(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a student and a critic may have the same maximum."""
+
+    def load(trainer: ResumedTrainer, checkpoint: str) -> None:
+        trainer.optimizer.param_groups[0]["initial_lr"] = 1e-5
+
+    monkeypatch.setattr(transformers.Trainer, "_load_optimizer_and_scheduler", load)
+    trainer: Any = ResumedTrainer.__new__(ResumedTrainer)
+    trainer.args, trainer.state = None, SimpleNamespace(max_steps=4, compute_steps=lambda *values: None)
+    groups = [{"initial_lr": rate, "weight_decay": 0.1} for rate in (2e-5, 1e-4)]
+    trainer.optimizer = SimpleNamespace(param_groups=groups)
+    trainer._load_optimizer_and_scheduler("checkpoint-2")
+    kept, ours = "learning_rate 1e-05, 0.0001 and", "learning_rate 2e-05, 0.0001 and weight_decay 0.1"
+    assert f"is resumed with {kept} weight_decay 0.1, not with this run's {ours}" in caplog.text
 
 
 def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
@@ -364,7 +411,7 @@ def test_checkpoints_are_set_aside_when_training_begins_and_not_before(
         raise ValueError("began")
 
     trainer = SimpleNamespace(
-        model=None, args=SimpleNamespace(world_size=1), train_dataset=[0], mean_over_processes=None,
+        model=None, args=SimpleNamespace(world_size=1), train_dataset=[0], accelerator=SimpleNamespace(reduce=id),
         record_with=lambda _recorder: None, train=train, add_callback=id, remove_callback=id,
     )  # fmt: skip
     monkeypatch.setattr("ebbtide_recipes.skeleton.precision.warn_of_lost_steps", lambda *_: None)

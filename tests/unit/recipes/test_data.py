@@ -41,7 +41,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def load(*names: str, chat: bool = True) -> list[dict]:
-    return data.load(names, data.Reading(chat=chat, seed=0)).to_list()
+    return data.load_both(names, (), data.Reading(chat=chat, seed=0))[0].to_list()
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -111,14 +111,14 @@ def test_without_a_chat_template_earlier_turns_stand_before_the_question(tmp_pat
 
 def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Path) -> None:
     rows = [{"query": "q", "response": "a", "system": "s"}, {"query": "q", "response": "a"}]
-    read = data.load([write(tmp_path / "rows.jsonl", rows)], data.Reading(chat=True, seed=0, system="flag"))
+    read = data.load_both([write(tmp_path / "rows.jsonl", rows)], (), data.Reading(chat=True, seed=0, system="flag"))[0]
     assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
 
 
 def test_a_system_message_for_plain_text_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, row in enumerate(({"prompt": "q", "completion": "a"}, {"messages": [USER, ASSISTANT]})):
         name = write(tmp_path / f"{number}.jsonl", [row])
-        data.load([name], data.Reading(chat=True, seed=0, system="flag"))
+        data.load_both([name], (), data.Reading(chat=True, seed=0, system="flag"))
     assert caplog.messages == [f"data set {str(tmp_path / '0.jsonl')!r} is plain text: --system has no effect on it"]
 
 
@@ -187,7 +187,9 @@ def test_numbers_of_calls_and_texts_that_are_json_are_what_the_file_has(tmp_path
     parts = [{"messages": [{**USER, "content": text}, thought]} for text in ('{"city": "Paris"}', "1.10", "null")]
     for number, group in enumerate((rows, rows[1:3], parts)):
         name = write(tmp_path / f"{number}.jsonl", group)
-        made = data.load([name], data.Reading(chat=True, seed=0, answers_alone=apart)).map(lambda row: {"length": 1})
+        made = data.load_both([name], (), data.Reading(chat=True, seed=0, answers_alone=apart))[0].map(
+            lambda row: {"length": 1}
+        )
         found = [[*row["prompt"], *row["completion"]] if apart else row["messages"] for row in made]
         assert json.dumps(found) == json.dumps([row["messages"] for row in group])
 
@@ -216,7 +218,7 @@ def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path
     (tmp_path / "file").touch()
     rows = [{"messages": [USER, ASSISTANT], **files} for files in ({kind: "file"}, {}, {})]
     reading = data.Reading(chat=True, seed=0, takes=(kind,))
-    table = data.load([write(tmp_path / "rows.jsonl", rows)], reading)
+    table = data.load_both([write(tmp_path / "rows.jsonl", rows)], (), reading)[0]
     with pytest.raises(DataError, match=f"row 2 of data set .* has no {kind}s, and other rows have"):
         media.check_even(table)
     for alike in ([0], [1, 2]):
@@ -332,7 +334,7 @@ def test_arguments_of_calls_are_objects_whatever_the_file_has(tmp_path: Path, ca
 def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:
     marked = [{"messages": [{**USER, "loss": False}, {**ASSISTANT, "loss": True}]}]
     reading = data.Reading(chat=True, seed=0, answers_alone=True)
-    assert len(data.load([write(tmp_path / "rows.jsonl", marked)], reading)) == 1
+    assert len(data.load_both([write(tmp_path / "rows.jsonl", marked)], (), reading)[0]) == 1
 
 
 def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
@@ -706,6 +708,8 @@ def test_names_on_modelscope_are_fetched_by_its_package(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "modelscope", package)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     reading = data.Reading(chat=True, seed=0, use_hf=False)
-    assert data.load(["swift/self-cognition#1"], reading).to_list() == [{"prompt": [USER], "completion": [ASSISTANT]}]
+    assert data.load_both(["swift/self-cognition#1"], (), reading)[0].to_list() == [
+        {"prompt": [USER], "completion": [ASSISTANT]}
+    ]
     with pytest.raises(DataError, match=r"'swift/other' cannot be fetched from ModelScope.*\nhint: .*--use_hf true"):
-        data.load(["swift/other"], reading)
+        data.load_both(["swift/other"], (), reading)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,14 +112,36 @@ def test_truths_of_verls_rows_become_the_column_answer_of_every_row() -> None:
     assert shaped(both) == [both]
 
 
+class Words:
+    """A tokenizer of eight words."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0] * len(text.split())}
+
+
+def test_a_data_set_that_is_named_twice_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from ebbtide_recipes.grpo import data, rewards
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "answer": "1"}\n')
+    text: Any = SimpleNamespace(vocab_size=8)
+    source: Any = SimpleNamespace(chats=False, tokenizer=Words(), config=SimpleNamespace(get_text_config=lambda: text))
+    name = str(tmp_path / "a.jsonl")
+    assert len(data.load((name, name), GrpoConfig(), source, rewards.load(("accuracy",)))) == 1
+    assert caplog.messages == [f"data set {name!r} is named 2 times: its rows are used once"]
+
+
 @pytest.mark.parametrize(("shuffled", "level"), [(True, "INFO"), (False, "WARNING")])
 def test_prompts_that_fill_no_rollout_are_counted(caplog: pytest.LogCaptureFixture, shuffled: bool, level: str) -> None:
+    from trl.trainer.utils import RepeatSampler
+
     from ebbtide_recipes.grpo.data import check_count
-    from ebbtide_recipes.grpo.rollouts import EpochSampler
 
     dataset: Any = range(10)
     config = GrpoConfig(per_device_train_batch_size=8, num_generations=2, dataset_shuffle=shuffled)
-    sampler = EpochSampler(dataset, mini_repeat_count=2, batch_size=4, shuffle=shuffled, seed=0)
+    sampler = RepeatSampler(dataset, mini_repeat_count=2, batch_size=4, shuffle=shuffled, seed=0)
     assert len(set(sampler)) == 8
     with caplog.at_level("INFO", logger="ebbtide.grpo"):
         check_count(dataset, config, 1)

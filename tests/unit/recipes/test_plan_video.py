@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -86,6 +87,9 @@ def test_the_command_line_trains_that_way(pipelines: dict[str, Path]) -> None:
         assert config is not None
         assert (config.num_frames, config.height, config.width, config.text_length) == (29, 128, 128, 24)
         assert config.mode == {"plain": "plain", "checkpointing": "checkpointing"}.get(option.name, "ebbtide")
+    for name in ("transformer", "transformer/config.json"):
+        config = dataclasses.replace(result.config, model=str(pipelines["wan"] / name))
+        assert f"--model {pipelines['wan']} " in page.command(dataclasses.replace(result, config=config), option)
 
 
 def test_the_plan_that_is_saved_is_for_the_transformer(pipelines: dict[str, Path], tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.skeleton.sharding import resolved, trainer_settings
+from ebbtide_recipes.skeleton.sharding import check_classes, resolved, trainer_settings
 
 NESTED = {
     "_description": "as ms-swift writes it",
@@ -46,6 +49,7 @@ def test_the_words_of_twinkle_are_full_shard(word: str) -> None:
 def test_the_words_of_verl_are_versions(word: str, version: int) -> None:
     config = resolved(SftConfig(fsdp_strategy=word))
     assert (config.fsdp_strategy, config.fsdp_version) == ("full_shard", version)
+    assert resolved(SftConfig(fsdp_strategy=word, fsdp_config={"version": 3 - version})).fsdp_version == version
     with pytest.raises(ConfigError, match="fsdp_strategy is 'fsdp2' with fsdp_version 1"):
         resolved(SftConfig(fsdp_strategy="fsdp2", fsdp_version=1))
 
@@ -176,8 +180,63 @@ def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_reported(
 
 
 @pytest.mark.parametrize(
+    ("content", "passed_on"),
+    [
+        ({"fsdp_offload_params": "false"}, {"cpu_offload": False}),
+        ({"cpu_offload": "True"}, {"cpu_offload": True}),
+        ({"cpu_offload": None, "transformer_layer_cls_to_wrap": []}, {}),
+        (
+            {"use_orig_params": "false", "backward_prefetch": "backward_pre"},
+            {"use_orig_params": False, "backward_prefetch": "BACKWARD_PRE"},
+        ),
+        ({"fsdp_state_dict_type": "full_state_dict"}, {"state_dict_type": "FULL_STATE_DICT"}),
+        (
+            {"auto_wrap_policy": "size_based_wrap", "min_num_params": "100"},
+            {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100},
+        ),
+        ({"transformer_cls_names_to_wrap": "A, B"}, {"transformer_layer_cls_to_wrap": ["A", "B"]}),
+        ({"transformer_layer_cls_to_wrap": ["A", "B"]}, {"transformer_layer_cls_to_wrap": ["A", "B"]}),
+    ],
+)
+def test_settings_for_transformers_have_its_values(content: dict, passed_on: dict) -> None:
+    settings = trainer_settings(resolved(SftConfig(fsdp_config={"version": 1, **content})))["fsdp_config"]
+    always = {"auto_wrap_policy", "state_dict_type", "sync_module_states", "version", "reshard_after_forward"}
+    assert {name: value for name, value in settings.items() if name in passed_on or name not in always} == passed_on
+
+
+class Block(nn.Module):
+    """A block to shard by."""
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo", "video"])
+def test_a_class_that_the_model_lacks_is_refused_before_the_trainer_is_made(recipe: str) -> None:
+    build = importlib.import_module(f"ebbtide_recipes.{recipe}.trainer").build
+    model: Any = nn.Sequential(Block())
+    model._no_split_modules = ["Block"]
+    config = resolved(SftConfig(fsdp_config={"transformer_layer_cls_to_wrap": "Block,Blok"}))
+    with pytest.raises(ConfigError, match="names 'Blok', and builtin:smollm2 has no .*\nhint: did you mean 'Block'"):
+        build(config, model, *([[0], None, None] if recipe == "video" else [None, [], []]))
+    config = resolved(SftConfig(fsdp_config={"transformer_layer_cls_to_wrap": ["Block"]}))
+    check_classes(config, model)
+    check_classes(SftConfig(), model)
+
+
+@pytest.mark.parametrize(
     ("content", "error", "said"),
     [
+        (
+            {"auto_wrap_policy": "X"},
+            ConfigError,
+            "auto_wrap_policy in .* is 'X'; expected one of TRANSFORMER_BASED_WRAP",
+        ),
+        ({"state_dict_type": "FUL_STATE_DICT"}, ConfigError, "hint: did you mean 'FULL_STATE_DICT'"),
+        ({"backward_prefetch": 7}, ConfigError, "backward_prefetch in .* is 7; expected one of NO_PREFETCH"),
+        ({"offload_params": "maybe"}, ConfigError, "cpu_offload in .* is 'maybe'; expected true or false"),
+        (
+            {"min_num_params": "1e8"},
+            ConfigError,
+            "min_num_params in .* is '1e8'; expected a number of parameters\nhint",
+        ),
         ({"activation_cpu_ofload": True}, ConfigError, "unknown setting 'activation_cpu_ofload'.*\nhint: did you mean"),
         ({"activation_cpu_offload": "maybe"}, ConfigError, "activation_cpu_offload in .* is 'maybe'; expected true"),
         ({"version": 3}, ConfigError, "version in .* is 3; expected 1 or 2"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.cli.arguments import read_arguments
 from ebbtide_recipes.video import fastvideo
 from ebbtide_recipes.video.config import VideoConfig
@@ -69,6 +69,7 @@ def test_no_alias_is_a_flag_of_its_own_and_each_names_one() -> None:
     ("words", "found"),
     [
         (("--student_timesteps", "1000,0"), "student_timesteps is '1000,0'"),
+        (("--student_timesteps", "1000,²"), "student_timesteps is '1000,²'"),
         (("--distill", "--student_timesteps", "522,757,1000"), "student_timesteps is '522,757,1000'"),
         (("--distill", "--student_timesteps", "900,500"), "student_timesteps is '900,500'"),
         (("--timestep_sampling", "mode", "--mode_scale", "-2"), "mode_scale is -2.0"),
@@ -82,6 +83,7 @@ def test_no_alias_is_a_flag_of_its_own_and_each_names_one() -> None:
         (("--train_type", "qlora"), "--train_type is 'qlora'"),
         (("--hsdp_shard_dim", "1", "--fsdp_strategy", "full_shard"), "hsdp_shard_dim is 1"),
         (("--hsdp_shard_dim", "2", "--hsdp_replicate_dim", "2", "--fsdp_strategy", "full_shard"), "hsdp_replicate_dim"),
+        (("--hsdp_replicate_dim", "2", "--fsdp_strategy", "full_shard"), "hsdp_replicate_dim is 2"),
         (("--ema_decay", "0.9", "--fsdp_strategy", "full_shard", "--fsdp_version", "1"), "fsdp_version 1"),
         (("--fp16",), "fp16 is True"),
         (("--enable_gradient_checkpointing_type", "ops"), "is 'ops'"),
@@ -93,24 +95,55 @@ def test_values_that_make_no_run_are_refused(words: tuple[str, ...], found: str)
     assert found in str(caught.value) and "hint:" in str(caught.value)
 
 
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
-    ("shards", "copies", "mesh"), [(2, None, (2, 2)), (None, 4, (4, 1)), (4, 1, (1, 4)), (2, 3, ())]
+    ("shards", "copies", "mesh"), [(2, None, (2, 2)), (None, 2, (2, 2)), (4, 1, (1, 4)), (None, None, (1, 4))]
 )
-def test_fastvideos_numbers_make_the_mesh(
-    shards: int | None, copies: int | None, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fastvideos_numbers_make_the_mesh(shards: int | None, copies: int | None, mesh: tuple[int, int]) -> None:
     from ebbtide_recipes.skeleton.trainer import _hybrid
     from ebbtide_recipes.video.trainer import _shards
 
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
     config = VideoConfig(hsdp_shard_dim=shards, hsdp_replicate_dim=copies, fsdp_strategy="hybrid_shard")
-    if mesh:
-        made = _hybrid(config, _shards(config))["parallelism_config"]
-        assert (made.dp_replicate_size, made.dp_shard_size) == mesh
-    else:
-        with pytest.raises(ConfigError, match="2 and hsdp_replicate_dim 3 with 4 processes; expected as many proc"):
-            _shards(config)
+    made = _hybrid(config, _shards(config))["parallelism_config"]
+    assert (made.dp_replicate_size, made.dp_shard_size) == mesh
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({"hsdp_shard_dim": 2, "hsdp_replicate_dim": 3}, "hsdp_shard_dim 2 and hsdp_replicate_dim 3 with 4 processes"),
+        ({"hsdp_shard_dim": 2}, "hsdp_shard_dim 2 and hsdp_replicate_dim 1 with 4 processes"),
+        ({"hsdp_shard_dim": 3, "fsdp_strategy": "hybrid_shard"}, "hsdp_shard_dim 3 and hsdp_replicate_dim 1 with 4"),
+        ({"hsdp_shard_dim": 2, "hsdp_replicate_dim": 2, "fsdp_version": 1}, "hybrid_shard and fsdp_version 1"),
+        ({"hsdp_replicate_dim": 4, "fsdp_strategy": "hybrid_shard"}, "4 processes and 1 for each copy"),
+    ],
+)
+def test_numbers_that_would_train_other_shards_are_refused(flags: dict[str, Any], found: str) -> None:
+    from ebbtide_recipes.video.trainer import arguments
+
+    with pytest.raises(ConfigError, match=found) as caught:
+        arguments(VideoConfig(**flags))
+    assert "hint:" in str(caught.value)
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize("local", ["1", "3"])
+def test_nodes_of_one_process_make_no_hybrid_shards(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbtide_recipes.skeleton.trainer import _hybrid
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    with pytest.raises(ConfigError, match=f"4 processes and {local} for each copy .*\nhint: --fsdp_strategy full"):
+        _hybrid(VideoConfig(fsdp_strategy="hybrid_shard"), None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert _hybrid(VideoConfig(fsdp_strategy="hybrid_shard"), None)["parallelism_config"].dp_shard_size == 1
 
 
 def test_copies_alone_are_ddp_on_any_number_of_processes() -> None:
@@ -155,6 +188,13 @@ def test_flags_that_the_family_uses_are_taken(name: str, words: tuple[str, ...],
     folder = video_pipelines.write(tmp_path, name)
     size = ("--num_frames", "9", "--height", "32", "--width", "32")
     RECIPE.check(read("--model", str(folder), *words, *size))
+
+
+def test_a_critic_of_another_family_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    folder = video_pipelines.write(tmp_path, "ltx")
+    with pytest.raises(DataError, match="the critic is .*: ltx with .*, as the student\nhint: --critic with another"):
+        RECIPE.check(read("--distill", "true", "--critic", str(folder)))
+    RECIPE.check(read("--distill", "true", "--critic", "owner/name"))  # a hub's is looked at in the run
 
 
 @pytest.mark.parametrize(

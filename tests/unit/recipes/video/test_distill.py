@@ -13,6 +13,7 @@ import torch
 import ebbtide
 from ebbtide_recipes.video import samples
 from ebbtide_recipes.video.builtin import source as builtin_source
+from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.distill import Distillation
 from ebbtide_recipes.video.families import Condition
 from ebbtide_recipes.video.objective import Draws
@@ -122,6 +123,22 @@ def test_the_teacher_stays_in_evaluation() -> None:
     assert module.transformer.training and module.critic.training and not module.teacher.training
     assert not any(p.requires_grad for p in module.teacher.parameters())
     assert [len(group) for group in module.groups()] == [len(list(module.critic.parameters()))] * 2
+
+
+def test_biases_of_student_and_critic_do_not_decay_as_in_fine_tuning() -> None:
+    module, trainer = module_of(), object.__new__(VideoTrainer)
+    trainer.module, trainer.optimizer = module, None
+    trainer.config = VideoConfig(distill=True, critic_learning_rate=1e-4)
+    trainer.args = SimpleNamespace(learning_rate=1e-5, weight_decay=0.1)  # type: ignore[assignment]
+    trainer.get_optimizer_cls_and_kwargs = lambda *_: (torch.optim.AdamW, {})  # type: ignore[assignment]
+    groups = trainer.create_optimizer().param_groups
+    assert [group["lr"] for group in groups] == [1e-5, 1e-5, 1e-4, 1e-4]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1, 0.0]
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    decayed, others = ({names[p] for group in groups[first::2] for p in group["params"]} for first in (0, 1))
+    assert decayed | others == {names[p] for group in module.groups() for p in group} and not decayed & others
+    assert others >= {name for name in decayed | others if name.endswith(".bias")}
+    assert "transformer.patch_embedding.weight" in decayed and "critic.proj_out.bias" in others
 
 
 @pytest.mark.parametrize("mean", [-1.0, 0.0, 1.0])

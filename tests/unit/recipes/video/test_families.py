@@ -9,12 +9,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from huggingface_hub import constants
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.wrap import find_blocks
+from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.video import adapters, objective, recipe, samples
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.families import Condition, check_size, family_of, nearest_frames
+from ebbtide_recipes.video.opening import open_source
 from ebbtide_recipes.video.source import Source
 from tests.helpers import video_pipelines
 from tests.unit.recipes.video.parts import CPU, quiet, text_of
@@ -48,6 +51,22 @@ def test_latents_have_the_shape_of_the_ratios_and_decode_to_the_clip(source: Sou
     assert decoded.shape == pixels.shape
     mean = vae.encode(pixels, return_dict=False)[0].mode()
     assert not torch.equal(latents, mean)  # the families' VAEs here all have a mean, a deviation or a factor
+
+
+def test_a_cached_pipeline_is_opened_without_requests_where_there_is_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, offline = video_pipelines.write(tmp_path, "wan"), list[bool]()
+
+    def download(name: str) -> Path:
+        offline.append(constants.HF_HUB_OFFLINE)
+        return folder
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hubs, "_is_known", lambda host: False)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
+    assert open_source("owner/name", seed=0).folder == folder
+    assert offline == [True] and not constants.HF_HUB_OFFLINE
 
 
 def test_the_loss_reaches_every_weight_and_repeats_with_its_seed(source: Source) -> None:
