@@ -88,7 +88,8 @@ class Video(Recipe[VideoConfig]):
         quiet_bars()
         with PartialState().main_process_first():  # fetch once
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
-            _check_flags(config, source)
+        _check_flags(config, source)
+        with PartialState().main_process_first():
             others = _others(config, source)
         if config.trains_adapters and not config.preprocess_only:  # before the hours that latents may take
             adapters.targets_of(source.outline(_dtype(config)), config.target_modules)
