@@ -204,8 +204,9 @@ def all_kept(seen: Tally, elements: int, seen_elements: int) -> Tally:
 
 
 def within(shapes: Sequence[torch.Size], measured: Sequence[torch.Size]) -> bool:
-    """Whether no dimension of any tensor is clearly larger than in the measured pass."""
+    """Whether no dimension of any tensor is clearly larger than in the measured pass. Jagged ones must be equal."""
     return shapes == measured or (list(map(len, shapes)) == list(map(len, measured)) and all(
-        size <= GROWTH * known for shape, other in zip(shapes, measured, strict=True)
+        type(size) is type(known) is int and size <= GROWTH * known  # no symbol
+        for shape, other in zip(shapes, measured, strict=True)
         for size, known in zip(shape, other, strict=True)
     ))  # fmt: skip
