@@ -126,7 +126,6 @@ class Engine:
     def plan_changed(self) -> None:
         """Follow another plan from the next block on."""
         self._window.forget_blocks()
-        self.orders = {}  # runs of the plan before it have theirs
 
     def let_go_after(self, task: int, reference: weakref.ref[Any]) -> None:
         """When a backward ends, set ``restored`` of an object to None."""
