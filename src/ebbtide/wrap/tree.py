@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import NoneType
 from typing import Any
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_MODULES, _PARAMETERS, _BUFFERS = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
+_PARAMETERS, _BUFFERS = map(operator.attrgetter, ("_parameters", "_buffers"))
 _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("requires_grad", "training"))
-_REGISTRIES = (_MODULES, _PARAMETERS, _BUFFERS)
+_REGISTRIES = operator.attrgetter("_modules", "_parameters", "_buffers")
 
 
 class Modules:
@@ -75,7 +75,7 @@ class Tree:
     def weights(self) -> list[torch.Tensor]:
         """Return the parameters and then the buffers of the modules as of the last check, each once."""
         modules = self._modules.alive()
-        found = chain(_values(_PARAMETERS, modules), _values(_BUFFERS, modules))
+        found = chain(_all_of(map(_PARAMETERS, modules)), _all_of(map(_BUFFERS, modules)))
         return list({id(weight): weight for weight in found if weight is not None}.values())
 
     def trains(self) -> bytes:
@@ -84,7 +84,7 @@ class Tree:
         It differs, too, once modules were exchanged.
         """
         modules = self._modules.alive()
-        weights = [weight for weight in _values(_PARAMETERS, modules) if weight is not None]
+        weights = [weight for weight in _all_of(map(_PARAMETERS, modules)) if weight is not None]
         trained, training = map(_REQUIRES_GRAD, weights), map(operator.truth, map(_TRAINING, modules))
         return bytes(trained) + bytes(training) + str(self._exchanges).encode()
 
@@ -107,8 +107,8 @@ class Tree:
 
 def _entries(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the model, and the modules, parameters and buffers that modules have; None for those left out."""
-    return [*modules[:1], *(chain.from_iterable(_values(registry, modules) for registry in _REGISTRIES))]
+    return [*modules[:1], *_all_of(chain.from_iterable(map(_REGISTRIES, modules)))]
 
 
-def _values(registry: Callable[[Any], dict[str, Any]], modules: Iterable[nn.Module]) -> Iterator[Any]:
-    return chain.from_iterable(map(operator.methodcaller("values"), map(registry, modules)))
+def _all_of(registries: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(operator.methodcaller("values"), registries))

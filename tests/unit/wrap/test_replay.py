@@ -279,6 +279,24 @@ class _Heard(ByTable):
         return heard
 
 
+@contextmanager
+def analysed_too(model: nn.Module, twin: nn.Module, policy: str) -> Generator[tuple[Handle, Callable[[object], None]]]:
+    """Put a model under a policy, and its twin without memos; yields the first handle, and a comparison of both."""
+    plans = [_Heard(REMAKE.choose) for _ in range(2)]
+    chosen = plans if policy == "recompute" else [policy, policy]
+    with (
+        ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk") as handle,
+        ebbtide.enable_activation_offloading(twin, policy=chosen[1], min_bytes=0, target="disk") as analysed,
+    ):
+        analysed._engine.replays = False
+
+        def compare(step: object) -> None:
+            assert _counts(handle) == _counts(analysed), step
+            assert plans[0].heard() == plans[1].heard()
+
+        yield handle, compare
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("then", ["input", "made", "weight"])
 @pytest.mark.parametrize("first", ["input", "made", "weight"])
@@ -286,22 +304,17 @@ def test_what_was_cast(first: str, then: str, policy: str) -> None:
     """Replayed from the second step on; the bytes, sites and gradients are those of an engine without memos."""
     torch.manual_seed(0)
     model = nn.Sequential(*(_Cast() for _ in range(3))).to(torch.bfloat16)
-    twin, plans = copy.deepcopy(model), [_Heard(REMAKE.choose) for _ in range(2)]
-    chosen = plans if policy == "recompute" else [policy, policy]
-    with (
-        ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk") as handle,
-        ebbtide.enable_activation_offloading(twin, policy=chosen[1], min_bytes=0, target="disk") as analysed,
-    ):
-        analysed._engine.replays = False
+    twin = copy.deepcopy(model)
+    with analysed_too(model, twin, policy) as (handle, compare):
         for step, cast in enumerate([first, first, first, then, then, then]):
             for block in (*model, *twin):
                 block.cast = cast
             one_step(model, twin, batch(8, step).to(torch.bfloat16))
-            assert _counts(handle) == _counts(analysed), step
-            assert plans[0].heard() == plans[1].heard()
+            compare(step)
             assert step in (0, 3) or share(handle) > 0.85, (step, share(handle))
     reference = copy.deepcopy(twin)
-    with ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk"):
+    chosen = REMAKE if policy == "recompute" else policy
+    with ebbtide.enable_activation_offloading(model, policy=chosen, min_bytes=0, target="disk"):
         for step in range(3):
             one_step(model, reference, batch(8, step).to(torch.bfloat16))
 
@@ -315,28 +328,23 @@ def test_the_copies_that_autocast_makes_of_weights(frozen: bool, policy: str) ->
     for layer in model if frozen else ():
         layer.up.weight.requires_grad_(False)
         layer.mix.weight.requires_grad_(False)
-    twin, plans = copy.deepcopy(model), [_Heard(REMAKE.choose) for _ in range(2)]
-    chosen = plans if policy == "recompute" else [policy, policy]
-    with (
-        ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk") as handle,
-        ebbtide.enable_activation_offloading(twin, policy=chosen[1], min_bytes=0, target="disk") as analysed,
-    ):
-        analysed._engine.replays = False
+    twin = copy.deepcopy(model)
+    with analysed_too(model, twin, policy) as (handle, compare):
         for step in range(4):
             for m in (model, twin):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = m(batch(8, step)).float().square().mean()
                 loss.backward()
             check(model, twin)
-            assert _counts(handle) == _counts(analysed), step
-            assert plans[0].heard() == plans[1].heard()
+            compare(step)
             assert step == 0 or share(handle) == 1, (step, share(handle))
             with torch.no_grad():  # as an optimizer does: the copy of the next step has other values
                 for m in (model, twin):
                     for parameter in m.parameters():
                         parameter.mul_(0.9)
     reference = copy.deepcopy(twin)
-    with ebbtide.enable_activation_offloading(model, policy=chosen[0], min_bytes=0, target="disk"):
+    chosen = REMAKE if policy == "recompute" else policy
+    with ebbtide.enable_activation_offloading(model, policy=chosen, min_bytes=0, target="disk"):
         for step in range(3):
             for m in (model, reference):
                 with torch.autocast("cpu", torch.bfloat16):

@@ -84,23 +84,27 @@ def test_a_smaller_batch_keeps_as_much_less(timed: Timed) -> None:
     assert blocks == 4 and plain() == (4, full // 2)
 
 
-def test_once_all_blocks_rest_the_sites_of_the_latest_pass_are_those_of_its_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """``stats()`` has its sums, and ``explain()`` its lines."""
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
+    """A plan that keeps everything: all blocks rest."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS))
     monkeypatch.setattr("ebbtide.profiling.closed_loop.WORTH", 2.0)
     timed = Timed(BLOCKS, max_slowdown=10.0)
     with timed.handle:
         timed.steps(UNTIL_PLAN + 3)
         assert not replaced(timed)
-        full = timed.handle.stats().unique_bytes
-        for size in (8, 16, 4):
-            timed.model(torch.randn(size, 8)).square().sum().backward()
-            assert not replaced(timed)
-            stats, sites = timed.handle.stats(), timed.handle._engine.last_pass.sites
-            assert stats.unique_bytes == stats.kept_bytes == full * size // 16
-            assert sites == {(plain_site("Layer"), Action.KEEP): (BLOCKS, stats.kept_bytes)}
+        yield timed
+
+
+def test_once_all_blocks_rest_the_sites_of_the_latest_pass_are_those_of_its_batch(resting: Timed) -> None:
+    """``stats()`` has its sums, and ``explain()`` its lines."""
+    full = resting.handle.stats().unique_bytes
+    for size in (8, 16, 4):
+        resting.model(torch.randn(size, 8)).square().sum().backward()
+        assert not replaced(resting)
+        stats, sites = resting.handle.stats(), resting.handle._engine.last_pass.sites
+        assert stats.unique_bytes == stats.kept_bytes == full * size // 16
+        assert sites == {(plain_site("Layer"), Action.KEEP): (BLOCKS, stats.kept_bytes)}
 
 
 def test_a_larger_batch_gets_hooks_on_all_blocks_before_its_first_one_runs(timed: Timed) -> None:
@@ -128,16 +132,10 @@ def test_other_trained_weights_end_the_rest_until_it_is_known_what_is_saved(time
         assert replaced(timed) == [0, 1, 5]
 
 
-def test_a_trained_module_that_is_added_once_all_blocks_rest_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS))
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.WORTH", 2.0)
-    timed = Timed(BLOCKS, max_slowdown=10.0)
-    with timed.handle:
-        timed.steps(UNTIL_PLAN + 3)
-        assert not replaced(timed)
-        timed.model[3].added = nn.Linear(8, 8)
-        timed.model(timed.x).square().sum().backward()
-        assert replaced(timed) == list(range(BLOCKS))
+def test_a_trained_module_that_is_added_once_all_blocks_rest_ends_the_rest(resting: Timed) -> None:
+    resting.model[3].added = nn.Linear(8, 8)
+    resting.model(resting.x).square().sum().backward()
+    assert replaced(resting) == list(range(BLOCKS))
 
 
 class _SavesMore(nn.LayerNorm):
