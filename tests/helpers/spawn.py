@@ -158,8 +158,8 @@ class _Group:
         return ""
 
     def _died(self, rank: int) -> str:
-        """Describe how a rank ended and its last output: an exception, or the stacks at a fatal signal."""
-        return f"rank {rank} died with exit code {self._processes[rank].exitcode}\n{self._wrote(rank)[-8000:]}"
+        """Describe how a rank ended and its last output: an exception, or the stacks, Python's and C's, at a signal."""
+        return f"rank {rank} died with exit code {self._processes[rank].exitcode}\n{self._wrote(rank)[-20_000:]}"
 
     def _wrote(self, rank: int) -> str:
         """Return a rank's standard error, its stacks included."""
@@ -206,6 +206,7 @@ def _rank_main(
     os.environ.update(environment)
     stderr = Path(folder, f"stderr{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
     os.dup2(stderr.fileno(), 2)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of threads that Python does not know, too
     faulthandler.enable(file=stderr, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
     size = str(world_size)  # as torchrun sets it
