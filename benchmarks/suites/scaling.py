@@ -35,7 +35,7 @@ POLICIES = ("offload", "auto", "minimal")
 LENGTHS = (8192, 32768, 131072)
 DEVICES = (8, 64, 1024)
 SHOWN = (DEVICES[0], DEVICES[-1])
-"""Sizes of jobs, and those on the page; its table of jobs is the first model at the second length under ``auto``."""
+"""Sizes of jobs, and those on the page; its table of nodes is the first model at the second length under ``auto``."""
 UNITS = 4
 """Storages that a block of a simulated job offloads, all alike."""
 
@@ -169,18 +169,19 @@ def tables(moved: dict[str, dict[str, float]]) -> str:
     head = ["machine", "model", "tokens a rank", *(f"`{POLICIES[n]}`" for n in shown)]
     lines += [
         "",
-        f"Share of the copy-outs that fits behind forward at peak rates{f'; under {rest} all do' * bool(rest)}:",
+        "Share of the copy-outs that fits behind forward at peak rates; all do"
+        f"{f' under {rest}, and' * bool(rest)} where no row is:",
         "",
     ]
     lines += ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(shown) + 1)]
     for (machine, model, tokens), found in shares.items():
         cells = [machine.name, model.name, f"{tokens // 1024}k", *(f"{100 * found[n]:.0f} %" for n in shown)]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines += ["| " + " | ".join(cells) + " |"] if min(found) < 1 else []
     return "\n".join([*lines, "", *_jobs(moved[MODELS[0].name]["auto"] * LENGTHS[1] * MODELS[0].layers)])
 
 
 def _jobs(rank_bytes: float) -> list[str]:
-    """Return the tables of nodes, and of jobs on them, whose ranks each move ``rank_bytes``."""
+    """Return the table of nodes, and what a job on them takes, whose ranks each move ``rank_bytes``."""
     what = f"{MODELS[0].name} on {LENGTHS[1] // 1024}k tokens a rank under `auto`"
     lines = [f"A node that trains {what}, all its devices copying at once:", ""]
     lines += ["| machine | host memory | link per rank | share of the host's memory rate |", "| --- |" + " ---: |" * 3]
@@ -191,16 +192,9 @@ def _jobs(rank_bytes: float) -> list[str]:
             f"{100 * link * machine.ranks / machine.host_bytes_per_second:.0f} %",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    head = "| machine | devices | nodes | host memory of the job | bytes that a rank reads when enabling |"
-    lines += ["", "Jobs of such nodes:", "", head, "| --- |" + " ---: |" * 4]
-    for machine in MACHINES:
-        for devices in SHOWN:
-            cells = [
-                machine.name, f"{devices}", f"{devices // machine.ranks}", f"{rank_bytes * devices / 2**40:.1f} TiB",
-                f"{devices * DIGEST_BYTES / 1024:.1f} KiB",
-            ]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    job = f"A job on {SHOWN[-1]} devices takes {rank_bytes * SHOWN[-1] / 2**40:.1f} TiB"
+    read = f"{SHOWN[-1] * DIGEST_BYTES / 1024:.1f} KiB"
+    return [*lines, "", f"{job} on all nodes together, and when offloading is enabled a rank reads {read}."]
 
 
 def _hidden(machine: Machine, model: Model, tokens: int, bytes_per_token: dict[str, float]) -> list[float]:

@@ -42,7 +42,6 @@ from ebbtide.wrap.hooks import offloading
 logger = logging.getLogger("ebbtide")
 
 _custom_rules: dict[str, Rule] = {}
-
 _idle_engines: dict[Hashable, list[Engine]] = {}
 """Idle engines of ``offload_saved_tensors``, by settings: pinned memory is expensive to register."""
 
@@ -75,8 +74,8 @@ class Handle:
     def explain(self) -> str:
         """Return the plan, then a line for each action at each site of the latest pass, with bytes and storages.
 
-        The bytes of an action add up to those of ``stats()``; checkpointed blocks count as recomputed. The last lines
-        are small storages, the coverage of the blocks, the store, and the longest stalls.
+        The bytes of an action add up to those of ``stats()``; checkpointed blocks count as recomputed. Then follow
+        small storages, the coverage, sites that are no longer recomputed and why, the store, and the longest stalls.
         """
         engine = self._engine
         lines = [self.plan.explain(), *engine.last_pass.explain(engine.options.min_bytes)]
@@ -144,9 +143,8 @@ def enable_activation_offloading(
 
     Hooks see each tensor that autograd saves in a block. The policy's plan decides: KEEP it, OFFLOAD it (copied out
     while later blocks run, prefetched before backward reads it), RECOMPUTE it from other tensors, or CHECKPOINT the
-    block. Gradients are bitwise those of ordinary training, or an error is raised. Use it when activations, which grow
-    with tokens x hidden size x layers, do not fit; weights are never moved. An offloaded block input of shape
-    ``[B, S, H]`` moves ``B * S * H * itemsize`` bytes each way per step.
+    block. Gradients are bitwise those of ordinary training, or an error is raised. Use it when activations (tokens x
+    hidden size x layers) do not fit. Weights never move; an input ``[B, S, H]`` moves ``B * S * H * itemsize`` bytes.
 
     Example::
 
@@ -160,14 +158,17 @@ def enable_activation_offloading(
         strategy: ``"auto"``, or the wrapper that the model must have.
         enable_ckpt: The memory of activation checkpointing: policy ``Minimal()``.
         policy: A policy (default: ``Auto()``), its name, a plan, a plan file, or an object with ``Plan``'s methods.
-        target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
+        target: ``"host"``: host memory, for tensors of an accelerator; ``"disk"``: for tensors in RAM; ``"auto"``:
+            host memory with an accelerator, disk without.
         blocks: Paths of blocks, with ``*``; default: found by structure, and by the first forward's saved bytes.
         tensor_filter: False for a saved tensor that is never offloaded; it may be recomputed.
         keep_filter: False for a saved tensor that is neither offloaded nor recomputed.
-        min_bytes: Smaller storages stay, in bytes or as ``"64KiB"``; 0 offloads everything.
-        host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``.
+        min_bytes: Smaller storages stay, in bytes or as ``"64KiB"``; 0: every storage is treated.
+        host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``; default: the rank's share of
+            what is free on the node. Bytes beyond it go to disk.
         window: Bytes allowed in flight each way; default: follows the model's largest block.
-        disk_path: Directory for the disk tier.
+        disk_path: Directory for the disk tier; default: the first of the temporary directory, /var/tmp and
+            ~/.cache/ebbtide that is on a disk.
         synchronous: Copy in order with compute: for devices with unreliable asynchronous copies.
         verify: Compare every restored and recomputed tensor with the original; slow.
 
@@ -175,12 +176,11 @@ def enable_activation_offloading(
         A handle: ``stats() explain() plan disable() enable() close()``.
 
     Raises:
-        ConfigError: A value cannot be used.
+        ConfigError: A value cannot be used; DataError: the plan file cannot be read.
         StrategyError: The model is not wrapped as ``strategy`` says.
         BlocksError: The model has no parameters, or a glob matches nothing.
         TargetError: The machine has no such target; DiskError: the path is unusable.
-        ConflictError: The model is already offloaded.
-        EbbtideError: torch is older than the tested versions.
+        ConflictError: The model is already offloaded; EbbtideError: torch is older than the tested versions.
 
     Source: recomputing from saved operands: Checkmate, arXiv:1910.02653; offloading them: SSDTrain, arXiv:2408.10013.
     """
@@ -258,7 +258,7 @@ def make_plan(
 
     Raises:
         ConfigError: A value cannot be used, or the model branches on values that fake tensors lack.
-        BlocksError: The model has no parameters, or a glob matches nothing.
+        BlocksError: The model has no parameters, or a glob matches nothing; DataError: the machine file cannot be read.
         BudgetError: No plan fits the memory budget, or the machine's memory.
     """
     check_version("torch")
@@ -289,15 +289,15 @@ class offload_saved_tensors(ContextDecorator):
         print(offloaded.stats())
 
     Args:
-        policy: ``Offload()`` (the default), another policy, or its name; on disk without a memory budget.
-        target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
-        min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
+        policy: ``Offload()`` (the default), another policy, its name, a plan or its file; on disk without a budget.
+        target: ``"host"``, ``"disk"`` or ``"auto"``, as for ``enable_activation_offloading``.
+        min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0: every storage is treated.
         window: Bytes in flight each way; default: of the largest context an eighth out, half of it in; at least 16 MiB.
         disk_path: Directory for the disk tier.
         verify: Compare every restored and every recomputed tensor with what was saved; slow.
 
     Raises:
-        ConfigError: A value cannot be used.
+        ConfigError: A value cannot be used; DataError: the plan file cannot be read.
         TargetError, EbbtideError: No such target, or an old torch; raised when the context is entered.
     """
 

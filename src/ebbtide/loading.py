@@ -57,7 +57,8 @@ def load_sharded(
         shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or
             ``None`` if it is wrapped in place; without it every rank holds the whole model.
         source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
-            sends the others their slices; ``"initialize"``; ``"auto"``: chosen by what the ranks see.
+            sends the others their slices; ``"initialize"``: ``weights`` is ignored, the model gets its own initial
+            values; ``"auto"``: chosen by what the ranks see.
         dtype: Of floating-point parameters, converted slice by slice; default: as the model was built.
         device: Where shards are; default: the mesh's device, or the accelerator if there is one.
         optimizer: Built from the parameters on meta; it gets the new ones.

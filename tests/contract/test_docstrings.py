@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ebbtide
+from ebbtide.base.errors import DataError
 
 TEACHING = (
     "Auto",
@@ -44,6 +45,20 @@ def test_arguments_and_errors_are_described(name: str) -> None:
     arguments = doc.partition("\nArgs:\n")[2]
     parameters = inspect.signature(getattr(ebbtide, name)).parameters
     assert [p for p in parameters if not re.search(rf"^    \**{p}: ", arguments, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "file"),
+    [
+        ("enable_activation_offloading", (torch.nn.Linear(1, 1),), "policy"),
+        ("make_plan", (torch.nn.Linear(1, 1), torch.ones(1)), "machine"),
+        ("offload_saved_tensors", (), "policy"),
+    ],
+)
+def test_the_error_for_a_file_is_described(name: str, arguments: tuple[object, ...], file: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        getattr(ebbtide, name)(*arguments, **{file: str(tmp_path / "none.json")})
+    assert "DataError:" in (inspect.getdoc(getattr(ebbtide, name)) or "").partition("\nRaises:\n")[2]
 
 
 def test_a_docstring_without_an_example_has_none() -> None:

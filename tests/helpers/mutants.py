@@ -3,7 +3,7 @@
 ``python -m tests.helpers.mutants`` runs the tables of ``mutant_table.py`` and of ``tests/simdev/mutants.py``; with
 words, only the mutants whose names contain all of them. Each mutant changes one text in a copy of ``src``; the tests
 named in its row run against that copy, and the first failure kills it. The test that killed it last time runs first:
-``docs/reference/mutants.md``, which a run of all mutants rewrites. The exit status is 1 if one survives.
+``tests/mutants.md``, which a run of all mutants rewrites. The exit status is 1 if one survives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reference" / "mutants.md"
+PAGE = ROOT / "tests" / "mutants.md"
 _ABOUT = """# Guards removed, one at a time
 
 For anyone who changes the engine or the store: the guards that were removed from each file

@@ -1,6 +1,7 @@
-"""Example commands of ms-swift, verl and FastVideo, as in docs/guides/from-ms-swift-and-verl.md.
+"""Example commands of ms-swift, verl and FastVideo, as in ``example_commands.md``.
 
-Only the program's name is changed. The page's table of refused arguments matches the command line's answers.
+Only the program's name is changed. The table of refused arguments in docs/guides/from-ms-swift-and-verl.md matches the
+command line's answers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.integrations.conftest import make_tiny_model
 
 PAGE = (ROOT / "docs/guides/from-ms-swift-and-verl.md").read_text()
 SECTION = PAGE.split("## Their example commands")[1].split("\n## ")[0]
+COMMANDS = Path(__file__).with_name("example_commands.md").read_text()
 PROGRAMS = {
     "swift sft": "sft",
     "python3 -m verl.trainer.main_ppo": "grpo",
@@ -33,7 +35,7 @@ TABLE: list[tuple[int, str, str]] = [
 
 def example(number: int) -> tuple[str, list[str]]:
     """Return an example's verb, and the words after its program."""
-    line = re.findall(r"```\n(.*?)\n```", SECTION, re.DOTALL)[number - 1]
+    line = re.findall(r"```\n(.*?)\n```", COMMANDS, re.DOTALL)[number - 1]
     program = next(name for name in PROGRAMS if line.startswith(name))
     return PROGRAMS[program], shlex.split(line.removeprefix(program))
 

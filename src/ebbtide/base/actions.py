@@ -47,7 +47,14 @@ class NoRecipe(Enum):
 
 
 class Site(NamedTuple):
-    """A stable name for a saved tensor. See [Note: site]."""
+    """A stable name for a saved tensor, the same in every step.
+
+    Attributes:
+        block_kind: Class of the block.
+        module: Path of the running module in it; empty: the block.
+        node: Autograd node that made the tensor.
+        ordinal: Number among such tensors of the module's call.
+    """
 
     block_kind: str
     module: str
@@ -101,7 +108,7 @@ class Candidate:
     Attributes:
         site: Where it was saved.
         block_name: Path of the block in the model.
-        block: Index of the block in execution order of its stack.
+        block: Place of the block in its stack, as the model lists it, from 0.
         nbytes: Size of the storage in bytes.
         block_input: Whether the storage is an input of the block.
         recompute_flops: Multiply-add work of recomputing it from other saved tensors, in FLOP; ``None`` if it cannot be
@@ -246,7 +253,7 @@ class SavablePlan(Plan, Protocol):
 
         Raises:
             ConfigError: The plan is not made yet, or is determined by its policy alone.
-            DataError: The file cannot be written.
+            DataError: The name does not end in .json, or the file cannot be written.
         """
 
 

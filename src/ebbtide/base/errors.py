@@ -12,7 +12,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     │   └── DiskError          a failed read or write                                (also an OSError)
     │       ├── DiskFullError  the disk has too little space for offloaded bytes or a checkpoint
     │       └── DiskPathError  a disk path that cannot serve
-    ├── CapError               the host or disk cap is reached
+    ├── CapError               host memory, its budget, or the disk has no room
     ├── BudgetError            no plan fits the memory budget
     ├── TrainingError          training cannot continue, for example after a NaN loss
     ├── DataError              a data set, model or run folder that cannot be read
@@ -102,7 +102,7 @@ class DiskPathError(DiskError):
 
 
 class CapError(EbbtideError):
-    """The host or disk cap is reached. In training, such tensors stay on the device instead, with a warning."""
+    """Host memory, its budget, or the disk has no room; in training such tensors stay on the device, with a warning."""
 
 
 class BudgetError(EbbtideError):

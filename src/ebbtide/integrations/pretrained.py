@@ -53,7 +53,10 @@ class Later:
 
 @contextmanager
 def weights_later() -> Generator[Later, None, None]:
-    """Make transformers' ``from_pretrained`` return models on meta. See [Note: weights that come later].
+    """Make transformers' ``from_pretrained`` return models on meta.
+
+    It downloads the files and replaces layers for quantisation as ever, and remembers where the weights are in place
+    of reading them.
 
     ::
 

@@ -75,6 +75,7 @@ class TablePlan(Explained):
         predicted: Its predicted cost.
         reasons: One line per site kind.
         keeps_others: Blocks without a row keep everything; else they follow the heuristic. Not in a plan file.
+        heuristic: The plan for sites without a row. Not in a plan file.
     """
 
     recomputes = True

@@ -63,7 +63,7 @@ class RecipeConfig:
         offload_target: Store of offloaded bytes; auto is host memory with an accelerator, disk without.
         disk_path: Directory for offloaded bytes on disk; default: the first of the temporary directory, /var/tmp and
             ~/.cache/ebbtide that is on a disk.
-        min_bytes: Smaller storages stay, such as 1MiB; 0 offloads everything; default: 64KiB.
+        min_bytes: Smaller storages stay, such as 1MiB; 0 treats every storage; default: 64KiB.
         host_budget: Largest host memory for offloaded bytes, such as 200GiB; default: a fair share of the machine's.
         window: Bytes in flight each way, such as 1GiB; default: follows the model's largest block.
         blocks: Paths of the blocks, with *; default: found by structure. Several may be given.

@@ -14,6 +14,7 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton import sharding
 from ebbtide_recipes.skeleton.sharding import check_classes, resolved, trainer_settings
 
 NESTED = {
@@ -30,6 +31,12 @@ NESTED = {
         "activation_cpu_offload": True,
     },
 }
+
+
+def test_the_page_that_hints_name_lists_the_settings() -> None:
+    page = Path(__file__).parents[3] / sharding._GUIDE.split()[0]
+    known = {*sharding._PASSED_ON, *sharding._OURS, *sharding._RENAMED}
+    assert {name for name in known if f"`{name}`" not in page.read_text(encoding="utf-8")} == set()
 
 
 def written(folder: Path, content: object) -> str:

@@ -1,9 +1,10 @@
-"""The pages on the accelerator path: every test that they name exists, and every mutant has a row."""
+"""The pages next to the tests: every test that they name exists, and every mutant has a row."""
 
 from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,22 +15,11 @@ from tests.simdev.mutants import MUTANTS as OF_THE_STORE
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)")
 
 
-PAGES = {
-    "accelerator.md": [PAGE.with_name("accelerator.md"), ROOT / "tests/simdev/README.md"],
-    "mutants.md": [PAGE],
-}
-"""The page that users read, and the one next to the tests, name tests together."""
-
-
-def named(page: str) -> list[tuple[str, str]]:
-    return sorted({found for path in PAGES[page] for found in NAMED.findall(path.read_text(encoding="utf-8"))})
-
-
-@pytest.mark.parametrize("page", [*PAGES])
-def test_the_tests_it_names_exist(page: str) -> None:
-    found = named(page)
+@pytest.mark.parametrize("page", [PAGE, ROOT / "tests/simdev/README.md"], ids=lambda page: page.name)
+def test_the_tests_it_names_exist(page: Path) -> None:
+    found = NAMED.findall(page.read_text(encoding="utf-8"))
     assert len(found) > 20
-    for path, name in found:
+    for path, name in sorted({*found}):
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)], f"{path}::{name}"
 
