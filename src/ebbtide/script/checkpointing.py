@@ -52,7 +52,7 @@ def _switched(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if callable(switch):
             try:
                 switch(**options)
-            except ValueError:  # every model of transformers has the method, and some refuse
+            except (TypeError, ValueError):  # some models of transformers refuse, and other methods take no options
                 continue
             yield module, f"{type(module).__name__}.{name}()"
             return

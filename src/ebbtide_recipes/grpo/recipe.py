@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, counted
 from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.language.config import PACKAGES
 from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.recipe import Recipe
 
@@ -22,7 +23,7 @@ class Grpo(Recipe[GrpoConfig]):
     """Reinforcement learning of a language model, with functions that reward its completions."""
 
     name = "grpo"
-    packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+    packages = PACKAGES
 
     def check_data(self, config: GrpoConfig) -> None:
         """Refuse data sets that do not exist, and files whose first rows hold no prompts.

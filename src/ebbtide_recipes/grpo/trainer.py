@@ -300,9 +300,6 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             self._sampler.generator.manual_seed(self.args.seed + kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
-    def _send_telemetry(self) -> None:
-        """Send no telemetry."""
-
 
 def arguments(config: GrpoConfig) -> TrlConfig:
     """Return the trainer's arguments.

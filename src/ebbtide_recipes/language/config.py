@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -46,6 +47,9 @@ ALIASES: Mapping[str, str] = {
 }
 """What users of ms-swift and verl call some of these."""
 
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+"""What must be installed to train a language model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig(RecipeConfig):
@@ -87,6 +91,13 @@ class LanguageConfig(RecipeConfig):
         """Whether sequences of a batch may differ in length."""
         return True
 
+    @cached_property
+    def _named_adapters(self) -> dict[str, Any] | None:
+        """The settings in the folder or file of adapters, read once: later it may be changed or removed."""
+        if self.adapters is not None:
+            return settings_in(Path(self.adapters).expanduser())
+        return None if self.adapter_config is None else settings_of(self.adapter_config)
+
     @property
     def adapter_kind(self) -> str | None:
         """PEFT's name for the kind of adapters that are trained; ``None``: none.
@@ -96,9 +107,7 @@ class LanguageConfig(RecipeConfig):
         """
         if not self.trains_adapters:
             return None
-        if self.adapters is not None:
-            return settings_in(Path(self.adapters).expanduser())["peft_type"]
-        return settings_of(self.adapter_config)["peft_type"] if self.adapter_config is not None else "LORA"
+        return "LORA" if self._named_adapters is None else self._named_adapters["peft_type"]
 
     @property
     def adapter_settings(self) -> dict[str, Any]:
@@ -107,14 +116,11 @@ class LanguageConfig(RecipeConfig):
         Raises:
             EbbtideError: A file or folder has a setting that cannot be used.
         """
-        if self.adapters is None and self.adapter_config is None:
+        if self._named_adapters is None:
             return {**super().adapter_settings, "freeze_vit": self.freeze_vit}
-        if self.adapters is not None:
-            settings = {"target_modules": None, **settings_in(Path(self.adapters).expanduser())}
-        else:
-            settings = {"target_modules": [*self.target_modules], **settings_of(str(self.adapter_config))}
-        names = settings["target_modules"]
-        made = {**settings, "target_modules": sorted(names) if isinstance(names, list) else names}
+        made = {"target_modules": None if self.adapters is not None else [*self.target_modules], **self._named_adapters}
+        names = made["target_modules"]
+        made["target_modules"] = sorted(names) if isinstance(names, list) else names
         return {**made, "freeze_vit": self.freeze_vit}
 
     def without_effect(self) -> list[str]:

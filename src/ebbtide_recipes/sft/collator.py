@@ -49,8 +49,6 @@ _BY_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_to
 
 _MISJUDGED = 3
 """Rows that fit against the processor's count, after which the count is not used any more."""
-_TURNED = range(5, 9)
-"""EXIF's orientations of images whose width is their height."""
 
 _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -135,21 +133,17 @@ class MediaCollator:
         """
         if "images" not in dataset.column_names or not hasattr(self.processor, "_get_num_multimodal_tokens"):
             return
-        from datasets import Image, List
-
         LOGGER.info("looking at the sizes of the images of %d rows", len(dataset))
-        unread = dataset.cast_column("images", List(Image(decode=False)))
         misjudged = 0
-        for number, row in enumerate(unread):
+        for row in dataset:
             try:
                 if row.get("videos") or row.get("audios") or self._seems_to_fit(row):
                     continue
             except (TypeError, ValueError, AttributeError, KeyError) as error:  # a private function of each processor
-                if isinstance(error, DataError):
-                    raise
+                self([row])  # raises, if the row is at fault and not the function
                 LOGGER.debug("lengths of rows with images are checked when they are drawn: %s", first_line(error))
                 return
-            self([dataset[number]])  # raises, unless the processor makes fewer tokens than it says
+            self([row])  # raises, unless the processor makes fewer tokens than it says
             misjudged += 1
             if misjudged == _MISJUDGED:
                 return
@@ -159,7 +153,7 @@ class MediaCollator:
         processor: Any = self.processor
         text = self._rendered(row)
         joined, answer = self._answer(row, text)
-        sizes = [_size_of(image) for image in row["images"]]
+        sizes = [decode.size(path) for path in row["images"]]
         counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens if sizes else ())
         ids: list[int] = []
         for token in self._tokens(text.get("text", text.get("prompt", ""))):
@@ -241,7 +235,7 @@ class MediaCollator:
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
         files: dict[str, Any] = {}
-        images = [row.get("images", []) for row in rows]
+        images = [[decode.image(path) for path in row.get("images", [])] for row in rows]
         if any(images):
             files["images"] = images
         try:
@@ -262,8 +256,6 @@ class MediaCollator:
                 add_special_tokens=self._begins(texts[0]),
             )
         except (ValueError, TypeError, IndexError, ArithmeticError) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(
                 f"the model's processor does not take {_listed(rows)}: {first_line(error)}",
                 expected="files with the sizes, frame rates and sample rates that it takes",
@@ -304,22 +296,6 @@ class MediaCollator:
                 expected=f"answers that begin within the first {self.max_length} tokens",
                 hint=smaller,
             )
-
-
-def _size_of(image: Row) -> tuple[int, int]:
-    """Return an image's height and width, from the head of its file."""
-    from PIL import ExifTags, Image, UnidentifiedImageError
-
-    try:
-        with Image.open(image["path"]) as file:
-            turned = file.getexif().get(ExifTags.Base.Orientation) in _TURNED
-            return file.size if turned else file.size[::-1]
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(
-            f"{image['path']} cannot be read as an image: {first_line(error)}",
-            expected="a file with an image",
-            hint="check whether it is complete",
-        ) from error
 
 
 def taken_by(processor: Any) -> tuple[str, ...]:

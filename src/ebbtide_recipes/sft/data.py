@@ -116,12 +116,7 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
             expected="data sets of the same shape",
             hint="train on one after the other, or give them the same columns",
         )
-    made = as_dataset(shaped, list(parts))
-    if "images" in made.column_names:  # opened when a batch needs them
-        from datasets import Image, List
-
-        made = made.cast_column("images", List(Image()))
-    return made
+    return as_dataset(shaped, list(parts))
 
 
 def _shape(row: Row, name: str, pair: tuple[str, str] | None, *, chat: bool) -> tuple[Shape, frozenset[str]]:

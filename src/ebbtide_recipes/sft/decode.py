@@ -1,18 +1,64 @@
-"""Read frames of videos and samples of sounds with PyAV, for a model's processor."""
+"""Read images with Pillow, frames of videos and samples of sounds with PyAV, for a model's processor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import DataError, first_line
 from ebbtide.base.extras import require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Sampler = Callable[[Any], Sequence[int]]
 """Returns which frames are wanted of a video with this ``transformers`` ``VideoMetadata``."""
+_TURNED = range(5, 9)
+"""EXIF's orientations of images whose width is their height."""
+
+
+def image(path: str) -> Image:
+    """Return an image as it is shown.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    from PIL import ImageOps
+
+    with _picture(path) as file:
+        return ImageOps.exif_transpose(file)
+
+
+def size(path: str) -> tuple[int, int]:
+    """Return an image's height and width as it is shown, from the head of its file.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    from PIL import ExifTags
+
+    with _picture(path) as file:
+        turned = file.getexif().get(ExifTags.Base.Orientation) in _TURNED
+        return file.size if turned else file.size[::-1]
+
+
+@contextmanager
+def _picture(path: str) -> Generator[Image]:
+    """Open an image, with a clear error."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as file:
+            yield file
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path} cannot be read as an image: {first_line(error)}",
+            expected="a file with an image",
+            hint="check whether it is complete",
+        ) from error
 
 
 def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any]]:

@@ -8,6 +8,7 @@ user's first words. In other messages they are text.
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -89,12 +90,8 @@ def check_even(dataset: Dataset) -> None:
     Raises:
         DataError: There is such a kind.
     """
-    from datasets import Image, List
-
     for column in [f"{kind}s" for kind in KINDS if f"{kind}s" in dataset.column_names]:
         rows = dataset.select_columns([column, WHERE])
-        if column == "images":
-            rows = rows.cast_column(column, List(Image(decode=False)))
         without = [row[WHERE] for row in rows if not row[column]]
         if without and len(without) < len(rows):
             raise DataError(
@@ -121,7 +118,7 @@ def _named(row: Row, written: Row, kind: str, where: str) -> list[Any]:
 
 def _inline(row: Row, kind: str) -> bool:
     """Whether a part of a message of a row is of a kind."""
-    for column in ("messages", "prompt"):
+    for column in ("messages", "conversations", "prompt"):
         messages = row.get(column)
         for message in messages if isinstance(messages, list) else []:
             content = message.get("content") if isinstance(message, dict) else None
@@ -131,8 +128,8 @@ def _inline(row: Row, kind: str) -> bool:
 
 
 def _kind_of(part: Any) -> str:
-    """Return the type of a part of a message; OpenAI's ``image_url`` is an image."""
-    return str(part.get("type", "")).removesuffix("_url") if isinstance(part, dict) else ""
+    """Return the type of a part of a message: OpenAI's ``image_url`` is an image, a part without a type is text."""
+    return str(part.get("type") or "text").removesuffix("_url") if isinstance(part, dict) else "text"
 
 
 def _file_of(part: Row, kind: str) -> Any:
@@ -147,11 +144,11 @@ def _path(file: Any, kind: str, folder: Path, where: str) -> str:
     if not isinstance(name, str) or not name:
         raise DataError(f"{where} has the {kind} {file!r:.60}", expected="a path", hint=f'such as "{kind}s": ["file"]')
     path = folder / Path(name.removeprefix("file://")).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike is_file, it raises nothing for data in place of a name
         raise DataError(
-            f"{where} names the {kind} {name!r}, which does not exist",
+            f"{where} names the {kind} {name!r:.200}, which does not exist or cannot be reached",
             expected="a file",
-            hint=f"looked for {path}; relative paths start at the folder of the data set's file",
+            hint=f"looked for {str(path):.200}; relative paths start at the folder of the data set's file",
         )
     return str(path)
 
@@ -182,11 +179,13 @@ def _place(written: Row, columns: Sequence[str], counts: dict[str, int], where: 
 def _parts(message: Row, kinds: Sequence[str]) -> list[Row]:
     """Return a message's content as parts: text, and placeholders for files of the data set's kinds."""
     content = message.get("content")
-    if isinstance(content, list):
-        listed = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
-        return [{**part, "type": _kind_of(part)} for part in listed]
-    if message["role"] not in ("user", "tool"):
-        return [{"type": "text", "text": str(content)}] if content else []
-    tags = "|".join(f"<{kind}>" for kind in kinds)
-    pieces = [piece for piece in re.split(f"({tags})", str(content or "")) if piece]
-    return [{"type": p[1:-1]} if re.fullmatch(tags, p) else {"type": "text", "text": p} for p in pieces]
+    tags = "|".join(f"<{kind}>" for kind in kinds) if message["role"] in ("user", "tool") else "(?!)"  # matches nothing
+    parts: list[Row] = []
+    for part in content if isinstance(content, list) else [content or ""]:
+        kind, text = _kind_of(part), part.get("text") if isinstance(part, dict) else part
+        if kind != "text":
+            parts.append({**part, "type": kind})
+            continue
+        pieces = [piece for piece in re.split(f"({tags})", str(text or "")) if piece]
+        parts += [{"type": p[1:-1]} if re.fullmatch(tags, p) else {"type": "text", "text": p} for p in pieces]
+    return parts

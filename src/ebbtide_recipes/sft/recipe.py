@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError
+from ebbtide_recipes.language.config import PACKAGES
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import launch, run
 from ebbtide_recipes.skeleton.recipe import Recipe
@@ -23,7 +24,7 @@ class Sft(Recipe[SftConfig]):
     """Supervised fine-tuning of a language model, which may take images, videos and sounds."""
 
     name = "sft"
-    packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+    packages = PACKAGES
 
     def check_data(self, config: SftConfig) -> None:
         """Refuse data sets that do not exist, and files whose first rows cannot be read or have unknown columns.

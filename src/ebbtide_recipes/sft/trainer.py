@@ -14,8 +14,7 @@ from trl import SFTTrainer as TrlTrainer
 from ebbtide.base.errors import DataError, first_line
 from ebbtide_recipes.language.models import tokens_of
 from ebbtide_recipes.language.tables import as_dataset, check_known
-from ebbtide_recipes.sft.collator import MediaCollator, refused_by_template
-from ebbtide_recipes.sft.media import KINDS, WHERE
+from ebbtide_recipes.sft.collator import refused_by_template
 from ebbtide_recipes.sft.roles import with_texts
 from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+    from ebbtide_recipes.sft.collator import MediaCollator
     from ebbtide_recipes.sft.config import SftConfig
 
 LOGGER = logging.getLogger("ebbtide.sft")
@@ -42,15 +42,6 @@ class SftTrainer(RecordedTrainer, TrlTrainer):
     def accuracy(self) -> float | None:
         """Return the share of tokens that the last micro-batch predicted right."""
         return (self._metrics["train"].get("mean_token_accuracy") or [None])[-1]
-
-    def _set_signature_columns_if_needed(self) -> None:
-        """Keep all columns of rows with files: the collator reads them."""
-        if isinstance(self.data_collator, MediaCollator):
-            self._signature_columns = ["messages", "prompt", "completion", *(f"{kind}s" for kind in KINDS), WHERE]
-        super()._set_signature_columns_if_needed()
-
-    def _send_telemetry(self) -> None:
-        """Send no telemetry."""
 
 
 def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = False) -> TrlConfig:
@@ -75,6 +66,7 @@ def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = Fals
         # Rows of a multimodal model may be text only; other models use all parameters in every batch.
         "ddp_find_unused_parameters": multimodal,
         "dataset_kwargs": {"skip_prepare_dataset": files},
+        "remove_unused_columns": not files,  # the collator reads all
     }
     return made(TrlConfig, shared_arguments(config) | own)
 

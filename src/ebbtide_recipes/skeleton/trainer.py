@@ -137,6 +137,9 @@ class RecordedTrainer(ResumedTrainer):
         finally:
             fields["use_cache"] = trained
 
+    def _send_telemetry(self) -> None:
+        """Send none of TRL's."""
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card: TRL's would name no base model, because models here are not loaded under its name."""
 

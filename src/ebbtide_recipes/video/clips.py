@@ -37,10 +37,17 @@ def read(path: Path, *, frames: int, rate: float | None) -> torch.Tensor:
         ``[F, H, W, 3]``, bytes.
 
     Raises:
-        DataError: The clip cannot be read, has no picture, or is shorter than that.
+        DataError: The clip cannot be read, has no picture, is shorter than that, or changes its size.
     """
     film: list[torch.Tensor] = []
     for image in _pictures(path, rate):
+        if film and image.shape != film[0].shape:
+            sizes = (f"{width} x {height}" for height, width, _ in (film[0].shape, image.shape))
+            raise DataError(
+                f"{path} has frames of different sizes: {' and '.join(sizes)} pixels",
+                expected="frames of one size",
+                hint="scale or crop them to one size, or remove the clip from the data",
+            )
         film.append(image)
         if len(film) == frames:
             return torch.stack(film)

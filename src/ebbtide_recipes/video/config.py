@@ -146,6 +146,11 @@ class VideoConfig(RecipeConfig):
         return tuple(int(word) for word in self.student_timesteps.replace(",", " ").split())
 
     @property
+    def shown_prompts(self) -> tuple[str, ...]:
+        """The captions of ``sample_prompts`` that are sampled."""
+        return (self.sample_prompts or ()) if self.samples else ()
+
+    @property
     def clips_of_a_batch(self) -> int:
         """Clips that are drawn together, from one bucket."""
         return self.per_device_train_batch_size

@@ -250,8 +250,7 @@ def _embed(folder: Path, source: Source, captions: list[str], length: int | None
     """Write the embeddings of captions; the text encoders are loaded if there is one."""
     if captions:
         with phase("text_encoder"), torch.no_grad():
-            texts = source.encode(captions, length=length, **options)
-            for caption, text in zip(captions, texts, strict=True):
+            for caption, text in zip(captions, source.encode(captions, length=length, **options), strict=True):
                 _write(folder / _text_file(caption), text, request)
 
 

@@ -237,15 +237,15 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             (folder / latents.MANIFEST).unlink(missing_ok=True)  # captions are embedded under the same names
         state.wait_for_everyone()
         latents.make(
-            clips, folder, source, making, captions=config.sample_prompts or (),
+            clips, folder, source, making, captions=config.shown_prompts,
             device=device, share=(state.process_index, state.num_processes),
         )  # fmt: skip
         state.wait_for_everyone()
         if state.is_main_process:
             latents.finish(clips, folder, source, making)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
-    elif config.sample_prompts and state.is_main_process:
-        latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_dtype(config, frozen=True))
+    elif config.shown_prompts and state.is_main_process:
+        latents.add_captions(folder, source, config.shown_prompts, device=device, dtype=_dtype(config, frozen=True))
     state.wait_for_everyone()
     return latents.Latents(folder)
 
@@ -350,7 +350,7 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
 
     prompts: list[Prompt] = []
     first = dataset[0]["latents"]
-    for caption in (config.sample_prompts or ()) if config.samples else ():
+    for caption in config.shown_prompts:
         prompts.append(Prompt(caption=caption, text=dataset.text(caption), shape=tuple(first.shape)))
     for number in range(min(config.samples, len(dataset)) if config.sample_prompts is None else 0):
         item, latents = dataset.items[number], dataset[number]

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,8 @@ class Source:
 
     def encode(
         self, captions: Sequence[str], *, length: int | None, device: torch.device, dtype: torch.dtype
-    ) -> list[Text]:
-        """Return the text encoders' tensors for each caption. The encoders are loaded only for this call.
+    ) -> Iterable[Text]:
+        """Yield the text encoders' tensors of each caption. The encoders are loaded at the first, and freed at the end.
 
         Raises:
             DataError: The pipeline has no text encoder or no tokenizer.
@@ -156,11 +156,9 @@ class Source:
         arguments: dict[str, Any] = {"max_sequence_length": length or self.family.text_length}
         if "do_classifier_free_guidance" in inspect.signature(pipeline.encode_prompt).parameters:
             arguments["do_classifier_free_guidance"] = False
-        made: list[Text] = []
         for caption in captions:
             returned = pipeline.encode_prompt(prompt=caption, device=device, **arguments)
-            made.append({name: part[0].cpu() for name, part in zip(self.family.text, returned, strict=False)})
-        return made
+            yield {name: part[0].cpu() for name, part in zip(self.family.text, returned, strict=False)}
 
     def vae_identity(self) -> str | None:
         """Return an identifier of this VAE; ``None`` without one."""

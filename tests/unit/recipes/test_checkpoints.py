@@ -25,6 +25,7 @@ import transformers
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.language import adapters
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import checkpoints, outputs, run
 from ebbtide_recipes.skeleton import trainer as trainer_module
@@ -640,6 +641,26 @@ def test_one_is_resumed_with_its_own_adapters_and_old_seals_tell_nothing(tmp_pat
         del old[name]
     (made / checkpoints.SEAL).write_text(json.dumps(old))
     assert find(tmp_path, train_type="lora", lora_rank=64, model="org/other") == made
+
+
+@pytest.mark.parametrize("flag", ["adapters", "adapter_config"])
+def test_a_seal_has_the_adapters_that_are_trained_whatever_their_file_became(tmp_path: Path, flag: str) -> None:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    (folder / "adapter_model.safetensors").touch()
+    config = SftConfig(train_type="adapter", **{flag: str(folder if flag == "adapters" else file)})
+    adapters.check(config)
+    if flag == "adapters":
+        shutil.rmtree(folder)  # as by --save_total_limit
+    else:
+        file.write_text(json.dumps({"peft_type": "VERA", "r": 8}))
+    saved = tmp_path / "checkpoint-2"
+    saved.mkdir()
+    checkpoints.seal(saved, config, step=2, world_size=1)
+    sealed, _ = checkpoints.read_seal(saved)
+    assert sealed is not None and (sealed.adapters, sealed.adapted["settings"]["r"]) == ("LORA", 4)
 
 
 def test_full_weights_are_resumed_on_any_model_named(tmp_path: Path) -> None:

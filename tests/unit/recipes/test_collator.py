@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from jinja2 import TemplateError
+from PIL import ExifTags, Image
 from tokenizers import Tokenizer, models, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ebbtide.base.errors import DataError
-from ebbtide_recipes.sft import collator
+from ebbtide_recipes.sft import collator, data, decode
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.media import WHERE
 
@@ -150,3 +153,58 @@ def test_a_processor_that_divides_by_zero_names_the_row(monkeypatch: pytest.Monk
     monkeypatch.setattr(Processor, "__call__", lambda *args, **options: 1 / 0)  # as for a video of one frame
     with pytest.raises(DataError, match=r"does not take row 2: division by zero.*\nhint: "):
         learned(PAIR)
+
+
+def picture(path: Path, height: int, width: int, **options: Any) -> Path:
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path, **options)
+    return path
+
+
+@pytest.mark.parametrize("left", [0, 8, 0.6])
+def test_a_damaged_image_is_named(tmp_path: Path, left: float) -> None:
+    content = picture(tmp_path / "a.png", 64, 64).read_bytes()
+    (tmp_path / "a.png").write_bytes(content[: int(left if left >= 1 else left * len(content))])
+    (tmp_path / "rows.jsonl").write_text('{"query": "Why?", "response": "It is.", "images": ["a.png"]}\n')
+    table = data.load_both([str(tmp_path / "rows.jsonl")], (), data.Reading(chat=True, seed=0, takes=("image",)))[0]
+    processor: Any = Processor([])
+    made = collator.MediaCollator(processor=processor, max_length=99, completion_only=True)
+    with pytest.raises(DataError, match=r"a\.png cannot be read as an image: .*; expected .*\nhint: "):
+        made([table[0]])
+
+
+def test_images_are_turned_as_they_are_shown(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    stored = np.asarray(Image.open(picture(tmp_path / "a.png", 32, 48)))
+    assert np.array_equal(np.asarray(decode.image(str(tmp_path / "a.png"))), stored)
+    path = str(picture(tmp_path / "turned.png", 32, 48, exif=exif))
+    assert np.array_equal(np.asarray(decode.image(path)), np.rot90(stored, -1))
+    assert decode.size(path) == (48, 32) and decode.size(str(tmp_path / "a.png")) == (32, 48)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_an_image_that_the_processor_refuses_is_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    def count(self: Processor, image_sizes: list[tuple[int, int]]) -> Any:
+        if (8, 240) in image_sizes:
+            raise ValueError("absolute aspect ratio must be smaller than 29")
+        return SimpleNamespace(num_image_tokens=[1] * len(image_sizes))
+
+    def process(self: Processor, text: list[str], images: Any = (), **options: Any) -> Any:
+        if refuses:
+            count(self, [image.size[::-1] for row in images for image in row])
+        return self.tokenizer(text, **options)
+
+    monkeypatch.setattr(Processor, "_get_num_multimodal_tokens", count, raising=False)
+    monkeypatch.setattr(Processor, "__call__", process)
+    paths = [str(picture(tmp_path / f"{number}.png", *size)) for number, size in enumerate([(8, 8), (8, 240), (8, 8)])]
+    rows = [{**CHAT, "images": [path], WHERE: f"row {number}"} for number, path in enumerate(paths)]
+    processor: Any = Processor([])
+    made = collator.MediaCollator(processor=processor, max_length=99, completion_only=False)
+    if refuses:
+        with pytest.raises(DataError, match=r"does not take row 1: absolute aspect ratio .*\nhint: "):
+            made.check(Dataset.from_list(rows))
+    else:
+        made.check(Dataset.from_list(rows))

@@ -155,8 +155,30 @@ def test_files_that_the_model_does_not_take_are_refused_by_kind(tmp_path: Path, 
     with pytest.raises(DataError, match=rf"rows.jsonl' has {kind}s, and the model takes text alone;.*\nhint: "):
         load(write(tmp_path / "rows.jsonl", rows))
     part = {"role": "user", "content": [{"type": kind, kind: "file"}, {"type": "text", "text": "q"}]}
-    with pytest.raises(DataError, match=rf"parts.jsonl' has {kind}s, and the model takes text alone"):
-        load(write(tmp_path / "parts.jsonl", [{"messages": [part, ASSISTANT]}]))
+    for name in ("messages", "conversations"):
+        with pytest.raises(DataError, match=rf"parts.jsonl' has {kind}s, and the model takes text alone"):
+            load(write(tmp_path / "parts.jsonl", [{name: [part, ASSISTANT]}]))
+
+
+def test_files_in_the_parts_of_a_chat_are_found_under_both_its_names(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").touch()
+    part = {"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "q"}]}
+    tables: list[list[dict]] = []
+    for name in ("messages", "conversations"):
+        rows = write(tmp_path / "rows.jsonl", [{name: [part, ASSISTANT]}])
+        tables.append(data.load_both([rows], (), data.Reading(chat=True, seed=0, takes=("image",)))[0].to_list())
+    assert tables[0] == tables[1] and tables[0][0]["images"] == [str(tmp_path / "cat.png")]
+
+
+@pytest.mark.parametrize("name", [f"data:image/png;base64,{'iVBOR' * 9000}", "a" * 9000], ids=["address", "data"])
+def test_data_in_place_of_a_files_name_is_refused_in_short(tmp_path: Path, name: str) -> None:
+    part = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": name}}]}
+    reading = data.Reading(chat=True, seed=0, takes=("image",))
+    for row in ({"messages": [part, ASSISTANT]}, {"messages": [USER, ASSISTANT], "images": [name]}):
+        rows = write(tmp_path / "rows.jsonl", [row])
+        with pytest.raises(DataError, match=rf"row 1 of data set .* names the image '{name[:50]}.*\nhint: ") as caught:
+            data.load_both([rows], (), reading)
+        assert len(str(caught.value)) < 1000
 
 
 CALLS = [
@@ -211,6 +233,18 @@ def test_a_tag_that_no_user_wrote_is_text(tmp_path: Path, role: str) -> None:
     shaped = media.attach(row, row, ("image",), tmp_path, "row 1")["messages"]
     parts = {message["role"]: [part["text"] or part["type"] for part in message["content"]] for message in shaped}
     assert parts["user"] == ["image", "q"] and parts[role] == ["an <image> tag"]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_text_is_read_like_text(tmp_path: Path, role: str) -> None:
+    (tmp_path / "0.png").touch()
+    text, shaped = "look at <image> here", []
+    for content in (text, [{"type": "text", "text": text}], [{"text": text}], [text]):
+        row = {"messages": [USER, {"role": role, "content": content}], "images": ["0.png"]}
+        shaped.append(media.attach(row, row, ("image",), tmp_path, "row 1"))
+    assert shaped[1:] == shaped[:1] * 3
+    kinds = [[part["type"] for part in message["content"]] for message in shaped[0]["messages"]]
+    assert kinds == ([["text"], ["text", "image", "text"]] if role == "user" else [["image", "text"], ["text"]])
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,13 @@ class Refusing(Tower):
         raise ValueError("this model does not support it")
 
 
+class WithoutOptions(Tower):
+    """Has the method of older transformers, which took no options."""
+
+    def gradient_checkpointing_enable(self) -> None:
+        raise AssertionError("called without options")
+
+
 class Several(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +77,8 @@ def test_each_part_with_a_switch_is_switched_and_blocks_of_the_rest_are_checkpoi
     assert calls(model.eyes, x) == [1, 1, 1], "the model's own, not ours around it"
 
 
-def test_where_a_model_refuses_its_blocks_are_checkpointed() -> None:
-    model = Refusing()
+@pytest.mark.parametrize("kind", [Refusing, WithoutOptions])
+def test_where_a_model_refuses_its_blocks_are_checkpointed(kind: type[Tower]) -> None:
+    model = kind()
     assert checkpoint_model(model) == "torch.utils.checkpoint around 3 blocks"
     assert calls(model, torch.ones(2, 4, requires_grad=True)) == [2, 2, 2]

@@ -111,6 +111,14 @@ def test_a_clip_that_is_too_short_is_refused(tmp_path: Path) -> None:
     assert "--num_frames 5" in str(caught.value)
 
 
+def test_a_clip_whose_frames_differ_in_size_is_refused(tmp_path: Path) -> None:
+    for number, width in enumerate((48, 48, 40)):
+        Image.fromarray(film(1, 32, width)[0].numpy()).save(tmp_path / f"{number}.png")
+    assert clips.read(tmp_path, frames=2, rate=None).shape == (2, 32, 48, 3)
+    with pytest.raises(DataError, match=f"{tmp_path} has frames of different sizes: 48 x 32 and 40 x 32 .*\nhint: "):
+        clips.read(tmp_path, frames=3, rate=None)
+
+
 def test_a_video_without_a_picture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"sound\.mp4 has no video: it holds audio"):
         clips.read(sound(tmp_path / "sound.mp4"), frames=1, rate=None)

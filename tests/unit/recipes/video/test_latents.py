@@ -9,7 +9,9 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +112,39 @@ def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monk
     monkeypatch.setattr(source, "encode", recorded)
     latents.add_captions(tmp_path, source, ["a kite"], device=CPU, dtype=torch.float32)
     assert lengths == [8]
+
+
+def test_embeddings_are_written_as_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, encoded = builtin_source("builtin:tiny-wan", seed=1), []
+
+    class Pipeline:
+        def encode_prompt(self, prompt: str, **options: object) -> tuple[torch.Tensor]:
+            encoded.append(prompt)
+            if len(encoded) == 3:
+                raise MemoryError
+            return (torch.zeros(1, 8, 4),)
+
+    monkeypatch.setattr(source, "_text_pipeline", lambda *args: Pipeline())
+    monkeypatch.setattr(source, "encode", partial(Source.encode, source))
+    clips = data.load(MAKING.data, seed=1)
+    with pytest.raises(MemoryError):
+        latents.make(clips, tmp_path, source, MAKING, captions=["a kite", "a boat"], device=CPU)
+    assert len(list(tmp_path.glob("text-*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_prompts_are_embedded_if_they_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    alone = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1, wait_for_everyone=lambda: None)
+    monkeypatch.setattr("accelerate.PartialState", lambda: alone)
+    source, settings = builtin_source("builtin:tiny-wan", seed=1), {"num_frames": 3, "height": 16, "width": 16}
+    for prompt in ("a kite", "a boat"):  # with the latents, and later
+        config = VideoConfig(
+            dataset=MAKING.data, output_dir=str(tmp_path), samples=samples, sample_prompts=(prompt,), **settings
+        )
+        made = recipe._latents(config, source, CPU)
+        assert (made.folder / latents._text_file(prompt)).is_file() is bool(samples)
 
 
 def test_a_disk_full_of_latents_is_an_error_and_finished_ones_are_kept(tmp_path: Path) -> None:
