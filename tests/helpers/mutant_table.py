@@ -39,21 +39,21 @@ MUTANTS = (
     Mutant(
         "memo: the element type is not compared",
         "ebbtide/engine/memo.py",
-        "tensor.dtype is not self._dtype\n            or ",
+        "tensor.dtype is not layout.dtype\n            or ",
         "",
         MEMO,
     ),
     Mutant(
         "memo: the strides are not compared",
         "ebbtide/engine/memo.py",
-        "            or tensor.stride() != self._stride\n",
+        "            or tensor.stride() != layout.stride\n",
         "",
         MEMO,
     ),
     Mutant(
         "memo: the offset is not compared",
         "ebbtide/engine/memo.py",
-        "            or tensor.storage_offset() != self._offset\n",
+        "            or tensor.storage_offset() != layout.offset\n",
         "",
         MEMO,
     ),
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "memo: the layout of the base is not compared",
         "ebbtide/engine/memo.py",
-        "                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._owner\n",
+        " or (base.size(), base.stride(), base.storage_offset()) != (owner.size, owner.stride, owner.offset)",
         "",
         MEMO,
     ),
@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "memo: the node is not compared",
         "ebbtide/engine/memo.py",
-        " and node.name() == self._node",
+        "name == self._node and ",
         "",
         MEMO,
     ),
@@ -1033,7 +1033,7 @@ MUTANTS = (
     Mutant(
         "second forward: noise is read before it is written",
         "ebbtide/wrap/checkpointedcall.py",
-        '            if late and node.name() == "RreluWithNoiseBackward0":\n',
+        '            if late and type(node).name(node) == "RreluWithNoiseBackward0":\n',
         "            if False:\n",
         ONE_LAYER,
     ),

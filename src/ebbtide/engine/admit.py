@@ -13,7 +13,7 @@ import torch
 from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, NoRecipe, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.engine import Engine
-from ebbtide.engine.inputs import CAST, BlockInputs
+from ebbtide.engine.inputs import CAST, BlockInputs, name_of
 from ebbtide.engine.layout import Layout, byte_view, checksum, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
@@ -123,7 +123,9 @@ class Admission(RunRecord):
         if node is None or tensor._is_view() or tensor._version:
             return None
         ticket = self._narrow.get((id(node), tensor.output_nr))
-        return ticket.entry if ticket is not None and ticket.layout == layout else None
+        if ticket is None or ticket.layout != layout or ticket.entry.empty.device != tensor.device:
+            return None
+        return ticket.entry
 
     def _admit(
         self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, at: Version, outer: Outer | None
@@ -136,7 +138,7 @@ class Admission(RunRecord):
         covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
         shown = node if node is not None and (viewed is None or shows(tensor, node)) else None
-        made_by = "leaf" if node is None else node.name()
+        made_by = name_of(node)
         came_in = id(storage) in self._inputs.storages
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
         made = "input" if is_input else outer.node if outer is not None else made_by
@@ -239,7 +241,7 @@ class Admission(RunRecord):
             return NoRecipe.PART
         if self.builder is None or not self.recipes:
             return None
-        return NoRecipe.NO_OPERAND if node.name() in self.builder.rules else NoRecipe.NO_RULE
+        return NoRecipe.NO_OPERAND if name_of(node) in self.builder.rules else NoRecipe.NO_RULE
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None

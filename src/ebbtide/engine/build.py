@@ -19,7 +19,7 @@ import torch
 
 from ebbtide.engine.declared import DeclaredRule, input_shape, signed
 from ebbtide.engine.guard import Watched
-from ebbtide.engine.inputs import BlockInputs
+from ebbtide.engine.inputs import AccumulateGrad, BlockInputs, node_of
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.recipe import MAX_DEPTH
@@ -183,12 +183,12 @@ class Builder:
 
     def note_module(self, running: Running, output: torch.Tensor) -> None:
         """Remember which leaf module has just computed a value: only nodes made while it ran are its own."""
-        node, record = output.grad_fn, record_of(running)
+        node, record = node_of(output), record_of(running)
         number = output.output_nr
         while node is not None and record is not None and node._sequence_nr() >= running.since:
             self._alive.append(node)
             self.records.setdefault((id(node), number), record)  # modules around it only pass it on
-            if node.name() not in _PASSED_ON:
+            if type(node).name(node) not in _PASSED_ON:  # as ``name_of``, without the call
                 break
             node, number = node.next_functions[0]
 
@@ -203,7 +203,7 @@ class Builder:
         self._alive.append(node)
         self._known[key] = expr = None  # a value cannot be its own operand
         # Operands of an earlier pass may have changed since.
-        name = node.name()
+        name = type(node).name(node)
         rule = self.rules.get(name) if self._weights.model.since <= node._sequence_nr() else None
         if rule is not None:
             self._depth += 1
@@ -245,9 +245,8 @@ class Builder:
             ticket = self._by_view(key)
         if ticket is not None:
             return self._usable(ticket)
-        variable = getattr(node, "variable", None)
-        if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
-            return self.weight(variable) if self._weights.include(variable) else None
+        if type(node) is AccumulateGrad:  # a weight, or an activation that somebody else holds and may change
+            return self.weight(node.variable) if self._weights.include(node.variable) else None
         if key not in self._inputs.values:
             inner = self.recipe(node, output_nr)
             return None if inner is None or (inner.loose and not loose) else inner

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ebbtide.engine.inputs import AccumulateGrad
 from ebbtide.engine.tickets import Expr, Operand, Ticket
 
 if TYPE_CHECKING:
@@ -172,5 +173,4 @@ def input_shape(node: Node, index: int) -> tuple[int, ...] | None:
     source, output_nr = functions[index] if index < len(functions) else (None, 0)
     if source is None:
         return None
-    variable = getattr(source, "variable", None)
-    return tuple(variable.shape if variable is not None else source._input_metadata[output_nr].shape)
+    return tuple(source.variable.shape if type(source) is AccumulateGrad else source._input_metadata[output_nr].shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,15 @@ from ebbtide.engine.storages import plain_tensors
 
 CAST = "ToCopyBackward0"
 """Name of the node that makes a tensor of another type, or on another device."""
+
+if TYPE_CHECKING:
+
+    class AccumulateGrad(torch.autograd.graph.Node):
+        """The node of a leaf, which is its ``variable``. Other nodes may have such an attribute: see ``name_of``."""
+
+        variable: torch.Tensor
+else:
+    AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 class BlockInputs:
@@ -51,11 +61,9 @@ class BlockInputs:
         return tensor if tensor is not None and tensor._version == version else None
 
     def casts(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is an input cast to another dtype."""
+        """Whether ``tensor``, which a cast made, is an input in another dtype."""
         node = tensor.grad_fn
-        if node is None or node.name() != CAST:
-            return False
-        source, number = node.next_functions[0]
+        source, number = (None, 0) if node is None else node.next_functions[0]
         return source is not None and (id(source), number) in self.values
 
     def forget(self) -> None:
@@ -69,3 +77,11 @@ def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
         return tensor.grad_fn
     except RuntimeError:  # one of several views of a tensor, changed in place: an error only for who uses it
         return None
+
+
+def name_of(node: torch.autograd.graph.Node | None) -> str:
+    """Return the name of the node that made a tensor; of a leaf, ``"leaf"``.
+
+    The type is asked: the node of a custom function is its ``ctx``, on which users set attributes, ``name`` too.
+    """
+    return "leaf" if node is None else type(node).name(node)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Plan
-from ebbtide.engine.inputs import CAST
+from ebbtide.engine.inputs import CAST, name_of
 from ebbtide.engine.layout import Layout
 
 
@@ -57,23 +57,15 @@ class Memo:
     """
 
     __slots__ = (
-        "_device", "_dtype", "_is_view", "_node", "_offset", "_owner", "_stride", "base_layout", "candidate",
-        "decision", "empty", "is_cast", "layout", "nbytes",
+        "_device", "_is_view", "_node", "base_layout", "candidate", "decision", "empty", "is_cast", "layout", "nbytes",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
         base = tensor._base
-        node = (tensor if base is None else base).grad_fn
         self.layout = Layout.of(tensor)
-        self._dtype, self._stride = tensor.dtype, tensor.stride()
-        self._offset, self._device, self._node = (
-            tensor.storage_offset(),
-            tensor.device,
-            None if node is None else node.name(),
-        )
-        self._is_view = base is not None
-        owner = self.base_layout = self.layout if base is None else Layout.of(base)
-        self._owner = owner.dtype, owner.size, owner.stride, owner.offset
+        self._device, self._is_view = tensor.device, base is not None
+        self._node = name_of((tensor if base is None else base).grad_fn)
+        self.base_layout = self.layout if base is None else Layout.of(base)
         self.nbytes = tensor.untyped_storage().nbytes()
         self.is_cast = self._node == CAST
         self.empty = empty
@@ -86,12 +78,13 @@ class Memo:
         Args:
             tensor: Neither nested nor of a symbolic size.
         """
+        layout = self.layout
         if (
             type(tensor) is not torch.Tensor
-            or tensor.dtype is not self._dtype
+            or tensor.dtype is not layout.dtype
             or tensor.layout is not torch.strided
-            or tensor.stride() != self._stride
-            or tensor.storage_offset() != self._offset
+            or tensor.stride() != layout.stride
+            or tensor.storage_offset() != layout.offset
             or tensor.device != self._device
             or tensor._version
             or tensor.is_neg()
@@ -100,21 +93,23 @@ class Memo:
             return None
         storage, made = tensor.untyped_storage(), tensor
         if (base := tensor._base) is not None:
+            owner = self.base_layout
             if (
                 type(base) is not torch.Tensor
                 or base.layout is not torch.strided
                 or base.is_nested
                 or base._has_symbolic_sizes_strides
                 or base.untyped_storage() is not storage
-                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._owner
+                or base.dtype is not owner.dtype
+                or (base.size(), base.stride(), base.storage_offset()) != (owner.size, owner.stride, owner.offset)
             ):
                 return None
             made = base
         elif self._is_view:
             return None
         node = made.grad_fn
-        same = node is None if self._node is None else node is not None and node.name() == self._node
-        return storage if same and storage.nbytes() == self.nbytes else None
+        name = "leaf" if node is None else type(node).name(node)  # as ``name_of``, without the call
+        return storage if name == self._node and storage.nbytes() == self.nbytes else None
 
 
 def memo_of(tensor: torch.Tensor, empty: torch.Tensor) -> Memo | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.engine.build import Builder
-from ebbtide.engine.inputs import CAST
+from ebbtide.engine.inputs import CAST, AccumulateGrad
 from ebbtide.engine.tickets import Entry
 from ebbtide.engine.views import shows
 
@@ -62,12 +62,12 @@ def narrower(builder: Builder | None, entry: Entry, tensor: torch.Tensor, base: 
         base: What it is a view of, or it itself: dense, and alone in its storage.
     """
     node = base.grad_fn
-    if builder is None or node is None or node.name() != CAST or base._version:
+    if builder is None or node is None or type(node).name(node) != CAST or base._version:
         return None
     if not entry.base_layout.covers(entry.nbytes) or not (base is tensor or shows(tensor, node)):
         return None
     source, number = node.next_functions[0]
-    if source is None or getattr(source, "variable", None) is not None:
+    if source is None or type(source) is AccumulateGrad:
         return None
     dtype = source._input_metadata[number].dtype
     if dtype not in NARROWER.get(base.dtype, ()):

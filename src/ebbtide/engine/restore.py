@@ -130,7 +130,8 @@ class Restorer:
             if timer is not None:
                 timer.end(run.device)
             self.recompute_seconds += time.perf_counter() - began
-        if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
+        moved = content is not entry.source  # else an operator may still write it, as rrelu its noise
+        if moved and entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
             raise RestoreError(
                 f"the bytes of {entry.site} came back different ({entry.action.value})",
                 expected="what was saved",

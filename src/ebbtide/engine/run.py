@@ -10,6 +10,7 @@ from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import note_place
 from ebbtide.engine.admit import KEEP
 from ebbtide.engine.engine import Engine
+from ebbtide.engine.inputs import name_of
 from ebbtide.engine.layout import Layout, has_layout
 from ebbtide.engine.modules import Running
 from ebbtide.engine.passes import Block
@@ -199,9 +200,8 @@ class BlockRun(Replay):
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
         if self.pass_.note_staying(storage):
             self.tally.add(KEEP, nbytes, must_keep=True)
-            node = tensor.grad_fn
             module = self.running[-1].name if self.running else ""
-            site = self._sites.next(module, "leaf" if node is None else node.name())
+            site = self._sites.next(module, name_of(tensor.grad_fn))
             self.pass_.add_site(site, nbytes, KEEP)
 
     def _note(self, tensor: torch.Tensor, ticket: Ticket | LightTicket) -> None:

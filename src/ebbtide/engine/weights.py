@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
-from ebbtide.engine.inputs import CAST
+from ebbtide.engine.inputs import CAST, AccumulateGrad, node_of
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Running, computes_as_configured
 from ebbtide.engine.storages import storage_key, storage_keys, storages
@@ -97,11 +97,9 @@ class Weights:
             running: The innermost module that runs.
         """
         node, weight = tensor.grad_fn, None
-        if node is not None and node.name() == CAST and self.model.since <= node._sequence_nr():
+        if node is not None and type(node).name(node) == CAST and self.model.since <= node._sequence_nr():
             source = node.next_functions[0][0]
-            leaf = getattr(source, "variable", None)
-            if leaf is None:
-                leaf = self._nodes.get(id(source), (None, None))[1]
+            leaf = source.variable if type(source) is AccumulateGrad else self._nodes.get(id(source), (None, None))[1]
             weight = leaf if leaf is not None and self.include(leaf) else None
         elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module shows it
             weight = self._frozen(running.module, tensor)
@@ -128,11 +126,8 @@ class Weights:
 
     def _note_nodes(self, weights: Iterable[torch.Tensor]) -> None:
         for weight in weights:
-            try:
-                node = weight.grad_fn
-            except RuntimeError:  # a view that FSDP1 made in an earlier step, of what an optimizer has changed since
-                continue
-            if node is not None:
+            # None also for a view that FSDP1 made in an earlier step, of what an optimizer has changed since.
+            if (node := node_of(weight)) is not None:
                 self._nodes[id(node)] = node, weight
 
 

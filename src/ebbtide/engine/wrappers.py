@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ebbtide.engine.inputs import name_of
 from ebbtide.engine.tickets import Place, modified_error
 
 
@@ -94,7 +95,7 @@ def pack_wrapper(
     if not is_traceable_wrapper_subclass(tensor):
         return None
     wait = getattr(tensor, "trigger_wait", None)
-    node = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
+    node = name_of(tensor.grad_fn)
     if wait is not None:  # the result of a collective: what consumes it takes the tensor inside
         arrived = wait()
         probe: Any = tensor.detach()

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.events import BUS
 from ebbtide.base.runs import BOTH_PHASE
+from ebbtide.engine.inputs import node_of
 from ebbtide.engine.untraced import untraced
 from ebbtide.track.parts import model_bytes, optimizer_parts
 
@@ -145,7 +146,7 @@ class StepMarker:
         with self._lock:
             if not self._is_stepping():
                 self._forward_ends()
-        for node in {x.grad_fn for x in tree_leaves(output) if isinstance(x, torch.Tensor)}:
+        for node in {node_of(x) for x in tree_leaves(output) if isinstance(x, torch.Tensor)}:
             if node is not None:
                 node.register_prehook(self._before_backward)
 

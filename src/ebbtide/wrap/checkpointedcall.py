@@ -37,6 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sample, nearly_equal
+from ebbtide.engine.inputs import CAST, AccumulateGrad
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
 from ebbtide.wrap.called import Called, unflatten
@@ -180,9 +181,9 @@ class CheckpointedCall:
         """Remember a cast that autocast keeps while its region is open: that of a leaf."""
         base = tensor if tensor._base is None else tensor._base
         node, pass_ = base.grad_fn, self.run.pass_
-        if node is not None and node.name() == "ToCopyBackward0" and (pass_.cast is None or pass_.cast() is None):
+        if node is not None and type(node).name(node) == CAST and (pass_.cast is None or pass_.cast() is None):
             source = node.next_functions[0][0]
-            if source is not None and source.name() == "torch::autograd::AccumulateGrad":
+            if type(source) is AccumulateGrad:
                 pass_.cast = weakref.ref(base)
 
     # Backward
@@ -206,7 +207,7 @@ class CheckpointedCall:
         node = torch._C._current_autograd_node()
         with self._lock:
             late = self._early_stop and task != -1 and not dropped.requires_grad
-            if late and node.name() == "RreluWithNoiseBackward0":
+            if late and type(node).name(node) == "RreluWithNoiseBackward0":
                 self._early_stop, dropped.again = False, None  # its noise is written after it is saved
             if dropped.again is None:
                 self._run_second_forward(task)
@@ -377,8 +378,7 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     """Whether a saved tensor had its values when the node that unpacks it saved it."""
     # The noise of rrelu is saved before it is written, if it is written at all; with another noise other saved tensors
     # differ, too. The table of CTC is written up to each row's length.
-    name = "" if node is None else node.name()
-    dtype = dropped.dtype
+    name, dtype = "" if node is None else type(node).name(node), dropped.dtype
     if math.prod(dropped.size) <= _SEEDS and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         return not (node is None or isinstance(node, FunctionCtx) or name.startswith(_ATTENTION))
     return name not in _PARTLY_WRITTEN or dropped.requires_grad

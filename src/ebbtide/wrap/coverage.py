@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
+from ebbtide.engine.inputs import node_of
 from ebbtide.engine.layout import Layout, has_layout
 from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
@@ -235,7 +236,7 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
     found: Counter[str] = Counter()
     counted: dict[int, torch.UntypedStorage] = {}
     names: dict[type, list[str]] = {}
-    pending: list[Any] = [t.grad_fn for t in tensors_in(output)]
+    pending: list[Any] = [node_of(t) for t in tensors_in(output)]
     nodes: set[Any] = set()
     while pending:
         node = pending.pop()

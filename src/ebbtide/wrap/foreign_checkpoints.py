@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.engine.inputs import node_of
 from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.tickets import LightTicket, Ticket
 from ebbtide.engine.wrappers import WrapperTicket
@@ -129,13 +130,13 @@ def checkpoint_around(pack: Any) -> Kept | None:
 
 def checkpoint_before(inputs: Iterable[torch.Tensor]) -> Kept | None:
     """Return the tensors of the reentrant checkpoint that produced one of ``inputs``; None if none did."""
-    pending = [t.grad_fn for t in inputs]
+    pending = [node_of(t) for t in inputs]
     seen = 0
     while pending and seen < NEAR:
         node, seen = pending.pop(0), seen + 1
         if node is None:
             continue
-        if node.name() == REENTRANT:
+        if type(node).name(node) == REENTRANT:
             return Kept(node._raw_saved_tensors)  # pyright: ignore[reportAttributeAccessIssue]
         pending += [function for function, _ in node.next_functions]
     return None

@@ -89,7 +89,7 @@ class PlainBlocks:
             self._pending.append((run.block.name, self._state(inputs), found))
 
     def _state(self, inputs: Sequence[torch.Tensor]) -> _State:
-        return self._trains, sum(t.requires_grad for t in inputs), tuple([t.shape for t in inputs])
+        return self._trains, sum([t.requires_grad for t in inputs]), tuple(shapes_of(inputs))
 
     def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> _Seen | None:
         """Return how a block ran with hooks and such inputs, if it should run without hooks now."""
@@ -176,6 +176,12 @@ class PlainBlocks:
 def plain_site(kind: str) -> Site:
     """Return the site at which all that a plain block keeps is counted."""
     return Site(kind, "", "plain", 0)
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """Return the shapes of tensors; of strided nested ones, which have none, their numbers of elements."""
+    strided = torch.strided
+    return [torch.Size([t.numel()]) if t.is_nested and t.layout is strided else t.shape for t in tensors]
 
 
 def _elements(inputs: Sequence[torch.Tensor]) -> int:

@@ -24,7 +24,7 @@ from ebbtide.engine import Engine
 from ebbtide.engine.passes import Pass
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.forward import is_compiled_inside
-from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site, within
+from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site, shapes_of, within
 from ebbtide.wrap.scope import Scope
 
 PutOn = Callable[[Scope], None]
@@ -70,7 +70,7 @@ class Rest:
         if self._resting and timer.outdated():
             timer.want()
         before, shapes = self._state, self._shapes
-        self._shapes = [x.shape for x in tensors]
+        self._shapes = shapes_of(tensors)
         self._state = (timer.unhooked, trains, tuple([x.requires_grad for x in tensors]), len(scopes))
         observed = timer.wanted or timer.times_blocks or self._engine.bus.active
         fits = bool(tensors) and within(self._shapes, self._measured)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.base.actions import Action
+from ebbtide.engine.layout import Layout
 from tests.helpers.engines import (
     POLICIES,
     Leaves,
@@ -320,3 +322,13 @@ def test_nested_tensors_stay() -> None:
             assert x.grad is not None
             del y
             assert_nothing_left(engine)
+
+
+def test_what_was_cast_to_another_device_and_a_wider_type_is_no_entry_of_its_source() -> None:
+    x = leaf(6, 8)
+    with open_engine() as engine, forward_pass(engine, x) as run:
+        y, layout = x.sin(), Layout.of(x)
+        for device in ("cpu", "meta"):
+            entry: Any = SimpleNamespace(empty=torch.empty(0, device=device))
+            run._narrow[id(y.grad_fn), 0] = SimpleNamespace(layout=layout, entry=entry)
+            assert run._known_value(y, layout) is (entry if device == "cpu" else None)

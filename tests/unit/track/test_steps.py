@@ -203,6 +203,21 @@ def test_a_model_that_is_followed_has_its_phases_with_and_without_offloading(tmp
     assert (run.summary["model"], run.summary["inside"]["floor_bytes"] is not None) == ("Sequential", True)
 
 
+def test_a_result_that_may_not_be_used_any_more_is_no_error_of_the_record(tmp_path: Path) -> None:
+    class Splits(nn.Linear):
+        def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = super().forward(input) * 1
+            part, _ = y.split(16, -1)
+            y.mul_(2)  # from here on torch refuses to say how the part was made
+            return y, part
+
+    model = Splits(32, 32)
+    with ebbtide.track_memory(tmp_path, model=model):
+        for _ in range(2):
+            model(torch.ones(2, 32))[0].sum().backward()
+    assert [e["name"] for e in marks(tmp_path) if e["edge"] == "end"][:2] == ["forward", "backward"]
+
+
 def test_a_model_that_is_compiled_is_followed_without_a_break(tmp_path: Path) -> None:
     model = model_of()
     graphs: list[object] = []

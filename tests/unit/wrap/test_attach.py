@@ -683,14 +683,102 @@ class Padded(nn.Module):
         return self.layers(torch.nested.to_padded_tensor(self.embed(x), 0.0))
 
 
+class Pads(nn.Module):
+    """A block that takes a strided nested tensor, or what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x).tanh()
+
+
+@MODES
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_outside_the_blocks_are_left_alone() -> None:
-    model, x = Padded(), torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+def test_strided_nested_tensors_are_left_alone(policy: str, inside: bool) -> None:
+    model = Stack(Pads(), Pads(), Pads()) if inside else Padded()
+    x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
     model(x).sum().backward()
     expected = grads(model)
-    with enable(model):
-        for _ in range(3):
+    with enable(model, policy=policy):
+        for _ in range(6):
             model(x).sum().backward()
+            assert same(grads(model), expected)
+
+
+class Logs(torch.autograd.Function):
+    """Hides its node's own ``name``, as loggers of gradients do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        assert ctx.name == "fc"
+        return grad, None
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.fc(x)).tanh()
+
+
+@MODES
+def test_a_function_in_a_forward_hook_may_set_any_attribute_of_its_node(policy: str) -> None:
+    model, x = Stack(Residual(), Residual(), Residual()), torch.randn(8, 4)
+    for layer in model.layers:
+        layer.fc.register_forward_hook(lambda module, args, y: Logs.apply(y, "fc"))
+    model(x).sum().backward()
+    expected = grads(model)
+    with enable(model, policy=policy) as handle:
+        for _ in range(4):
+            model(x).sum().backward()
+            assert same(grads(model), expected)
+        assert "AddBackward0" in handle._engine.rules, "no rule failed"
+
+
+class Splits(nn.Module):
+    """Its second result is a view that torch refuses every use of, and its second argument may be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.same = nn.Linear(4, 4), nn.Identity()
+
+    def forward(self, x: Tensor, unused: Tensor | None) -> tuple[Tensor, Tensor]:
+        y = self.fc(x) * 1
+        part, _ = y.split(2, -1)
+        y.mul_(2)
+        for _ in range(4):  # what no rule recomputes is checkpointed
+            y = torch.special.i0e(y)
+        return y, self.same(part)
+
+
+class Chain(Stack):
+    def forward(self, x: Tensor, part: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        for layer in self.layers:
+            x, part = layer(x, part)
+        return x, part
+
+
+@MODES
+def test_a_view_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used(policy: str) -> None:
+    model, x = Chain(Splits(), Splits(), Splits()), torch.randn(8, 4)
+    model(x)[0].sum().backward()
+    expected = grads(model)
+    with enable(model, policy=policy):
+        for _ in range(6):
+            y, part = model(x)
+            with pytest.raises(RuntimeError, match="modified inplace"):
+                part.sin()
+            y.sum().backward()
             assert same(grads(model), expected)
 
 

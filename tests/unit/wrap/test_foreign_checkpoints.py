@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 import ebbtide
 from ebbtide.base.errors import ConflictError, ModifiedInPlaceError
+from ebbtide.wrap.foreign_checkpoints import checkpoint_before
 from tests.helpers.engines import assert_nothing_left, hooks_are_closed
 from tests.helpers.models import Attention, Mlp, Tiny, build, switch_on_checkpoints
 from tests.helpers.oracle import Outcome, differences, step
@@ -450,3 +451,10 @@ def test_what_runs_without_gradients_is_no_checkpoint(block: type[nn.Module], ca
     with ebbtide.enable_activation_offloading(model, min_bytes=0):
         model(torch.randn(8, 16, requires_grad=True)).sum().backward()
     assert ("checkpoints its own blocks" in caplog.text) is (block is not Gated)
+
+
+def test_an_input_that_may_not_be_used_any_more_has_no_checkpoint_before_it() -> None:
+    y = torch.ones(4, 4, requires_grad=True) * 1
+    part, _ = y.split(2)
+    y.mul_(2)  # from here on torch refuses to say how the part was made
+    assert checkpoint_before([part]) is None

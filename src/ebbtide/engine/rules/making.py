@@ -27,7 +27,7 @@ def expression(
         if operand is None:
             return None
         found.append(operand)
-    return Expr(fn, tuple(found), key=(n.node.name(), n.dtype), flops=flops, dtype=n.dtype, loose=loose)
+    return Expr(fn, tuple(found), key=(type(n.node).name(n.node), n.dtype), flops=flops, dtype=n.dtype, loose=loose)
 
 
 def typed(fn: Fn, *constants: str) -> DeclaredRule:
