@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ebbtide.base.actions import Action, Site
+from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import note_place
 from ebbtide.engine.admit import KEEP
 from ebbtide.engine.engine import Engine
@@ -21,6 +21,15 @@ from ebbtide.engine.views import shows
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 _QUANTIZED = frozenset(getattr(torch, name, None) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4"))
+
+
+class StayingTicket(LightTicket):
+    """The first ticket of a storage that is never moved: its bytes count as kept as long as it lives."""
+
+    __slots__ = ("__weakref__", "nbytes", "site")
+
+    nbytes: int
+    site: Site
 
 
 class BlockRun(Replay):
@@ -190,19 +199,31 @@ class BlockRun(Replay):
                 and not all(name.startswith("_dynamo_") for name in tensor.__dict__)
             )
         ):
-            self._keep_light(tensor, storage)
-            return LightTicket(tensor, place=place)
+            return self._keep_light(tensor, storage)
         return layout
 
-    def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """Count a storage that stays because only a part of it was saved, or because its kind is never moved."""
-        nbytes = storage.nbytes()
+    def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> LightTicket:
+        """Return the ticket of a storage that stays: only a part of it was saved, or its kind is never moved."""
+        engine, place = self.engine, self._sites.position.place
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
-        if self.pass_.note_staying(storage):
-            self.tally.add(KEEP, nbytes, must_keep=True)
-            module = self.running[-1].name if self.running else ""
-            site = self._sites.next(module, name_of(tensor.grad_fn))
-            self.pass_.add_site(site, nbytes, KEEP)
+        if not self.pass_.note_staying(storage):
+            return LightTicket(tensor, place=place)
+        nbytes = storage.nbytes()
+        module = self.running[-1].name if self.running else ""
+        site = self._sites.next(module, name_of(tensor.grad_fn))
+        self.tally.add(KEEP, nbytes, must_keep=True)
+        self.pass_.add_site(site, nbytes, KEEP)
+        ticket = StayingTicket(tensor, place=place)
+        ticket.nbytes, ticket.site = nbytes, site
+        with engine.lock:
+            engine.kept.add(ticket)
+        if engine.timer is not None and engine.timer.measuring:
+            candidate = Candidate(
+                site=site, block_name=self.block.name, block=self.block.index, nbytes=nbytes,
+                block_input=id(storage) in self._inputs.storages, recompute_flops=None,
+            )  # fmt: skip
+            engine.timer.saw(self, KEEP, candidate, storage, movable=False, narrow_bytes=None, prepare=None)
+        return ticket
 
     def _note(self, tensor: torch.Tensor, ticket: Ticket | LightTicket) -> None:
         builder, node = self.builder, tensor.grad_fn

@@ -363,11 +363,9 @@ class AutoPlan(Explained):
             hint = "use policy 'minimal', which has the memory of checkpointing"
             if self._own_checkpoints:
                 hint = "switch the model's own checkpointing off"
-            logger.warning(
-                "Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: %s, or use a larger limit: "
-                "policy=ebbtide.Auto(max_slowdown=%g)",
-                *(limit, hint, min(2 * limit or 0.05, 1)),
-            )
+            if limit < 1:
+                hint += f", or use a larger limit: policy=ebbtide.Auto(max_slowdown={min(2 * limit or 0.05, 1):g})"
+            logger.warning("Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: %s", limit, hint)
         if not judgement.known and not self._warned:
             self._warned = True
             logger.warning("%s%s", UNLIKE_BLOCKS, "" if judgement.budget_bytes else ", and Auto keeps everything")

@@ -227,6 +227,9 @@ def baseline_of(steps: list[TimedStep]) -> Baseline:
 def undisturbed(steps: list[TimedStep]) -> TimedStep:
     """Return a step whose every part is the shortest of several, where it had hooks and saved as much in all of them.
 
+    What follows its backward, such as an evaluation, hardly depends on what it saved, so all of them are compared.
+    Memory is that of a step that begins with as much as the fullest.
+
     Args:
         steps: Steps that ran the same blocks; one of them had hooks on all.
     """
@@ -236,12 +239,37 @@ def undisturbed(steps: list[TimedStep]) -> TimedStep:
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):
         blocks.append(shortest(block, [step.blocks[place] for step in equal_steps if not step.blocks[place].plain]))
-    return replace(
+    found = replace(
         base,
         blocks=tuple(blocks),
         head_seconds=min(step.head_seconds for step in equal_steps),
-        epilogue_seconds=min(step.epilogue_seconds for step in equal_steps),
+        epilogue_seconds=min(step.epilogue_seconds for step in steps),
     )
+    return _begun_with(found, max(step.in_use_bytes or 0 for step in steps))
+
+
+def _begun_with(step: TimedStep, in_use_bytes: int) -> TimedStep:
+    """Return a step as if it had begun with more memory in use: the gradients of earlier micro-batches.
+
+    Its own are added to those, so less of them is missing with each block's backward.
+    """
+    if step.in_use_bytes is None or in_use_bytes <= step.in_use_bytes:
+        return step
+    more, count = in_use_bytes - step.in_use_bytes, len(step.blocks)
+    blocks = (
+        replace(
+            block,
+            forward_peak_bytes=_plus(block.forward_peak_bytes, more),
+            backward_peak_bytes=_plus(block.backward_peak_bytes, more * (place + 1) // count),
+        )
+        for place, block in enumerate(step.blocks)
+    )
+    head_peak_bytes = _plus(step.head_peak_bytes, more)
+    return replace(step, blocks=tuple(blocks), head_peak_bytes=head_peak_bytes, in_use_bytes=in_use_bytes)
+
+
+def _plus(peak_bytes: int | None, more: int) -> int | None:
+    return None if peak_bytes is None else peak_bytes + more
 
 
 def shortest(block: TimedBlock, others: Iterable[TimedBlock]) -> TimedBlock:

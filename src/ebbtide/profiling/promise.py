@@ -127,7 +127,7 @@ class Judgement:
         if span.saved_bytes > GROWTH * self.solution.profile.saved_bytes and not over_budget:
             return None  # longer sequences take longer than was promised
         self._unused = 0
-        if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
+        if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes and not over_budget:
             return None  # shorter sequences: it shows neither the time nor the peak that were promised
         seconds = span.seconds + self.solution.profile.epilogue_seconds
         self._steps.append(

@@ -98,7 +98,7 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
     return fit_with_reserve(replace(profile, store_bytes=None), budget_bytes, reserve)  # slower, but it may fit
 
 
-def minimal_mix(profile: Profile, memory_bytes: int | None = None) -> Solution | None:
+def minimal_mix(profile: Profile, memory_bytes: int | None) -> Solution | None:
     """Return the mix that ``Minimal`` would choose (``ebbtide.profiling.minimal``), as far as a prediction tells.
 
     Args:

@@ -8,6 +8,8 @@ from itertools import accumulate
 
 from torch import nn
 
+from ebbtide.engine.build import Rule
+from ebbtide.engine.rules import rule_table
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import BlockProfile, Profile
 from ebbtide.wrap import find_blocks
@@ -42,6 +44,20 @@ def state_ratio(optim: str, model: nn.Module) -> float:
             4.0 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel()) for p in trained
         )
     return state / max(sum(p.numel() * p.itemsize for p in trained), 1)
+
+
+def recompute_rules(train_type: str) -> dict[str, Rule] | None:
+    """Return the recompute rules for a step; None: the built-in ones.
+
+    Products with weights in 4 bits, bitsandbytes' ``MatMul4Bit``, have none, so neither has what is made from them.
+
+    Args:
+        train_type: As ``PlanConfig.train_type`` names it.
+    """
+    if train_type != "qlora":
+        return None
+    # The products of adapters do have one, and are small.
+    return {name: rule for name, rule in rule_table().items() if name not in ("AddmmBackward0", "MmBackward0")}
 
 
 def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
@@ -106,7 +122,8 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
     total = sum(map(_gradient, model.parameters()))
     own = {name: sum(map(_gradient, module.parameters())) for module, name in pairs}
     largest = {name: max(map(_gradient, module.parameters()), default=0) for module, name in pairs}
-    sizes = [own.get(block.name, 0) for block in profile.blocks]
+    # A block that runs several times has its gradient from its last execution on, the first in backward.
+    sizes = [own.pop(block.name, 0) for block in reversed(profile.blocks)][::-1]
     before = [early + size for size in accumulate(sizes, initial=0)]
     # The profile has this pass's own shards.
     more = [

@@ -75,10 +75,7 @@ def main(
     if config.recipe == "video":  # the recipe offloads the transformer, without the loss around it
         blocks = (replace(block, name=block.name.removeprefix(video.PREFIX)) for block in profile.blocks)
         profile = replace(profile, blocks=tuple(blocks))
-    room = limits(
-        machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
-    )
-    profile = replace(profile, store_bytes=room.store_bytes)
+    room = limits(machine, config.gpus, budget_bytes=config.budget_bytes)
     found = plain_options(profile, room) if too_small else options(profile, room, config.max_slowdown)
     points = pareto(profile, found, planned=not too_small) if config.json or config.svg is not None else None
     return Result(
@@ -96,7 +93,7 @@ def _machine(config: PlanConfig, begin: Callable[[str], None]) -> Machine:
         begin("measuring this machine (--gpu names another)")
     machine = measured_machine() if config.gpu is None else machine_named(config.gpu, name="gpu")
     _check_machine(config, machine)
-    return machine
+    return machine if config.host_bytes is None else replace(machine, host_memory_bytes=config.host_bytes)
 
 
 def _simulated(
@@ -104,15 +101,17 @@ def _simulated(
 ) -> tuple[Profile, bool]:
     """Return the step, and whether blocks save too little for ebbtide; it then has all that they save."""
     from ebbtide.profiling.simulated import Job, NothingSaved, simulate_model
-    from ebbtide_recipes.plan.job import state_ratio
+    from ebbtide_recipes.plan.job import recompute_rules, state_ratio
 
     try:
         state = state_ratio(config.optim, module)
         job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
+        rules = recompute_rules(config.train_type)
         try:
-            return simulate_model(module, batch(), machine, job=job), False
+            return simulate_model(module, batch(), machine, job=job, rules=rules), False
         except NothingSaved:
-            return simulate_model(module, batch(), machine, job=job, options=Options(min_bytes=0)), True
+            small = Options(min_bytes=0)
+            return simulate_model(module, batch(), machine, job=job, rules=rules, options=small), True
     except NothingSaved as error:
         raise ConfigError(
             f"no block of {config.name} saved anything that the backward read",
@@ -187,7 +186,7 @@ def draw(result: Result, path: str) -> str:
 
 
 def is_cpu(machine: Machine) -> bool:
-    """Whether a machine has no accelerator; offloaded bytes then go to disk."""
+    """Whether a machine has no accelerator."""
     return machine.name == "cpu"
 
 
@@ -199,11 +198,11 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
             expected="1, or a machine with devices",
             hint="name the device with --gpu, such as --gpu h200",
         )
-    if is_cpu(machine) and config.host_memory is not None:
+    if machine.stores_on_disk and config.host_memory is not None:
         raise ConfigError(
-            "host_memory is set on a machine without an accelerator",
-            expected="an accelerator",
-            hint="leave --host_memory out (offloaded bytes go to disk here), or name the device with --gpu",
+            f"host_memory is set, and offloaded bytes of {machine.name} go to disk",
+            expected="a machine that offloads to host memory",
+            hint="leave --host_memory out, or name another device with --gpu",
         )
     if config.gpus > machine.devices and config.gpus % machine.devices:
         raise ConfigError(

@@ -14,7 +14,7 @@ from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Solution, keep_everything
+from ebbtide.planner.solve import Solution, follow, keep_everything
 from ebbtide.profiling.solutions import minimal_mix, solution_for
 from ebbtide.store.share import share_of
 
@@ -67,23 +67,20 @@ class Limits:
         return self.store_bytes is None or rank_bytes <= self.store_bytes
 
 
-def limits(machine: Machine, gpus: int, *, budget_bytes: int | None, host_bytes: int | None, disk: bool) -> Limits:
+def limits(machine: Machine, gpus: int, *, budget_bytes: int | None) -> Limits:
     """Return the memory to fit into.
 
     Args:
         machine: The node.
         gpus: Ranks on all nodes.
         budget_bytes: The user's limit of the peak.
-        host_bytes: Host memory of a node; None: from the machine.
-        disk: Whether offloaded bytes go to disk.
     """
-    ranks = min(gpus, machine.devices)
-    host = machine.host_memory_bytes if host_bytes is None else host_bytes
+    host = machine.host_memory_bytes
     return Limits(
         device_bytes=machine.memory_bytes,
         budget_bytes=budget_bytes,
-        host_bytes=None if disk else share_of(host, host, 1),
-        ranks=ranks,
+        host_bytes=None if machine.stores_on_disk else share_of(host, host, 1),
+        ranks=min(gpus, machine.devices),
     )
 
 
@@ -191,7 +188,7 @@ def _minimal(profile: Profile, room: Limits, checkpointing: Option) -> Option:
 def _recipes(profile: Profile, room: Limits, checkpointing: Option) -> Option:
     """Return ebbtide-minimal; if it checkpoints blocks that the rules cover badly, checkpointing with its bytes."""
     if not _checkpoints(profile):
-        return _ebbtide("ebbtide-minimal", Minimal(), profile, room)
+        return _option("ebbtide-minimal", Minimal(), follow(profile, plan_for(Minimal())), room)
     offloaded = sum(block.input_bytes for block in profile.blocks)
     return replace(
         checkpointing,

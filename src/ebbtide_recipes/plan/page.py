@@ -227,7 +227,7 @@ def _machine(result: Result) -> str:
     machine, room = result.machine, result.room
     if room.host_bytes is None:
         which = result.config.gpu or "this one"
-        return f"{which}, without an accelerator: {format_size(machine.memory_bytes)}; offloaded bytes go to disk"
+        return f"{which}: {format_size(machine.memory_bytes)}; offloaded bytes go to disk"
     lines = f"{machine.name}: {format_size(machine.memory_bytes)} per device"
     lines += f", {format_size(room.host_bytes)} of host memory per node for offloaded bytes"
     gpus = result.config.gpus

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.profiling.auto import AutoPlan
 
 
 class Recurrent(nn.Module):
@@ -55,3 +58,34 @@ def test_siblings_that_change_in_place_keep_their_gradients(name: str, policy: s
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, verify=policy == "offload"):
         for _ in range(3):
             assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+def test_parts_of_storages_are_planned_and_kept_like_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, x, file = nn.Sequential(*(Gated() for _ in range(3))), torch.randn(256, 8, 32), tmp_path / "plan.json"
+
+    def step(handle: ebbtide.Handle) -> int:
+        model(x).square().mean().backward()
+        return handle.stats().unique_bytes
+
+    with ebbtide.enable_activation_offloading(model, policy=ebbtide.Auto(max_slowdown=0), min_bytes=0) as handle:
+        saved = {step(handle) for _ in range(5)}
+        assert isinstance(handle.plan, AutoPlan) and handle.plan.profile is not None
+        assert saved == {handle.plan.profile.saved_bytes}
+        handle.plan.save(file)
+    with ebbtide.enable_activation_offloading(model, policy=file, min_bytes=0) as handle:
+        step(handle)
+        step(handle)
+        assert handle._engine.timer is not None and handle._engine.timer.unhooked == {"0", "1", "2"}
+    assert "make it again" not in caplog.text
+
+
+def test_parts_of_storages_count_among_the_bytes_that_live_graphs_keep() -> None:
+    model, x = nn.Sequential(*(Gated() for _ in range(3))), torch.randn(256, 8, 32)
+    settings: dict[str, Any] = {"policy": "offload", "tensor_filter": lambda tensor: False}
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, **settings) as handle:
+        y = model(x)
+        stats = handle.stats()
+        assert handle._engine.kept.total == stats.kept_bytes == stats.unique_bytes > 0
+        y.square().mean().backward()
+        del y
+        assert handle._engine.kept.total == 0

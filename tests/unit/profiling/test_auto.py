@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Auto, Keep, Minimal
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.policies import plan_for
-from ebbtide.planner.profile import Rates
+from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
 from ebbtide.profiling.auto import AutoPlan
@@ -112,6 +113,37 @@ def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> Non
     assert ask(plan, "light") is Action.RECOMPUTE
     assert ask(plan, "dear") in {Action.OFFLOAD, Action.KEEP}
     assert plan.table.predicted.overhead_percent <= 5.0 + 1e-6
+
+
+def test_an_evaluation_behind_the_longest_step_is_no_part_of_ordinary_training() -> None:
+    """It is known from any other step, however much that saved."""
+    plan = AutoPlan(Auto(), tier(), None, Bus())
+    for found in (step(), replace(step(), epilogue_seconds=60.0), step(nbytes=90 * MB)):
+        plan.saw_step(found)
+    assert plan.profile is not None and plan.profile.blocks[0].saved_bytes == 2 * 100 * MB
+    assert plan.profile.epilogue_seconds == 0.25
+
+
+def test_gradients_of_earlier_micro_batches_are_in_the_base() -> None:
+    """The step with hooks on all blocks may be one that begins without them."""
+
+    def made(in_use_bytes: int) -> Profile:
+        plan = AutoPlan(Auto(), tier(), None, Bus())
+        first = replace(step(peak=2000 * MB), in_use_bytes=1000 * MB)
+        plain = replace(first.blocks[0], units=(), plain=True)
+        second = replace(first, blocks=(plain, *first.blocks[1:]), in_use_bytes=in_use_bytes)
+        for found in (first, first, second):
+            plan.saw_step(found)
+        assert plan.profile is not None
+        return plan.profile
+
+    equal, fuller = made(1000 * MB), made(1500 * MB)
+    pairs = list(zip(fuller.blocks, equal.blocks, strict=True))
+    assert fuller.head_base_bytes - equal.head_base_bytes == 500 * MB
+    assert [one.forward_base_bytes - other.forward_base_bytes for one, other in pairs] == [500 * MB] * 4
+    # Its own gradients were made block by block, from the last one to the first.
+    more = [one.backward_base_bytes - other.backward_base_bytes for one, other in pairs]
+    assert more == [125 * MB, 250 * MB, 375 * MB, 500 * MB]
 
 
 def test_larger_steps_are_measured_under_the_heuristic() -> None:

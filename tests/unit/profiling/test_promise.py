@@ -408,6 +408,18 @@ def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
     assert "everything stays, so blocks run without hooks, as in ordinary training" in plan.explain()
 
 
+def test_a_larger_limit_is_advised_only_if_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    for slowdown in (0.6, 1.0):
+        plan = AutoPlan(Auto(max_slowdown=slowdown), tier(), None, Bus())
+        stays = [replace(b, units=tuple(replace(u, movable=False, recompute_seconds=None) for u in b.units))
+                 for b in step().blocks]  # fmt: skip
+        for _ in range(3):
+            plan.saw_step(replace(step(), blocks=tuple(stays)))
+    first, second = (line for line in caplog.messages if "Auto keeps everything" in line)
+    assert first.endswith(", or use a larger limit: policy=ebbtide.Auto(max_slowdown=1)")
+    assert second.endswith("use policy 'minimal', which has the memory of checkpointing")
+
+
 def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,8 +466,9 @@ def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None
     for found in (many(12), many(12), replace(second, blocks=(*plain, *second.blocks[2:]))):
         plan.saw_step(found)
     assert plan.profile is not None and plan.profile.saved_bytes == 12 * 200 * MB
-    tail = 0.75 * min(factor, 1.0) if factor > 0.99 else 0.75
-    assert plan.profile.step_seconds == pytest.approx(12 * 2.5 + tail, rel=0.01)
+    head, epilogue = 0.5 * min(factor, 1.0) if factor > 0.99 else 0.5, 0.25 * min(factor, 1.0)
+    assert (plan.profile.head_seconds, plan.profile.epilogue_seconds) == pytest.approx((head, epilogue))
+    assert plan.profile.step_seconds == pytest.approx(12 * 2.5 + head + epilogue, rel=0.01)
     assert noise(many(12), second) == pytest.approx(0.0, abs=1e-9)
 
 
@@ -490,18 +503,23 @@ def test_shorter_sequences_show_neither_the_promised_time_nor_the_peak() -> None
     assert plan._judgement is not None and plan._judgement.measured is None
 
 
-def test_longer_sequences_show_no_time_and_only_a_peak_above_the_budget() -> None:
+def test_longer_sequences_show_no_time() -> None:
     plan = planned(Auto(max_slowdown=1.0))
     before = plan.table
     long = Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=1_600 * MB)
     for _ in range(SETTLING + CHECKED + 1):
         assert plan.saw_span(long)
     assert plan.table is before and plan._judgement is not None and plan._judgement.measured is None
+
+
+@pytest.mark.parametrize("saved_bytes", [500 * MB, 1_600 * MB], ids=["shorter", "longer"])
+def test_a_peak_above_the_budget_counts_however_long_the_step_is(saved_bytes: int) -> None:
+    """The budget is that of all steps."""
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     before = plan.table
     for _ in range(SETTLING + 1):
-        plan.saw_span(long)
-    assert plan.table is not before, "the budget is that of all steps"
+        plan.saw_span(Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=saved_bytes))
+    assert plan.table is not before
 
 
 # Compared with blocks without hooks

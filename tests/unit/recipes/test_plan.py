@@ -18,16 +18,20 @@ from torch import nn
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError, ConfigError, DataError
 from ebbtide.config import Auto, Minimal
+from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import MACHINES
-from ebbtide.planner.table import load_plan
+from ebbtide.planner.policies import plan_for
+from ebbtide.planner.solve import follow
+from ebbtide.planner.table import load_plan, table_plan
 from ebbtide_recipes.language import adapters, models, smollm2
 from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import model, page, picture
 from ebbtide_recipes.plan.config import PlanConfig
-from ebbtide_recipes.plan.job import QUANTISED_BYTES, state_ratio
+from ebbtide_recipes.plan.job import QUANTISED_BYTES, accumulated, state_ratio
 from ebbtide_recipes.plan.options import Limits, Option, best, limits, options
 from ebbtide_recipes.plan.page import Result
 from ebbtide_recipes.sft.config import SftConfig
+from tests.unit.profiling.test_trials import blocks as many_blocks
 
 GIB = 1024**3
 QWEN = {
@@ -202,6 +206,14 @@ def test_blocks_that_the_rules_cover_badly_are_checkpointed_by_minimal(result: R
     assert "--activation_cpu_offload true --gradient_checkpointing true" in page.command(result, rerun)
 
 
+def test_minimal_without_room_for_an_error_has_the_figures_of_recipes() -> None:
+    """Logits set the peak, so a mix needs as much as checkpointing, which is all that the device has."""
+    step = dataclasses.replace(many_blocks(400 * 10**6), head_base_bytes=30 * 10**9, store_bytes=10**12)
+    room, recipes = limit(device=checkpointed_peak(step), host=10**12), follow(step, plan_for(Minimal()))
+    shown = options(step, room, 0.05)[2]
+    assert shown.solution is not None and shown.solution.assignment == recipes.assignment
+
+
 def test_the_command_names_the_folder_of_a_config(result: Result) -> None:
     file = dataclasses.replace(result, config=dataclasses.replace(result.config, model="mine/config.json"))
     assert page.command(file, file.options[0]).startswith("ebbtide sft --model mine ")
@@ -231,7 +243,7 @@ def test_ranks_of_a_node_share_its_host_memory() -> None:
     assert limit(ranks=8).fits_host(125)
     assert not limit(ranks=8).fits_host(126)
     assert limit(host=None).fits_host(10**15)
-    of_two_nodes = limits(MACHINES["h100"], 16, budget_bytes=None, host_bytes=2048 * GIB, disk=False)
+    of_two_nodes = limits(MACHINES["h100"], 16, budget_bytes=None)
     assert of_two_nodes.ranks == 8
     assert of_two_nodes.host_bytes == 2048 * GIB - 8 * GIB
 
@@ -485,17 +497,31 @@ def test_flags_without_effect_are_reported(qwen: str) -> None:
     assert said == ["--lora_rank has no effect here: recipe is sft, train_type full"]
 
 
-@pytest.mark.parametrize(("changes", "said"), [({"gpus": 2}, "gpus is 2"), ({"host_memory": "1GiB"}, "host_memory is")])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": 2}, "gpus is 2 on a machine without an accelerator"),
+        ({"host_memory": "1GiB"}, "host_memory is set, and offloaded bytes of cpu go to disk"),
+    ],
+)
 def test_a_machine_without_devices_has_neither_ranks_nor_a_host(
     qwen: str, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     path = tmp_path / "cpu.json"
-    dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(path)
-    with pytest.raises(ConfigError, match=f"{said}.* on a machine without an accelerator"):
+    dataclasses.replace(MACHINES["h200"], name="cpu", devices=1, stores_on_disk=True).save(path)
+    with pytest.raises(ConfigError, match=said):
         found(qwen, gpu=str(path), **changes)
     text = page.text(found(qwen, gpu=str(path)))
     assert "offloaded bytes go to disk" in text
     assert "(float32; all trained)" in text
+
+
+def test_offloaded_bytes_go_where_the_machine_says_whatever_its_name(qwen: str, tmp_path: Path) -> None:
+    path = tmp_path / "box.json"
+    dataclasses.replace(MACHINES["h200"], name="box", host_memory_bytes=2**29, stores_on_disk=True).save(path)
+    disk = found(qwen, gpu=str(path))
+    assert disk.profile.store_bytes is None and disk.room.host_bytes is None
+    assert "offloaded bytes go to disk" in page.text(disk) and "per node" not in page.text(disk)
 
 
 def test_a_step_that_cannot_be_simulated_is_reported(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +538,7 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
     import ebbtide
 
     machine, out = tmp_path / "cpu.json", tmp_path / "plan.json"
-    dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(machine)
+    dataclasses.replace(MACHINES["h200"], name="cpu", devices=1, stores_on_disk=True).save(machine)
     asked = found(qwen, gpu=str(machine))
     asked = dataclasses.replace(asked, options=[named(asked, "ebbtide-minimal")])
     recipe.save(asked, str(out))
@@ -575,7 +601,41 @@ def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
     bits = 8 * QUANTISED_BYTES
     assert bits == pytest.approx(4.127, abs=1e-4), "0.127 bits of scales for a weight: QLoRA, section 3"
     assert qlora.profile.forward_seconds > lora.profile.forward_seconds
-    assert [b.units for b in qlora.profile.blocks] == [b.units for b in lora.profile.blocks]
+    units = [[(u.site, u.nbytes) for b in one.profile.blocks for u in b.units] for one in (lora, qlora)]
+    assert units[0] == units[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:bitsandbytes")
+@pytest.mark.filterwarnings("ignore::FutureWarning:bitsandbytes")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_plan_for_weights_in_4_bits_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Path) -> None:
+    """bitsandbytes' products have no recompute rule."""
+    bnb, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    import ebbtide
+
+    asked, out = known(qwen, train_type="qlora"), tmp_path / "plan.json"
+    minimal = table_plan(follow(asked.profile, plan_for(Minimal())), "minimal")
+    minimal.save(out)
+    config = SftConfig(model=qwen, max_length=1024, train_type="qlora")
+    plain = models.outline(config, model.read(config), "bfloat16").to_empty(device="cpu")
+    with torch.no_grad():
+        for weight in (*plain.parameters(), *plain.buffers()):
+            weight.fill_(0.01)
+    for name, part in list(plain.named_modules()):
+        if isinstance(part, nn.Linear) and part is not plain.get_output_embeddings():
+            four = bnb.nn.Linear4bit(
+                part.in_features, part.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            four.load_state_dict(part.state_dict())
+            plain.set_submodule(name, four.to("cpu"))
+    vars(plain)["is_loaded_in_4bit"] = True
+    module = peft.get_peft_model(plain, adapters.chosen(config, models.outline(config, model.read(config), "bfloat16")))
+    with ebbtide.enable_activation_offloading(module.train(), policy=out, disk_path=tmp_path) as handle:
+        module(**model.Subject(config).batch()).loss.backward()
+    stats, predicted = handle.stats(), minimal.predicted
+    assert stats.offloaded_bytes == predicted.moved_bytes
+    cast_up = predicted.offloaded_bytes - predicted.moved_bytes  # what was offloaded in a narrower type
+    assert stats.recomputed_bytes == predicted.recomputed_bytes + cast_up > cast_up > 0
 
 
 def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result) -> None:
@@ -588,6 +648,18 @@ def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result)
     assert 0 < added < gradients
     assert several.profile.epilogue_seconds == pytest.approx(result.profile.epilogue_seconds / 8)
     assert "--gradient_accumulation_steps 8" in page.command(several, several.options[0])
+
+
+def test_a_block_that_runs_several_times_has_its_gradients_once(result: Result) -> None:
+    """From its last execution on, the first in backward: before it this pass has made none of them."""
+    once = dataclasses.replace(result.profile, blocks=result.profile.blocks[:1])
+    thrice = dataclasses.replace(once, blocks=once.blocks * 3)
+    alone, *several = (
+        block.backward_base_bytes
+        for profile in (once, thrice)
+        for block in accumulated(profile, result.outline.module, 8, 1).blocks
+    )
+    assert several == [alone] * 3
 
 
 def test_under_fsdp_gradients_of_earlier_micro_batches_are_whole(qwen: str) -> None:
