@@ -872,8 +872,8 @@ MUTANTS = (
     Mutant(
         "room: a recompute does not discard prefetched bytes",
         "ebbtide/engine/restore.py",
-        "                self._make_room(flow)\n                content = marked",
-        "                content = marked",
+        "            flow.discard()\n        return work()  # not",
+        "            pass\n        return work()  # not",
         ("--simdev", "tests/simdev/test_costs.py"),
     ),
     Mutant(
