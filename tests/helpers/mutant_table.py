@@ -1969,8 +1969,8 @@ MUTANTS = (
     Mutant(
         "devices: a block's backward is timed on that of the last block",
         "ebbtide/engine/timing.py",
-        "        self._device = run.device or self._device\n        now = self._pass or self.spans.open\n        if",
-        "        now = self._pass or self.spans.open\n        if",
+        "run.device or self._device\n        now = self._pass or self.spans.open\n        if now is not None and now.e",
+        "self._device\n        now = self._pass or self.spans.open\n        if now is not None and now.e",
         ("tests/unit/engine/test_timing.py",),
     ),
     Mutant(

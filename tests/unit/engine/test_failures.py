@@ -319,7 +319,7 @@ def test_a_recompute_without_room_holds_nothing_when_it_is_tried_again(monkeypat
     x, w = leaf(6, 8), leaf(8, 8, parameter=True)
     made, alive = list[weakref.ref[Tensor]](), list[bool]()
     plan = ByTable(lambda c: Action.RECOMPUTE if c.recompute_flops == 0 else Action.OFFLOAD)
-    with open_engine(plan) as engine:
+    with open_engine(plan, window_bytes=1) as engine:
 
         def full(*given: Any) -> Tensor:
             backwards = engine.restorer.backwards.values()

@@ -49,6 +49,7 @@ def spilling(
     gc.collect()
     assert device.host_bytes == 0 and device.violations == []
 
+
 def test_tiers_with_the_default_budget_have_one_together(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several models may train in one process: each with the whole budget, they would exceed the memory there is."""
     mib = 1 << 20
@@ -72,7 +73,6 @@ def test_tiers_with_the_default_budget_have_one_together(disk: Path, monkeypatch
         slot.free()
     for tier in tiers:
         tier.close()
-
 
 
 def test_plans_know_what_host_memory_holds_before_it_spills(disk: Path) -> None:
