@@ -11,6 +11,7 @@ TESTS = ("--simdev", "--timeout=60", "tests/simdev/test_ordering.py", "tests/sim
 GROUPS = ("--simdev", "--timeout=60", "tests/simdev/test_groups.py")
 ARENA = ("tests/unit/store/test_arena.py",)
 HEADROOM = ("tests/unit/store/test_headroom.py",)
+SPILL = ("tests/unit/store/test_spill.py",)
 
 
 def without(name: str, file: str, text: str, replacement: str = "pass", *, tests: tuple[str, ...] = TESTS) -> Mutant:
@@ -199,4 +200,19 @@ MUTANTS = (
     without("uses are recorded", "accelerator.py", "tensor.record_stream(stream)"),
     without("copies end before memory is unpinned", "pinned.py", "self._synchronize()\n        with", "with"),
     without("unpinning waits for the device", "accelerator.py", "torch.accelerator.synchronize(where)"),
+    without(
+        "the default budget is that of all tiers",
+        "arena.py",
+        "self._budget_bytes - (shared_bytes() - self._extents.size_bytes)",
+        "self._budget_bytes",
+        tests=SPILL,
+    ),
+    without("each tier has a stage", "arena.py", "return max(self._least_bytes, ", "return max(0, ", tests=SPILL),
+    without(
+        "what other tiers hold is a part of their budget",
+        "__init__.py",
+        "fair_share_bytes() + shared_bytes()",
+        "fair_share_bytes()",
+        tests=SPILL,
+    ),
 )

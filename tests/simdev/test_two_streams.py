@@ -19,6 +19,7 @@ from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from tests.helpers.slots import copy_out
 from tests.simdev.device import configured, violations
+from tests.unit.wrap.test_checkpointable import Changes
 
 DEVICE = torch.device("privateuseone", 0)  # its name even where it cannot be built
 WIDTH, STEPS = 64, 4
@@ -78,6 +79,17 @@ class SavedInTurn(TwoStreams):
         return x + other * self.join(one)
 
 
+class SideLast(TwoStreams):
+    """Joins branches of both streams. The side stream's is the younger one, so its nodes read first in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h.record_stream(self.side)
+        other = (3 * h).cos()
+        one = self.beside(lambda: h.sin().exp())
+        return x + (other + self.join(one))
+
+
 def train(block: type[TwoStreams], scope: Callable[[nn.Module], AbstractContextManager[object]]) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(block() for _ in range(3))).to(DEVICE)
@@ -97,7 +109,7 @@ def train(block: type[TwoStreams], scope: Callable[[nn.Module], AbstractContextM
 
 def offloaded(model: nn.Module, **given: Any) -> ebbtide.Handle:
     return ebbtide.enable_activation_offloading(
-        model, policy="offload", min_bytes=0, blocks=["0", "1", "2"], **(given or {"window": "1B"})
+        model, min_bytes=0, blocks=["0", "1", "2"], **({"policy": "offload"} | (given or {"window": "1B"}))
     )
 
 
@@ -109,6 +121,23 @@ def test_gradients_are_those_of_plain_training(block: type[TwoStreams], given: d
     got = train(block, functools.partial(offloaded, **given))
     assert violations() == []
     assert all(torch.equal(a, b) for a, b in zip(plain, got, strict=True))
+
+
+@pytest.mark.parametrize("block", [ReadOnBoth, SavedInTurn, SideLast])
+def test_what_a_second_forward_saves_is_read_on_both_streams(block: type[TwoStreams]) -> None:
+    """It runs on the stream of its first reader, which may be the side stream, and so does all that it computes."""
+    handles: list[ebbtide.Handle] = []
+
+    def checkpointed(model: nn.Module) -> ebbtide.Handle:
+        handles.append(offloaded(model, policy=Changes()))
+        return handles[0]
+
+    plain = train(block, lambda model: nullcontext())
+    assert violations() == []
+    got = train(block, checkpointed)
+    assert violations() == []
+    assert all(torch.equal(a, b) for a, b in zip(plain, got, strict=True))
+    assert handles[0].stats().checkpointed_blocks == 3
 
 
 def test_a_prefetch_for_one_stream_serves_another() -> None:

@@ -307,7 +307,7 @@ class Engine:
                 if task != -1 and run.task != task:
                     self.restorer.begin_block(run, task)
                 if tensor is None:
-                    content, probe = self.restorer.read(ticket.entry, run, task), ticket.probe
+                    content, probe = self.restorer.read(ticket, task), ticket.probe
                     tensor = ticket.layout.over(content, ticket.entry.first)
                     if type(probe) is torch.Tensor:  # else the versions are those of the wrapper that it is inside of
                         # It shares the saved tensor's version counter: if a backward changes it in place, later

@@ -194,6 +194,13 @@ def host_sample(tensor: torch.Tensor) -> Sample | None:
     return Sample((laid, memory[:: laid.step].tobytes()))  # as in ``_read``
 
 
+def all_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, also where they are no numbers."""
+    if one.is_floating_point() and one.shape == other.shape:
+        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.equal(one, other)
+
+
 def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of floats differ by no more than sums that are added up in another order."""
     if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point() or one.itemsize < 2:

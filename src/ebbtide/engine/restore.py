@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.passes import RunRecord
 from ebbtide.engine.recompute import recompute
 from ebbtide.engine.stats import StallBook
-from ebbtide.engine.tickets import Entry, Residence, operand_error
+from ebbtide.engine.tickets import Entry, Residence, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.schedule import CopyIn, CopyOut
@@ -42,6 +43,7 @@ class Backward:
     def __init__(self) -> None:
         self.flows: dict[int, CopyIn[Entry]] = {}  # by pass
         self.restored: list[weakref.ref[Any]] = []  # of entries, and what a function may read again
+        self.read: list[weakref.ref[Ticket]] = []  # by the block that runs
         self.run: RunRecord | None = None
 
 
@@ -99,15 +101,17 @@ class Restorer:
         self.recomputes, self.recompute_seconds = 0, 0.0
         self._timer: RecomputeTimer | None = None  # while a step is measured
 
-    def read(self, entry: Entry, run: RunRecord, task: int) -> torch.Tensor:
-        """Return an entry's bytes; recompute them if they are nowhere else.
+    def read(self, ticket: Ticket, task: int) -> torch.Tensor:
+        """Return the bytes of a ticket's entry; recompute them if they are nowhere else.
 
         Args:
-            entry: The entry.
-            run: The block that reads it.
+            ticket: The ticket.
             task: Autograd's number for the backward; -1: none runs.
         """
-        backward, slot = self.backwards.get(task), entry.slot
+        entry, run, backward = ticket.entry, ticket.run, self.backwards.get(task)
+        slot = entry.slot
+        if backward is not None:
+            backward.read.append(weakref.ref(ticket))
         if slot is not None and entry.source is None and entry.residence is Residence.STORED:
             if run.unordered and backward is not None:
                 run.reads.append(weakref.ref(entry))
@@ -122,11 +126,7 @@ class Restorer:
             flow = None if backward is None else backward.flows.get(id(run.pass_))
             if timer is not None:
                 timer.begin(run.device)
-            try:
-                content = marked("recompute", work)
-            except torch.OutOfMemoryError:
-                self._make_room(flow)
-                content = marked("recompute", work)
+            content = self._with_room(flow, functools.partial(marked, "recompute", work))
             if timer is not None:
                 timer.end(run.device)
             self.recompute_seconds += time.perf_counter() - began
@@ -201,11 +201,7 @@ class Restorer:
             take, timer = slot.take, self._timer
             if timer is not None and run is not None and target is not None and entry is not target:
                 take = functools.partial(timer.operand, slot.take, run.device)
-            try:
-                content = marked("copy_in", take) if recording() else take()
-            except torch.OutOfMemoryError:
-                self._make_room(flow)
-                content = take()
+            content = self._with_room(flow, functools.partial(marked, "copy_in", take) if recording() else take)
         except BaseException as error:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
@@ -217,12 +213,16 @@ class Restorer:
             flow.has_read(entry)
         return content
 
-    def _make_room(self, flow: CopyIn[Entry] | None) -> None:
-        """Discard what was prefetched; raise the error that is being handled if nothing was."""
-        if flow is None or not flow.ahead_bytes:
-            raise
-        self._window.shrink(flow.ahead_bytes)
-        flow.discard()
+    def _with_room(self, flow: CopyIn[Entry] | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``work`` returns; if it finds no room, discard what was prefetched and try once more."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if flow is None or not flow.ahead_bytes:
+                raise
+            self._window.shrink(flow.ahead_bytes)
+            flow.discard()
+        return work()  # not in the handler: until it ends, the error's frames hold what the first attempt made
 
     def begin_block(self, run: RunRecord, task: int) -> None:
         """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
@@ -231,6 +231,10 @@ class Restorer:
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
         backward.run = run
+        for reference in backward.read:
+            if (ticket := reference()) is not None:  # its graph is retained, and its next backward restores this again
+                ticket.entry.restored = None
+        backward.read.clear()
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
             latest = run.pass_.latest

@@ -113,7 +113,7 @@ class SpanTimer:
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
         self._dropped: weakref.ref[Pass] | None = None  # it began before passes were wanted anew
         self._wants = 0
-        self._device: torch.device | None = None
+        self._devices: set[torch.device | None] = set()  # whose memory is measured
         self.between_peak_bytes: int | None = None
 
     def want(self, *, wanted: bool = True) -> None:
@@ -140,13 +140,15 @@ class SpanTimer:
             return
         if self._wants != wants:
             self._dropped = weakref.ref(run.pass_)  # this block follows the plan before
-        self._device = device
+        if self._memory and device not in self._devices:
+            self._devices.add(device)
+            self._meter.take_peak_bytes(device)  # what was before does not count
         if self.open is not None and not self.open.by_run and self.open.pass_() is not run.pass_:
             self.open = None  # its graph was dropped, and no backward came
         if self.open is None:
             if any(known is not None and known() is run.pass_ for known in (self._latest, self._dropped)):
                 return  # the rest of a pass whose backward came in between, or that is dropped
-            peak_bytes = self._meter.take_peak_bytes(device) if self._memory else None
+            peak_bytes = self._take_peak_bytes()
             if self._latest is not None and peak_bytes is not None:
                 self.between_peak_bytes = max(self.between_peak_bytes or 0, peak_bytes)
             self.open = _Open(self._meter, run.pass_, device, memory=self._memory)
@@ -170,20 +172,25 @@ class SpanTimer:
             self.paused -= 1
             self.wanted = not self.paused and self._resumes(self)
 
-    def backward_ends(self, *, raised: bool = False) -> None:
-        """A backward is over; the span of one that ``raised`` is not handed over."""
+    def backward_ends(self, device: torch.device | None, *, raised: bool = False) -> None:
+        """A backward is over, whose last block is on ``device``; the span of one that ``raised`` is not handed over."""
         now = self.open
         if now is not None and (raised or not now.backward_began):  # not its own: graphs overlap
             now.alone = False
         if self._memory and self.wanted and (now is None or now.ended is not None):
-            peak = self._meter.take_peak_bytes(self._device)  # of a second backward: no optimizer's step
+            peak = self._take_peak_bytes()  # of a second backward: no optimizer's step
             if now is not None:
                 now.peak_bytes = max(now.peak_bytes or 0, peak or 0)
         if now is not None and now.ended is None:
-            now.ended = now.end(None, self._device)
-            now.peak_bytes = self._meter.take_peak_bytes(self._device) if self._memory else None
+            now.ended = now.end(None, device)
+            now.peak_bytes = self._take_peak_bytes()
             if now.system_seconds is not None:
                 now.system_seconds = (self._meter.system_seconds() or 0.0) - now.system_seconds
+
+    def _take_peak_bytes(self) -> int | None:
+        """Return the most memory since the last call, of the fullest device; None if it is not measured."""
+        peaks = [self._meter.take_peak_bytes(device) for device in self._devices]
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     def _hand_over(self, found: _Open) -> None:
         span = None if found.saved_bytes is None or not found.alone else self._span(found, found.saved_bytes)

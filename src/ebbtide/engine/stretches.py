@@ -71,7 +71,7 @@ class Stopwatch:
         self.alone, self.backward_began = True, False  # no other pass ran in between; its backward came
         self.reached: Timestamp | None = None  # the gradient of the first block's input is there
         self.ended: Timestamp | None = None  # the end of its backward, if blocks that run backward later do not count
-        self._open: tuple[Stretches, Timestamp] | None = None
+        self._open: tuple[Stretches, Timestamp, torch.device | None] | None = None
 
     def begin(self, run: RunRecord | PlainRun, device: torch.device | None) -> None:
         """Begin the forward of a block of the pass."""
@@ -82,11 +82,12 @@ class Stopwatch:
         self.by_run[run] = block
 
     def cut(self, then: Stretches | None, device: torch.device | None, now: Timestamp | None = None) -> None:
-        """End the stretch that is open, and begin one of ``then``, both now or at ``now``."""
+        """End the stretch that is open, on its device, and begin one of ``then``, both now or at ``now``."""
         now = self._meter.timestamp(device) if now is None else now
         if self._open is not None:
-            self._open[0].append((self._open[1], now))
-        self._open = None if then is None else (then, now)
+            stretches, began, where = self._open
+            stretches.append((began, now if where == device else self._meter.timestamp(where)))
+        self._open = None if then is None else (then, now, device)
 
     def end(self, then: Stretches | None, device: torch.device | None) -> Timestamp:
         """End the backward, with that of the first block where autograd goes on beyond it; return when that was."""

@@ -78,9 +78,12 @@ class _Pass(Stopwatch):
         ended = self._open
         super().cut(then, device, now)
         if self._memory:
-            peak_bytes = self._meter.take_peak_bytes(device)
+            where = device if ended is None else ended[2]
+            peak_bytes = self._meter.take_peak_bytes(where)
             if ended is not None:
                 ended[0].add_memory(peak_bytes, self._resident_bytes())
+            if where != device:
+                self._meter.take_peak_bytes(device)  # what was before does not count
         self._known = len(self.left)
 
     def _resident_bytes(self) -> int:
@@ -218,6 +221,7 @@ class StepTimer:
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """Begin a block's backward."""
+        self._device = run.device or self._device
         now = self._pass or self.spans.open
         if now is not None and now.ended is None:
             block = now.by_run.get(run)
@@ -231,6 +235,7 @@ class StepTimer:
 
     def backward_leaves(self, run: RunRecord | PlainRun) -> None:
         """The gradient of the first block's input is there."""
+        self._device = run.device or self._device
         now = self._pass or self.spans.open
         if now is not None and run in now.by_run:
             now.reached = self._meter.timestamp(self._device)
@@ -239,7 +244,7 @@ class StepTimer:
         """A backward is over; what was measured of one that ``raised`` is dropped."""
         now = self._pass
         if now is None:
-            self.spans.backward_ends(raised=raised)
+            self.spans.backward_ends(self._device, raised=raised)
         elif not now.backward_began:
             now.others += 1
         elif raised:

@@ -20,6 +20,7 @@ import torch
 from ebbtide.base.errors import TargetError
 from ebbtide.planner.machines import Machine
 from ebbtide.store import open_tier
+from ebbtide.store.device_memory import free_and_total_bytes
 from ebbtide.store.meter import synchronize
 from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
 from ebbtide.store.speed import Speed, incompressible, measure_speed
@@ -107,7 +108,8 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return fair_share_bytes(ranks=1)
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-        return int(torch.get_device_module(device).mem_get_info()[0])
+        if (known := free_and_total_bytes(device)) is not None:
+            return known[0]
     return device_bytes(device) // 2
 
 

@@ -9,12 +9,13 @@ import torch
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import format_size
+from ebbtide.store.arena import shared_bytes
 from ebbtide.store.device import capture_query
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from ebbtide.store.location import check_directory
 from ebbtide.store.share import fair_share_bytes
-from ebbtide.store.spill import SpillTier
+from ebbtide.store.spill import SpillTier, stage_of
 
 __all__ = ["DiskTier", "HostTier", "SpillTier", "capture_query", "open_tier"]
 
@@ -36,7 +37,8 @@ def open_tier(
         target: ``"host"``; ``"disk"``; ``"auto"``: host with an accelerator, disk without.
         disk_path: Directory for the disk target, and for the bytes that the host target cannot hold; ``None``: a usual
             one.
-        host_budget_bytes: Most bytes of host memory; ``None``: a fair share.
+        host_budget_bytes: Most bytes of host memory; ``None``: a fair share, which all such tiers of the process
+            have together.
         synchronous: Host target: copy in order with compute.
         home: Host target: the device of the model; ``None``: the current one.
 
@@ -57,9 +59,13 @@ def open_tier(
 
         if disk_path is not None:
             disk_path = check_directory(disk_path)
-        budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
+        budget, least_bytes = host_budget_bytes, None
+        if budget is None:
+            budget = max(1, fair_share_bytes() + shared_bytes())  # what the others hold is not free any more
+            least_bytes = stage_of(budget)
         _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
-        host = HostTier(AcceleratorDevice(home), budget_bytes=budget, synchronous=synchronous)
+        device = AcceleratorDevice(home)
+        host = HostTier(device, budget_bytes=budget, synchronous=synchronous, least_bytes=least_bytes)
         return SpillTier(host, lambda: DiskTier(disk_path), budget_bytes=budget)
     if synchronous:
         _LOG.warning("synchronous has no effect here: offloaded bytes go to disk")

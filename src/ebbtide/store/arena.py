@@ -46,6 +46,14 @@ _REMEMBERED = 32
 or more, and the number is doubled."""
 _MOST_REMEMBERED = 4096
 
+_sharing: weakref.WeakSet[Arena] = weakref.WeakSet()
+"""The arenas of the budget that a process has by default. Several models may train in it, each with an arena."""
+
+
+def shared_bytes() -> int:
+    """Return the bytes that the arenas of the shared budget hold."""
+    return sum(arena._extents.size_bytes for arena in list(_sharing))
+
 
 class Region:
     """Host memory for storages that are copied out together; free again once none of its places is in use.
@@ -122,11 +130,15 @@ class Arena:
     Args:
         device: The device that copies from and into it.
         budget_bytes: Most bytes to hold; ``None``: as much as the machine has.
+        least_bytes: The budget is shared, and this much of it may be held whatever the others hold; ``None``: it is its
+            own.
     """
 
-    def __init__(self, device: Device, budget_bytes: int | None) -> None:
-        self._device, self._budget_bytes = device, budget_bytes
+    def __init__(self, device: Device, budget_bytes: int | None, least_bytes: int | None = None) -> None:
+        self._device, self._budget_bytes, self._least_bytes = device, budget_bytes, least_bytes
         self._extents = Extents(PLACE_ALIGN_BYTES)
+        if least_bytes is not None:
+            _sharing.add(self)
         self._chunks: list[_Chunk] = []
         self._records: dict[int, _Record] = {}
         self._cooling = Cooling()
@@ -145,10 +157,18 @@ class Arena:
         return self._used_bytes
 
     @property
+    def budget_bytes(self) -> int | None:
+        """Most bytes to hold now; ``None``: as much as the machine has."""
+        if self._budget_bytes is None or self._least_bytes is None:
+            return self._budget_bytes
+        return max(self._least_bytes, self._budget_bytes - (shared_bytes() - self._extents.size_bytes))
+
+    @property
     def free_bytes(self) -> int | None:
         """Bytes that the budget still allows; ``None`` without a budget."""
         self._audit()
-        return None if self._budget_bytes is None else self._growth_bytes(self._budget_bytes) + self._extents.free_bytes
+        budget = self.budget_bytes
+        return None if budget is None else self._growth_bytes(budget) + self._extents.free_bytes
 
     @property
     def state(self) -> ArenaState:
@@ -185,8 +205,8 @@ class Arena:
         self._cooling.prune(self._device)
         nbytes, rounded = sum(sizes), [-(-n // PLACE_ALIGN_BYTES) * PLACE_ALIGN_BYTES for n in sizes]
         need = sum(rounded)
-        used = self._extents.used_bytes
-        if spare_bytes and self._budget_bytes is not None and self._budget_bytes - used < need + spare_bytes:
+        budget = self.budget_bytes
+        if spare_bytes and budget is not None and budget - self._extents.used_bytes < need + spare_bytes:
             raise self._full(nbytes)
         self._torn = True
         spans = self._find(need)
@@ -310,8 +330,8 @@ class Arena:
             usual = max(round_up(self._extents.size_bytes // _SLACK), _LEAST_CHUNK_BYTES)
             step = max(usual, self._expected_bytes - self._extents.free_bytes) if generous else missing
             step, self._expected_bytes = round_up(max(step, missing)), 0
-            if self._budget_bytes is not None:
-                step = min(step, self._growth_bytes(self._budget_bytes))
+            if (budget := self.budget_bytes) is not None:
+                step = min(step, self._growth_bytes(budget))
             if step < missing:
                 raise self._full(nbytes)
             try:
@@ -363,6 +383,6 @@ class Arena:
     def _full(self, nbytes: int) -> CapError:
         return CapError(
             f"{format_size(nbytes)} of host memory needed, {format_size(self._used_bytes)} in use",
-            expected=f"no more than the host budget of {format_size(self._budget_bytes or 0)}",
+            expected=f"no more than the host budget of {format_size(self.budget_bytes or 0)}",
             hint="raise host_budget, or offload less",
         )

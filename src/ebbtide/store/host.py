@@ -30,15 +30,23 @@ class HostTier:
         budget_bytes: Most bytes of host memory; ``None``: as much as the machine has.
         synchronous: Copy in order with compute, and wait: for devices with unreliable asynchronous copies; automatic
             for devices without any.
+        least_bytes: See ``Arena``.
     """
 
     name = "host"
 
-    def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        budget_bytes: int | None = None,
+        synchronous: bool = False,
+        least_bytes: int | None = None,
+    ) -> None:
         self.device = device
         self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
-        self._arena, self._headroom = Arena(device, budget_bytes), Headroom(device)
+        self._arena, self._headroom = Arena(device, budget_bytes, least_bytes), Headroom(device)
         self._counters = TierCounters()
         self.copies = HostCopies(device, self._counters, synchronous=self.synchronous)
         self._pid = os.getpid()
@@ -83,6 +91,11 @@ class HostTier:
         """The state of their host memory."""
         with self._up_to_date():
             return self._arena.state
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Most bytes of host memory now; ``None``: as much as the machine has."""
+        return self._arena.budget_bytes
 
     @property
     def free_bytes(self) -> int | None:

@@ -42,7 +42,17 @@ class _Tier(Protocol):
     def release(self, slot: HostSlot) -> None: ...
 
 
-class HostSlot:
+class QueuedSlot:
+    """A storage whose copy-out is queued on a stream."""
+
+    __slots__ = ()
+
+    def cancel(self) -> bool:
+        """Return False: a copy queued on a stream cannot be cancelled."""
+        return False
+
+
+class HostSlot(QueuedSlot):
     """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.copy_out_all``, who owns its fields."""
 
     __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
@@ -75,10 +85,6 @@ class HostSlot:
         if self.place is None:
             raise freed_error()
         return self.place
-
-    def cancel(self) -> bool:
-        """Return False: a copy queued on a stream cannot be cancelled."""
-        return False
 
     def discard(self) -> None:
         """Discard an unused copy-in.

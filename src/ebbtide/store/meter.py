@@ -133,7 +133,7 @@ class DeviceMeter:
     """Events of the compute stream, and memory allocated by torch.
 
     If events have no time, a timestamp waits for the device and reads the host's clock: slower, and as accurate.
-    Events of two devices have no common time: for a pass that spans devices, the host's clock is used.
+    Events of two devices have no common time: the host's clock is used from one to the other.
 
     Args:
         device: Provides streams and events.
@@ -170,19 +170,20 @@ class DeviceMeter:
 
     def take_peak_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the peak allocation since the last call, and reset torch's; None: of tensors of no accelerator."""
-        if not torch.accelerator.is_available() or (device is not None and device.type == "cpu"):
-            return None
-        return self._peak.take_bytes(device)
+        return self._peak.take_bytes(device) if _has_figures(device) else None
 
     def in_use_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the bytes that torch has allocated; None: of tensors of no accelerator."""
-        if not torch.accelerator.is_available() or (device is not None and device.type == "cpu"):
-            return None
-        return allocator_figures(device).allocated_bytes
+        return allocator_figures(device).allocated_bytes if _has_figures(device) else None
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""
         return None
+
+
+def _has_figures(device: torch.device | None) -> bool:
+    """Whether torch's allocator has figures of a device: not of the host."""
+    return torch.accelerator.is_available() and (device is None or device.type != "cpu")
 
 
 def meter_for(tier: Tier) -> Meter:

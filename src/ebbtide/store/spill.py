@@ -38,6 +38,12 @@ _MOST_STAGE_BYTES = 512 << 20
 _STAGE_DIVISOR = 8
 
 
+def stage_of(budget_bytes: int) -> int:
+    """Return the size of the stage in a host budget."""
+    stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
+    return stage_bytes // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES  # so a piece as large finds room
+
+
 class SpillTier:
     """A host tier that continues on disk when its budget is reached. See [Note: spilling].
 
@@ -45,9 +51,6 @@ class SpillTier:
         host: Host memory with a budget.
         open_disk: Opens the disk tier; called at its first use.
         budget_bytes: The budget of ``host``.
-
-    Attributes:
-        unspilled_bytes: What it holds before anything goes to disk.
     """
 
     name = "host"
@@ -57,15 +60,18 @@ class SpillTier:
         self.owns, self.capturing, self.stream_of = host.owns, host.capturing, host.stream_of
         self.follow, self.expect = host.follow, host.expect
         self._open_disk = open_disk
-        stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
-        self._stage_bytes = stage_bytes // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES  # so a piece as large finds room
-        self.unspilled_bytes = budget_bytes - self._stage_bytes
+        self._stage_bytes = stage_of(budget_bytes)
         self._disk: DiskTier | None = None
         self._refused: str | None = None
         # Removing a stage requires the lock; slots die without it.
         self._lock = threading.Lock()
         self._staged: deque[weakref.ref[SpillSlot]] = deque()
         self._written: deque[weakref.ref[SpillSlot]] = deque()
+
+    @property
+    def unspilled_bytes(self) -> int:
+        """Bytes that it holds before anything goes to disk."""
+        return (self.host.budget_bytes or 0) - self._stage_bytes
 
     @property
     def stalls(self) -> Stalls:

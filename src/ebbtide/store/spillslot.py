@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ebbtide.store.disk import DiskSlot
-from ebbtide.store.hostslot import HostSlot
+from ebbtide.store.hostslot import HostSlot, QueuedSlot
 
 
 class _Tier(Protocol):
@@ -21,7 +21,7 @@ class _Tier(Protocol):
     def take_pieces(self, slot: SplitSlot) -> torch.Tensor: ...
 
 
-class SpillSlot:
+class SpillSlot(QueuedSlot):
     """A storage on its way to disk, or a piece of one; made by ``SpillTier``, who owns its fields."""
 
     __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "_tier", "wanted", "where")
@@ -36,10 +36,6 @@ class SpillSlot:
     def pieces(self) -> Sequence[SpillSlot]:
         """Itself."""
         return (self,)
-
-    def cancel(self) -> bool:
-        """Return False: a copy queued on a stream cannot be cancelled."""
-        return False
 
     def discard(self) -> None:
         """Discard an unused copy-in or read."""
@@ -62,7 +58,7 @@ class SpillSlot:
                 slot.free()
 
 
-class SplitSlot:
+class SplitSlot(QueuedSlot):
     """A storage larger than the stage, in pieces; made by ``SpillTier``. See [Note: spilling]."""
 
     __slots__ = ("__weakref__", "nbytes", "pieces", "_tier", "where")
@@ -70,10 +66,6 @@ class SplitSlot:
     def __init__(self, tier: _Tier, pieces: Sequence[SpillSlot]) -> None:
         self._tier, self.pieces, self.where = tier, pieces, pieces[0].where
         self.nbytes = sum(piece.nbytes for piece in pieces)
-
-    def cancel(self) -> bool:
-        """Return False: a copy queued on a stream cannot be cancelled."""
-        return False
 
     def discard(self) -> None:
         """Discard unused reads."""

@@ -5,7 +5,8 @@
 would compare it when it is read, long after it was computed and left the caches. So a checkpointed block has one layer
 of hooks: its first forward drops what it saves and records the order, its second forward runs when backward reads the
 first of these tensors, and ends with an exception at the last one. As in torch, each backward runs it once
-(``GraphExecGroup`` makes one of several), and a tensor is released when it has been read.
+(``GraphExecGroup`` makes one of several), and a tensor is released when it has been read. Who reads on another stream
+than that of the operator that saved it waits for that one.
 
 [Note: checked checkpoints]
 The first forward records each tensor's version and a fingerprint. The version is compared when the tensor is read: an
@@ -36,10 +37,12 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, host_sample, nearly_equal
+from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, all_equal, host_sample, nearly_equal
 from ebbtide.engine.inputs import CAST, AccumulateGrad
 from ebbtide.engine.run import BlockRun
+from ebbtide.engine.storages import plain_tensors
 from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
+from ebbtide.store.device import StreamHandle
 from ebbtide.wrap.called import Called, unflatten
 from ebbtide.wrap.checkpointable import Varies
 
@@ -77,7 +80,7 @@ class _Dropped:
 
     __slots__ = (
         "__weakref__", "again", "again_version", "dtype", "fingerprint", "probe", "requires_grad", "same", "size",
-        "version",
+        "stream", "version",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +92,7 @@ class _Dropped:
         self.requires_grad = tensor.requires_grad
         self.again: torch.Tensor | None = None
         self.again_version = 0
+        self.stream: StreamHandle | None = None  # on which that was saved; who reads it may be on another
         self.same: torch.Tensor | bool = True
 
     def nearly_same(self, tensor: torch.Tensor) -> bool:
@@ -211,13 +215,17 @@ class CheckpointedCall:
                 self._early_stop, dropped.again = False, None  # its noise is written after it is saved
             if dropped.again is None:
                 self._run_second_forward(task)
-            tensor = dropped.again
+            tensor, stream = dropped.again, dropped.stream
             if tensor is None:
                 raise self._saved_less()
             if task == -1:
                 self.restored = None
             elif not isinstance(node, FunctionCtx):  # a custom function may read it again in the same backward
                 dropped.again = None
+        tier = self.run.engine.tier
+        if stream is not None and stream != tier.stream_of(tensor.device):
+            for part in filter(tier.owns, plain_tensors([tensor])):
+                tier.follow(part, stream)
         version = 0 if tensor.is_inference() else tensor._version
         if version != dropped.again_version:
             raise self._modified(dropped, version, dropped.again_version)
@@ -256,7 +264,7 @@ class CheckpointedCall:
             cast = self.run.pass_.cast
 
             def forward() -> None:
-                with saved_tensors_hooks(save, _as_it_is):
+                with saved_tensors_hooks(save, lambda tensor: tensor):
                     try:
                         self._forward(*args, **kwargs)
                     except Exception:  # perhaps not ours: TorchScript, or a block, raises another in its place
@@ -294,7 +302,7 @@ class CheckpointedCall:
             if type(tensor) is FakeTensor and not self._simulated:
                 return tensor
             second = kept.get(self._position)
-            if second is not None and not _equal(second, tensor):
+            if second is not None and not all_equal(second, tensor):
                 equal, near = False, near and nearly_equal(second, tensor.detach())
             self._position += 1
             if self._position >= len(self._dropped) and self._early_stop:
@@ -317,6 +325,8 @@ class CheckpointedCall:
         if dropped is not None:
             if dropped.fingerprint is not None:
                 dropped.same = dropped.fingerprint.same(value)
+            tier = self.run.engine.tier
+            dropped.stream = tier.stream_of(value.device) if tier.owns(value) else None
             dropped.again, dropped.again_version = value, 0 if value.is_inference() else value._version
         self._position = position + 1
         if position + 1 == known and self._early_stop:
@@ -327,13 +337,6 @@ class CheckpointedCall:
 def is_checkpoint_hook(pack: Any) -> bool:
     """Whether a pack hook is that of a checkpointed block's first forward."""
     return isinstance(getattr(pack, "__self__", None), CheckpointedCall)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, also where they are no numbers."""
-    if one.is_floating_point() and one.shape == other.shape:
-        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-    return torch.equal(one, other)
 
 
 @contextmanager
@@ -357,10 +360,6 @@ def _argument(leaf: _Input, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().requires_grad_()
     plain = tensor.layout is torch.strided and not tensor.is_nested
     return tensor.view_as(tensor) if plain and not leaf.is_leaf else tensor
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _has_only_values(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,13 +14,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ebbtide
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import DiskFullError, ModifiedInPlaceError, RestoreError
 from ebbtide.engine import Engine
+from ebbtide.engine.recompute import recompute
 from tests.helpers.engines import (
     POLICIES,
     REMAKE,
     TIERS,
+    ByTable,
     assert_nothing_left,
+    block,
     drain,
     forward_pass,
     hooks_are_closed,
@@ -307,6 +312,37 @@ def test_no_memory_says_nothing_about_a_rule(where: str, error: type[BaseExcepti
         y.sum().backward()
         assert engine.stats().demoted_sites == () and "SigmoidBackward0" in engine.rules
         assert any(s.node == "SigmoidBackward0" for s, _ in engine.last_pass.sites)
+
+
+def test_a_recompute_without_room_holds_nothing_when_it_is_tried_again(monkeypatch: Any) -> None:
+    """Else it would need twice the room: of a long recipe the first attempt may have made all values but the last."""
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    made, alive = list[weakref.ref[Tensor]](), list[bool]()
+    plan = ByTable(lambda c: Action.RECOMPUTE if c.recompute_flops == 0 else Action.OFFLOAD)
+    with open_engine(plan, window_bytes=1) as engine:
+
+        def full(*given: Any) -> Tensor:
+            backwards = engine.restorer.backwards.values()
+            if made and not alive:
+                alive.append(made[0]() is not None)
+            elif not made and any(flow.ahead_bytes for b in backwards for flow in b.flows.values()):
+                value = torch.zeros(1)
+                made.append(weakref.ref(value))
+                raise torch.OutOfMemoryError("planted")
+            return recompute(*given)
+
+        monkeypatch.setattr("ebbtide.engine.restore.recompute", full)
+        for _ in range(2):
+            y: Tensor = x
+            engine.begin_pass()
+            for index in range(4):
+                with block(engine, y, weights=[w], index=index):
+                    h = y @ w
+                    y = F.silu(h) * h.sigmoid()
+            engine.end_pass()
+            del h
+            y.sum().backward()
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("kept", ["a small tensor", "a weight"])

@@ -29,6 +29,7 @@ from tests.helpers.engines import (
     leaf,
     open_engine,
 )
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.oracle import same_bits
 
 POLICY = pytest.mark.parametrize("policy", POLICIES)
@@ -72,6 +73,28 @@ def test_a_retained_graph_gives_the_same_gradients_again(policy: str) -> None:
         assert equal(expected, in_thread(functools.partial(grads, y, x, w)))
         del y
         assert_nothing_left(engine)
+
+
+def test_a_retained_graph_does_not_keep_on_the_device_what_blocks_behind_have_read() -> None:
+    x, w = leaf(64, 64), leaf(64, 64, parameter=True)
+    block_bytes = 4 * x.nbytes
+    peaks: dict[bool, int] = {}
+    for retain in (False, True):
+        device = FakeDevice(1e9, 1e9)
+        with open_engine("offload", device=device, window_bytes=block_bytes) as engine:
+            y: Tensor = x
+            engine.begin_pass()
+            for index in range(8):
+                with block(engine, y, weights=[w], index=index):
+                    y = (y @ w).tanh().sin().sin().sin() * 2
+            engine.end_pass()
+            assert engine.stats().offloaded_bytes >= 7 * block_bytes
+            first = grads(y, x, w, retain_graph=retain)
+            peaks[retain] = device.peak_bytes
+            assert not retain or equal(first, grads(y, x, w))
+            del y
+            assert_nothing_left(engine)
+    assert peaks[True] - peaks[False] < 2 * block_bytes
 
 
 @POLICY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -359,8 +360,8 @@ def test_a_block_without_hooks_is_timed() -> None:
 class Spans(Scene):
     """Whole passes on a clock; nothing else is measured."""
 
-    def __init__(self, wanted: int = 100, *, memory: bool = False) -> None:
-        super().__init__(memory=memory)
+    def __init__(self, wanted: int = 100, *, memory: bool = False, clock: Any = None) -> None:
+        super().__init__(memory=memory, clock=clock)
         self.told: list[Span] = []
         self.skipped = 0
 
@@ -607,3 +608,70 @@ def test_a_span_ends_with_the_first_blocks_backward() -> None:
     scene.timer.hand_over()
     (span,) = scene.told
     assert (span.seconds, span.blocks[0].backward_seconds) == (3.0, 2.0)
+
+
+ZERO, ONE = (torch.device("cuda", index) for index in range(2))
+
+
+class TwoDevices(Clock):
+    """Each device has its own time and its own peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.peaks = Counter[Any](), Counter[Any]()
+
+    def timestamp(self, device: torch.device | None) -> Any:
+        return device, self.times[device]
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        assert begin[0] == end[0]
+        return end[1] - begin[1]
+
+    def take_peak_bytes(self, device: torch.device | None = None) -> int:
+        return self.peaks.pop(device, 0)
+
+    def work(self, device: Any, seconds: float, peak: int) -> None:
+        self.times[device] += seconds
+        self.peaks[device] = max(self.peaks[device], peak)
+
+
+def step_on_two_devices(scene: Scene, clock: TwoDevices, pass_: Any) -> None:
+    """Run two blocks, one on each device; a block takes the most memory in its backward, the first block more."""
+    runs: list[Any] = [Run(pass_, "a"), Run(pass_, "b")]
+    for run, run.device in zip(runs, (ZERO, ONE), strict=True):
+        scene.timer.block_begins(run)
+        clock.work(run.device, 1, 10)
+        scene.timer.block_ends(run)
+    scene.timer.pass_ends(100)
+    for run, peak in ((runs[1], 20), (runs[0], 30)):
+        scene.timer.backward_begins(run)
+        clock.work(run.device, 2, peak)
+    scene.timer.backward_leaves(runs[0])
+    scene.timer.backward_ends()
+    clock.work(ZERO, 4, 5)  # the optimizer
+    clock.work(ONE, 4, 6)
+
+
+def test_a_block_is_timed_and_measured_on_its_own_device() -> None:
+    clock = TwoDevices()
+    scene, one = Scene(memory=True, clock=clock), Pass()
+    clock.work(ONE, 0, 70)  # before it began
+    step_on_two_devices(scene, clock, one)
+    scene.timer.hand_over()
+    (step,) = scene.found
+    assert [(block.forward_seconds, block.backward_seconds) for block in step.blocks] == [(1, 2), (1, 2)]
+    assert [(block.forward_peak_bytes, block.backward_peak_bytes) for block in step.blocks] == [(10, 30), (10, 20)]
+
+
+def test_the_peak_of_a_span_is_that_of_the_fullest_of_its_devices() -> None:
+    clock = TwoDevices()
+    scene = Spans(memory=True, clock=clock)
+    clock.ahead = True
+    for device in (ZERO, ONE):
+        clock.work(device, 0, 70)  # before the first
+    passes = [Pass() for _ in range(3)]
+    for pass_ in passes:
+        step_on_two_devices(scene, clock, pass_)
+    assert [(span.seconds, span.peak_bytes) for span in scene.told] == [(3, 30), (3, 30)]
+    assert [(block.forward_seconds, block.backward_seconds) for block in scene.told[0].blocks] == [(1, 2), (1, 2)]
+    assert scene.timer.spans.between_peak_bytes == 6

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ import pytest
 import torch
 
 from ebbtide.base.errors import CapError, DiskError, TargetError
+from ebbtide.store import open_tier
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
-from ebbtide.store.spill import SpillSlot, SpillTier
+from ebbtide.store.spill import SpillSlot, SpillTier, SplitSlot
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
@@ -46,6 +48,31 @@ def spilling(
     tier.close()
     gc.collect()
     assert device.host_bytes == 0 and device.violations == []
+
+
+def test_tiers_with_the_default_budget_have_one_together(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several models may train in one process: each with the whole budget, they would exceed the memory there is."""
+    mib = 1 << 20
+    device = FakeDevice(1e9, 1e9)
+    monkeypatch.setattr("ebbtide.store.accelerator.AcceleratorDevice", lambda home: device)
+    monkeypatch.setattr("ebbtide.store.fair_share_bytes", lambda: 8 * mib - device.host_bytes)
+    monkeypatch.setattr("ebbtide.store.arena._sharing", weakref.WeakSet())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    tiers: list[Any] = [open_tier("host", disk_path=disk) for _ in range(2)]
+    slots = [copy_out(tiers[0], produce(device, 6 * mib))]
+    tiers += [open_tier("host", disk_path=disk), open_tier("host", disk_path=disk, host_budget_bytes=8 * mib)]
+    assert [store_bytes(tier) for tier in tiers] == [7 * mib, mib, mib, 7 * mib]
+    slots += [copy_out(tier, produce(device, 4 * mib)) for tier in tiers[1:]]
+    assert [type(slot) for slot in slots] == [HostSlot, SplitSlot, SplitSlot, HostSlot]
+    assert sum(tier.host.arena.reserved_bytes for tier in tiers[:3]) <= (8 + 1) * mib  # each has a stage
+    slots[0].free()
+    tiers[0].close()
+    assert store_bytes(tiers[1]) > 3 * mib
+    assert type(copy_out(tiers[1], produce(device, 3 * mib))) is HostSlot
+    for slot in slots[1:]:
+        slot.free()
+    for tier in tiers:
+        tier.close()
 
 
 def test_plans_know_what_host_memory_holds_before_it_spills(disk: Path) -> None:
