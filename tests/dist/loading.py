@@ -371,7 +371,8 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
             raise RuntimeError("this rank cannot shard")
         fully_shard(model, mesh=mesh)
         if fault == "memory" and rank == last:  # more than any machine has
-            model.register_buffer("vast", torch.empty(1 << 60, dtype=torch.uint8, device="meta"), persistent=False)
+            prefix, _, name = next(name for name, _ in model.named_buffers()).rpartition(".")
+            setattr(model.get_submodule(prefix), name, torch.empty(1 << 60, dtype=torch.uint8, device="meta"))
 
     absent = folder + "-not-here"
     weights: dict[str, Any] = {

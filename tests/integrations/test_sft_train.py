@@ -341,16 +341,15 @@ def test_the_log_file_carries_the_documented_figures(tiny_model: Path, tmp_path:
 
 
 def test_the_load_of_the_weights_is_in_the_record_and_drawn(tiny_model: Path, tmp_path: Path) -> None:
-    from ebbtide.report import html, load_run
+    from ebbtide.report import load_run, page
 
     run = train(tiny_model, tmp_path, max_steps=1, memory_efficient_init=True, activation_cpu_offload=True)
     edges = [event["edge"] for event in run["events"] if event["event"] == "load"]
     assert edges[0] == "begin" and edges[-1] == "end"
     loaded = load_run(tmp_path)
-    span = loaded.loading()
-    assert span is not None and any(span.begin <= e["t"] <= span.end for e in loaded.all("memory"))
-    html([loaded], tmp_path / "report.html")
-    assert "Memory while weights are loaded" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    (span,) = loaded.loads()
+    assert any(span.begin <= e["t"] <= span.end for e in loaded.all("memory"))
+    assert "Memory while weights are loaded" in page([loaded])
 
 
 def test_a_time_is_written_as_people_say_it() -> None:

@@ -108,10 +108,14 @@ def records_aside(folder: Path) -> dict[int, Path]:
 def put_record_aside(folder: Path) -> Path:
     """Rename a folder's record to ``run-1.jsonl``, ``run-2.jsonl``, ..., so that the next run can write its own.
 
+    Samples of its memory from outside, which would be taken for the next run's, are removed.
+
     Raises:
         FileNotFoundError: There is none.
     """
-    return (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
+    kept = (folder / EVENTS_FILE).rename(folder / f"run-{max(records_aside(folder), default=0) + 1}.jsonl")
+    (folder / OUTSIDE_FILE).unlink(missing_ok=True)
+    return kept
 
 
 def check_results(folder: Path) -> None:
@@ -169,9 +173,9 @@ def phase_spans(events: Iterable[Event]) -> list[PhaseSpan]:
     return spans
 
 
-def samples(events: Iterable[Event], field: str, since: float = -math.inf) -> Curve:
-    """Return the samples of ``rss_bytes`` or ``device_bytes`` from a time on."""
-    return [(e["t"], e[field]) for e in of_kind(events, "memory") if e["t"] >= since and e.get(field) is not None]
+def samples(events: Iterable[Event], field: str) -> Curve:
+    """Return the samples of ``rss_bytes`` or ``device_bytes``."""
+    return [(e["t"], e[field]) for e in of_kind(events, "memory") if e.get(field) is not None]
 
 
 def nearest_sample(curve: Curve, t: float) -> int:
@@ -181,7 +185,7 @@ def nearest_sample(curve: Curve, t: float) -> int:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read a file of events, sorted by time.
+    """Read a file of events, sorted by time; numbers of steps that begin again are continued.
 
     Threads write concurrently, so adjacent lines may be out of order. An incomplete last line, which a killed process
     leaves, is skipped; a malformed line anywhere else is an error.
@@ -216,7 +220,48 @@ def read_events(path: Path) -> list[Event]:
                 expected="one JSON object per line, with 't' and 'event'",
                 hint="the file was edited or damaged; only its last line may be incomplete",
             )
-    return sorted(events, key=lambda event: event["t"])
+    events.sort(key=lambda event: event["t"])
+    _continue_numbers(events)
+    return events
+
+
+def _continue_numbers(events: Sequence[Event]) -> None:
+    """Continue the numbers of steps that begin again, as in each epoch of a loop that passes its batches' numbers.
+
+    The ``step`` events decide. Events before one are of its step, except those with the number of the step before, such
+    as its ``stats`` or an evaluation.
+    """
+    shift, before, ended = 0, None, -math.inf
+    waiting: list[Event] = []
+    for event in events:
+        number: Any = event.get("step")
+        if not isinstance(number, int):
+            continue
+        waiting.append(event)
+        if event["event"] == "step":
+            previous = shift
+            if number + shift <= ended:
+                shift = int(ended) + 1 - number
+            for one in waiting:
+                one["step"] += previous if one["step"] == before != number else shift
+            waiting, before, ended = [], number, number + shift
+    for one in waiting:
+        one["step"] += shift
+
+
+def outside_events(folder: Path, events: Sequence[Event]) -> list[Event]:
+    """Return the events of a folder's ``outside.jsonl`` since a run began; none without one.
+
+    Args:
+        folder: The run folder.
+        events: Those of its ``run.jsonl``.
+
+    Raises:
+        DataError: As ``read_events``.
+    """
+    path = folder / OUTSIDE_FILE
+    found = read_events(path) if events and path.exists() else []
+    return [event for event in found if event["t"] >= events[0]["t"]]  # it may also hold those of an earlier run
 
 
 def _parse(line: bytes) -> Event | None:

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.errors import DataError, counted
+from ebbtide.base.files import write_text
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
-from ebbtide.report import Run, html, load_run, splits_of, verdicts, warnings
+from ebbtide.report import Run, load_run, page, splits_of, verdicts, warnings
 from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.report.verdict import LEAST_TIMED
 from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
+from ebbtide.track.summary import record_failure
 
 _WIDEST = 1000
 """More characters than a table of all modes has in a line."""
@@ -90,7 +92,7 @@ class Board:
         (self._out / SUMMARY_FILE).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
         shown = latest_complete_round(self._rounds, self._modes)
         if shown:
-            html(shown, self._out / REPORT_FILE, comparison=written)
+            write_text(self._out / REPORT_FILE, page(shown, comparison=written))
             self.print_table(modes)
             self._console.print("")
             words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits_of(shown))
@@ -209,5 +211,6 @@ def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:
         return (ended.how if ended.code else str(error)), None
     if ended.code or summary["status"] != "ok":
         after = "after its last step" if summary["status"] == "ok" else summary["status"]
+        record_failure(ended.folder, ended.how)  # for `ebbtide report`, which reads the folder alone
         return f"{ended.how}, {run.error or after}", None
     return "", run

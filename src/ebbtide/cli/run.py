@@ -9,7 +9,6 @@ or why nothing was offloaded.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from ebbtide.base.errors import ConfigError, DataError, counted, nearest
-from ebbtide.base.runs import EVENTS_FILE, Event, check_results, of_kind, only_writer, put_record_aside, read_events
+from ebbtide.base.runs import EVENTS_FILE, Event, check_results, of_kind, only_writer, put_record_aside
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count, named_folder
 from ebbtide.cli.signals import handled
@@ -93,7 +92,9 @@ def run(argv: Sequence[str]) -> int:
             print(line, file=sys.stderr)
     if out is not None and (out / EVENTS_FILE).exists():
         if code:
-            _record(code, out)
+            from ebbtide.track.summary import record_failure
+
+            record_failure(out, f"exit code {code}")
         print(f"ebbtide: `ebbtide report {out}` draws the run", file=sys.stderr)
     return code
 
@@ -205,18 +206,6 @@ def _folder(out: Path, claimed: contextlib.ExitStack) -> Path:
             f"{out} cannot be made ({error.strerror})", expected="a folder for the run", hint="name another with --out"
         ) from error
     return out.absolute()
-
-
-def _record(code: int, out: Path) -> None:
-    """Write the command's exit code into the record of a script that reported no error, such as ``sys.exit(3)``."""
-    from ebbtide.track import write_summary
-
-    with contextlib.suppress(Exception):  # a record, even a damaged one, must not change the end of a command
-        end = read_events(out / EVENTS_FILE)[-1]
-        if end["event"] == "run_end" and end["status"] == "ok":
-            with (out / EVENTS_FILE).open("a") as file:
-                file.write(json.dumps({**end, "status": "error", "error": f"exit code {code}"}) + "\n")
-            write_summary(out)
 
 
 def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:

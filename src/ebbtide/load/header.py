@@ -129,32 +129,26 @@ def _entries(
     """Check every entry, and that the tensors tile the file's data."""
     total_bytes = state[0]
     entries: dict[str, CheckpointEntry] = {}
-    spans: list[tuple[int, int, str]] = []
     for name, described in header.items():
-        if name == METADATA:
-            continue
-        entry, begin, end = _entry(path, name, described, data_bytes, state)
-        entries[name] = entry
-        spans.append((begin, end, name))
-    at, before = 0, ""
-    for begin, end, name in sorted(spans):
-        if begin != at:
+        if name != METADATA:
+            entries[name] = _entry(path, name, described, data_bytes, state)
+    at, before = data_bytes, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset_bytes, item[1].nbytes, item[0])):
+        if (begin := entry.offset_bytes) != at:
             what = (
                 f"puts {name!r} over {before!r}"
                 if begin < at
                 else f"leaves a gap of {begin - at} bytes before {name!r}"
             )
             raise _bad(path, what, "tensors that follow each other without overlap or gap")
-        at, before = end, name
-    if data_bytes + at != total_bytes:
-        what = "is cut off" if data_bytes + at > total_bytes else "has bytes after its last tensor"
-        raise _bad(path, f"{what}: it has {total_bytes} bytes", f"{data_bytes + at} bytes by its header")
+        at, before = begin + entry.nbytes, name
+    if at != total_bytes:
+        what = "is cut off" if at > total_bytes else "has bytes after its last tensor"
+        raise _bad(path, f"{what}: it has {total_bytes} bytes", f"{at} bytes by its header")
     return entries
 
 
-def _entry(
-    path: Path, name: str, described: object, data_bytes: int, state: tuple[int, ...]
-) -> tuple[CheckpointEntry, int, int]:
+def _entry(path: Path, name: str, described: object, data_bytes: int, state: tuple[int, ...]) -> CheckpointEntry:
     fields: dict[str, Any] = cast("dict[str, Any]", described) if isinstance(described, dict) else {}
     shape, offsets, kind = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
@@ -175,7 +169,7 @@ def _entry(
     )
     if end - begin != entry.nbytes:
         raise _bad(path, f"gives {name!r} {end - begin} bytes", f"{entry.nbytes}, for {kind} of shape {entry.shape}")
-    return entry, begin, end
+    return entry
 
 
 def _sizes(value: object) -> bool:

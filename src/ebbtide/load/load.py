@@ -146,6 +146,12 @@ class Loading:
                 hint="return the model alone",
             )
         now = owners_of(sharded)
+        if foreign := [name for name, owner in now.items() if name not in before and tensor_of(owner).is_meta]:
+            raise ConfigError(
+                f"the function passed as shard= returned a model with {foreign[0]!r} on meta, which is new",
+                expected="the names of the model, which FSDP and tensor parallelism keep",
+                hint="return the model itself, and put it into another module after loading",
+            )
         rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
             shown = few(left, count=SHOWN)

@@ -211,10 +211,12 @@ def _assign(
         base, *others = bases
         source, *same = found[base]
         shape = _shape(source, base)
+        shapes = [(n, tuple(_shape(s, base_of[n]))) for n in names for s in found.get(base_of[n], ())]
+        odd = next((f"{n} is {s} in the checkpoint" for n, s in shapes if s != tuple(tensor.shape)), "")
         if same and any(isinstance(s, Conversion) or _shape(s, base) != shape for s in found[base]):
             plan.doubled.append(_all_keys(first, found[base]))
-        elif tuple(shape) != tuple(tensor.shape):
-            plan.misshaped.append(f"{first} is {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model")
+        elif odd:
+            plan.misshaped.append(f"{odd} and {tuple(tensor.shape)} in the model")
         elif isinstance(source, SourceLayout) and not castable(source.dtype, tensor.dtype):
             plan.uncast.append(
                 f"{first} is {word(source.dtype)} in the checkpoint and {word(tensor.dtype)} in the model"
@@ -222,8 +224,7 @@ def _assign(
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
             same += [twin for other in others for twin in found[other]]
-            twins = [twin for twin in same if isinstance(twin, SourceLayout)]
-            if twins := [twin for twin in twins if tuple(twin.shape) == tuple(tensor.shape)]:
+            if twins := [twin for twin in same if isinstance(twin, SourceLayout)]:
                 plan.twins[first] = twins
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import SliceReader
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scattered:
-    """A tensor in a file as a view of a run of elements."""
-
-    run: CheckpointEntry
-    view: torch.Tensor  # without data
-
-
 class ScatteredTensors(Mapping[str, torch.Tensor]):
     """Tensors that do not lie in their files row by row; each is read whole when it is looked up.
 
@@ -39,24 +30,25 @@ class ScatteredTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, _Scattered] = {}
+        self._found: dict[str, tuple[CheckpointEntry, torch.Tensor]] = {}
+        """A run of elements in a file, and the tensor without data that is a view of it."""
         self._latest: dict[str, torch.Tensor] = {}
 
     def add(self, key: str, run: CheckpointEntry, view: torch.Tensor) -> None:
         """Add a tensor: the elements from its first to its last, and how it views them."""
-        self._found[key] = _Scattered(run=run, view=view)
+        self._found[key] = run, view
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self._latest:
             return self._latest[key]
         self._latest.clear()
-        found = self._found[key]
-        values = torch.empty(found.run.shape, dtype=found.run.dtype)
-        with SliceReader({key: found.run}) as reader:
-            reader.read([Piece(key=key, box=Box.full(found.run.shape), into=values)])
-        values = values.as_strided(found.view.shape, found.view.stride())
-        values = values.conj() if found.view.is_conj() else values
-        self._latest[key] = values.neg() if found.view.is_neg() else values
+        run, view = self._found[key]
+        values = torch.empty(run.shape, dtype=run.dtype)
+        with SliceReader({key: run}) as reader:
+            reader.read([Piece(key=key, box=Box.full(run.shape), into=values)])
+        values = values.as_strided(view.shape, view.stride())
+        values = values.conj() if view.is_conj() else values
+        self._latest[key] = values.neg() if view.is_neg() else values
         return self._latest[key]
 
     def __iter__(self) -> Iterator[str]:

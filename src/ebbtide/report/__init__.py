@@ -1,7 +1,6 @@
 """Read run folders and show them; depends on the files only, never on the process that wrote them."""
 
 from ebbtide.report.loading import loading_svg as loading_svg
-from ebbtide.report.page import html as html
 from ebbtide.report.page import page as page
 from ebbtide.report.peak import splits_of as splits_of
 from ebbtide.report.run import Run as Run

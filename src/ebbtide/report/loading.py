@@ -17,7 +17,7 @@ _ROW = 18.0
 def loading_svg(runs: Sequence[Run]) -> str:
     """Draw host memory, and device memory if there is any, while runs load their weights.
 
-    Runs are aligned at the begin of loading.
+    Runs are aligned at the begin of loading; of several loads of a run, the longest is drawn.
 
     Args:
         runs: In display order; those without a load are skipped.
@@ -25,7 +25,7 @@ def loading_svg(runs: Sequence[Run]) -> str:
     Returns:
         A stand-alone SVG, readable on light and on dark.
     """
-    loads = [(run, span) for run in runs if (span := run.loading()) is not None]
+    loads = [(run, max(spans, key=lambda s: s.end - s.begin)) for run in runs if (spans := run.loads())]
     found = {
         field: [window(samples(run.events, field), span.begin, span.end) for run, span in loads]
         for field in _FIELDS

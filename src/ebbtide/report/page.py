@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, cast
 
 from ebbtide.base.errors import counted
 from ebbtide.base.extras import require
-from ebbtide.base.files import write_text
 from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
@@ -32,27 +30,17 @@ from ebbtide.report.verdict import prediction, verdicts
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: Mapping[str, Any] | None = None) -> Path:
-    """Write the report of one run, or of several.
+def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, baseline: int | None = None) -> str:
+    """Return the text of ``report.html``.
 
     Args:
         runs: The runs; the pictures show the most typical step that all of them finished.
-        out_path: The file to write.
         comparison: ``summary.json`` of a comparison: the head table and the loss verdicts then use its merged rounds.
-
-    Returns:
-        The path written.
+        baseline: As ``headline`` takes it.
 
     Raises:
-        EbbtideError: Jinja2 is not installed, or the file cannot be written.
+        EbbtideError: Jinja2 is not installed.
     """
-    path = Path(out_path)
-    write_text(path, page(runs, comparison=comparison))
-    return path
-
-
-def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, baseline: int | None = None) -> str:
-    """Return the text of the page that ``html`` writes."""
     jinja2 = require("jinja2", extra="track", use="report.html")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -83,8 +71,8 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
         "rounds": _rounds(comparison),
         "memory_words": _memory_words(lead),
         "timeline": timeline_svg(runs),
-        "loads": [words for run in runs if (words := story.loading(run))],
-        "loading": loading_svg([run for run in runs if run.loading() is not None]),
+        "loads": [words for run in runs for words in story.loads(run)],
+        "loading": loading_svg(runs),
         "phases": phases_table(modes, labels),
         "rewards": [words for run in runs if (words := story.rewards(run))],
         "split": splits_svg(splits),

@@ -15,13 +15,13 @@ from ebbtide.base.errors import DataError
 from ebbtide.base.runs import (
     BOTH_PHASE,
     EVENTS_FILE,
-    OUTSIDE_FILE,
     SUMMARY_FILE,
     Curve,
     Event,
     PhaseSpan,
     check_schema,
     of_kind,
+    outside_events,
     phase_spans,
     read_events,
     samples,
@@ -93,15 +93,16 @@ class Run:
         """
         field = "rss_bytes" if on_cpu(self.summary) else "device_bytes"
         events = self.outside if self.outside and field == "rss_bytes" else self.events
-        since = self.events[0]["t"] if self.events else 0.0
-        return samples((event for event in events if dated or not _is_dated(event)), field, since)
+        return samples((event for event in events if dated or not _is_dated(event)), field)
 
-    def loading(self) -> PhaseSpan | None:
-        """Return the time range from the first load of weights to the end of the last."""
-        loads = self.all("load")
-        if not loads:
-            return None
-        return PhaseSpan(name="loading", step=None, begin=loads[0]["t"], end=loads[-1]["t"])
+    def loads(self) -> list[PhaseSpan]:
+        """Return the time range of each load of weights, from its begin to its last event."""
+        spans: list[PhaseSpan] = []
+        for event in self.all("load"):
+            begins = event.get("edge") == "begin" or not spans
+            begin = event["t"] if begins else spans.pop().begin
+            spans.append(PhaseSpan(name="loading", step=None, begin=begin, end=event["t"]))
+        return spans
 
     @cached_property
     def phases(self) -> list[PhaseSpan]:
@@ -200,13 +201,12 @@ def load_run(folder: str | os.PathLike[str], *, summary: dict[str, Any] | None =
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
     summary = _read_summary(folder / SUMMARY_FILE) if summary is None else summary
-    outside = folder / OUTSIDE_FILE
     return Run(
         folder=folder,
         name=str(summary.get("mode") or folder.name),
         summary=summary,
         events=events,
-        outside=read_events(outside) if outside.exists() else (),
+        outside=outside_events(folder, events),
     )
 
 

@@ -18,8 +18,7 @@ def peak_sentence(run: Run) -> str:
     peak = run.peak()
     if peak is None:
         return f"{run.name}: no memory samples."
-    loading = run.loading()
-    if peak.phase in (None, "load") and loading is not None and loading.begin <= peak.t <= loading.end:
+    if peak.phase in (None, "load") and any(load.begin <= peak.t <= load.end for load in run.loads()):
         where = "while weights were loaded"
     elif peak.phase is None:
         where = "outside of any phase (warm-up or between steps)"
@@ -121,23 +120,22 @@ def ending(run: Run) -> str | None:
     return f"{run.name} {words.get(str(status), f'ended with status {status}')}."
 
 
-def loading(run: Run) -> str | None:
-    """Describe the loading of weights, if any."""
-    span = run.loading()
-    if span is None:
-        return None
-    loads = run.all("load")
-    read = sum(event.get("bytes") or 0 for event in loads if event.get("edge") == "end")
-    by = ", ".join(dict.fromkeys(str(event.get("source")) for event in loads))
-    found = [
-        f"{kind} rose by {size(max(b for _, b in points) - points[0][1])}"
-        for kind, field in (("host memory", "rss_bytes"), ("device memory", "device_bytes"))
-        if (points := window(samples(run.events, field), span.begin, span.end))
-    ]
-    sentence = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
-    if not any(event.get("edge") == "end" for event in loads):
-        sentence += ", not finished"
-    return "; ".join([sentence, *found]) + "."
+def loads(run: Run) -> list[str]:
+    """Describe each load of weights."""
+    sentences: list[str] = []
+    for span in run.loads():
+        events = [event for event in run.all("load") if span.begin <= event["t"] <= span.end]
+        ended = [event for event in events if event.get("edge") == "end"]
+        read = sum(event.get("bytes") or 0 for event in ended)
+        found = [
+            f"{kind} rose by {size(max(b for _, b in points) - points[0][1])}"
+            for kind, field in (("host memory", "rss_bytes"), ("device memory", "device_bytes"))
+            if (points := window(samples(run.events, field), span.begin, span.end))
+        ]
+        sentence = f"{run.name}: by {events[0].get('source')} in {span.end - span.begin:.1f} s"
+        sentence += (f", {size(read)} read" if read else "") + ("" if ended else ", not finished")
+        sentences.append("; ".join([sentence, *found]) + ".")
+    return sentences
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:

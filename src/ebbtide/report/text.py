@@ -34,8 +34,7 @@ def text(run: Run) -> str:
     if held is not None:
         lines += ["", *grid(splits_table({run.name: held}))]
     lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
-    if (loaded := story.loading(run)) is not None:
-        lines.append(f"loading   {loaded.partition(': ')[2]}")
+    lines += [f"loading   {loaded.partition(': ')[2]}" for loaded in story.loads(run)]
     if (rewarded := story.rewards(run)) is not None:
         lines.append(f"rewards   {rewarded.partition(': ')[2]}")
     for name, words in story.plans(run):

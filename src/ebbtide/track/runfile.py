@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +30,7 @@ from ebbtide.base.runs import (
     BOTH_PHASE,
     DETAILS_END,
     EVENTS_FILE,
+    OUTSIDE_FILE,
     REPORT_FILE,
     SCHEMA,
     SUMMARY_FILE,
@@ -157,7 +158,8 @@ class RunFile:
             run.step(loss=loss.item(), tokens=batch.numel())
 
         Args:
-            step: Its number, if the loop marks all its steps manually; default: counted.
+            step: Its number, if the loop marks all its steps manually; default: counted. Where numbers begin again, as
+                in each epoch, the reports continue them.
             seconds: Its time, likewise; default: measured.
             loss: Its loss; dropped with a warning if no optimizer has stepped, as where a gradient scaler skips it.
             tokens: Tokens of the step, over all processes.
@@ -183,7 +185,9 @@ class RunFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._overwrite:
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # without a record, samples from outside are this run's
+                    path.unlink()
+                    (self.folder / OUTSIDE_FILE).unlink()
             else:
                 check_results(self.folder)
             self._file = os.open(path, flags if self._overwrite else flags | os.O_EXCL, 0o666)
@@ -310,8 +314,10 @@ def _plain(value: Any) -> Any:
 
 def _run_begin() -> dict[str, Any]:
     import torch
+    from torch import distributed as dist
 
-    ranks = os.environ.get("WORLD_SIZE", "").strip()
+    group = dist.is_available() and dist.is_initialized()
+    ranks = str(dist.get_world_size()) if group else os.environ.get("WORLD_SIZE", "").strip()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "schema": SCHEMA,

@@ -19,7 +19,6 @@ from typing import Any
 from ebbtide.base.runs import (
     DETAILS_END,
     EVENTS_FILE,
-    OUTSIDE_FILE,
     SCHEMA,
     SUMMARY_FILE,
     Curve,
@@ -27,6 +26,7 @@ from ebbtide.base.runs import (
     check_schema,
     nearest_sample,
     of_kind,
+    outside_events,
     phase_spans,
     read_events,
     samples,
@@ -64,9 +64,9 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
     on_cpu = begin.get("device") == "cpu"
     least = _least(events, steady) if on_cpu else -math.inf
     own = samples(events, "rss_bytes" if on_cpu else "device_bytes")
-    inside, sampled, outside = _view(events, steady, own, least), None, None
-    if events and (folder / OUTSIDE_FILE).exists():  # overwritten, it may still hold samples of the previous run
-        sampled = samples(read_events(folder / OUTSIDE_FILE), "rss_bytes", events[0]["t"])
+    inside, outside = _view(events, steady, own, least), None
+    sampled = samples(outside_events(folder, events), "rss_bytes")
+    if sampled:
         outside = _view(events, steady, sampled, least, outside=True)
         if steady.trimmed and inside["activation_bytes"] is not None:  # it may sample in the middle of trimming
             outside |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
@@ -108,6 +108,16 @@ def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None)
             draft.unlink(missing_ok=True)
         raise
     return summary
+
+
+def record_failure(folder: Path, error: str) -> None:
+    """Write into a record that its process failed after a run without an error, as by ``sys.exit(3)``."""
+    with contextlib.suppress(Exception):  # a record, even a damaged one, must not change the end of a command
+        end = read_events(folder / EVENTS_FILE)[-1]
+        if end["event"] == "run_end" and end["status"] == "ok":
+            with (folder / EVENTS_FILE).open("a") as file:
+                file.write(json.dumps({**end, "status": "error", "error": error}) + "\n")
+            write_summary(folder)
 
 
 def _last(events: Sequence[Event], *kinds: str) -> Event | None:

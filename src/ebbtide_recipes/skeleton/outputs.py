@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE, put_record_aside, records_aside
+from ebbtide.base.runs import (
+    EVENTS_FILE,
+    OUTSIDE_FILE,
+    REPORT_FILE,
+    SUMMARY_FILE,
+    put_record_aside,
+    records_aside,
+)
 from ebbtide_recipes.skeleton import checkpoints
 
 if TYPE_CHECKING:
@@ -143,7 +150,7 @@ class Earlier:
         self._record: Path | None = None
         self._made: dict[str, bytes] = {}
         if (checkpoints.resumes(config) or config.overwrite_output_dir) and (folder / EVENTS_FILE).exists():
-            paths = [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := folder / name).is_file()]
+            paths = [path for name in (SUMMARY_FILE, REPORT_FILE, OUTSIDE_FILE) if (path := folder / name).is_file()]
             try:
                 self._made = {path.name: path.read_bytes() for path in paths}
                 self._record = put_record_aside(folder)
@@ -155,7 +162,7 @@ class Earlier:
                 ) from error
 
     def restore(self) -> None:
-        """Put it back, with what was made from it: the run that should follow never began."""
+        """Put it back, with the files that belong to it: the run that should follow never began."""
         if self._record is None:
             return
         try:

@@ -243,7 +243,7 @@ def test_an_empty_record_leaves_the_commands_exit_code(tmp_path: Path) -> None:
 def test_a_job_that_is_started_again_keeps_the_earlier_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("run.jsonl", "run-1.jsonl", "notes.jsonl"):
+    for name in ("run.jsonl", "run-1.jsonl", "notes.jsonl", "outside.jsonl"):
         (tmp_path / name).write_text(f'{{"t": 0, "event": "{name}"}}\n')
     assert run_module.run(["--out", str(tmp_path), "--", "true"]) == 0
     assert f"the record of an earlier run in {tmp_path} is kept as run-2.jsonl" in capsys.readouterr().err

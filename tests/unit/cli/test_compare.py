@@ -22,6 +22,7 @@ from ebbtide.cli import lockstep as lockstep_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 from ebbtide.cli.progress import plain_console
+from ebbtide.cli.report import _last_round
 from ebbtide.cli.rounds import DEFAULT_MODES, MORE_FOR_MINIMAL, Rounds, announce, check_folder, run_rounds
 from ebbtide.profiling.auto import MEASURED_STEPS
 from ebbtide.profiling.minimal import ROUNDS
@@ -229,6 +230,9 @@ def test_a_child_that_was_killed_may_have_run_out_of_memory(tmp_path):
 def test_a_child_that_fails_after_its_last_step_is_not_called_ok(tmp_path):
     result = compare_children(["--late", "checkpointing"], out=tmp_path / "out")
     assert result.modes[1]["failures"] == ["round 1: exit code 3, after its last step"]
+    folder = tmp_path / "out" / "round-1" / "checkpointing"
+    assert load_run(folder).error == "exit code 3" and load_run(folder).summary["status"] == "error"
+    assert [run.name for run in _last_round(tmp_path / "out", DEFAULT_MODES)] == ["plain", "ebbtide"]
 
 
 def test_warnings_are_shown_once_with_the_modes_that_logged_them(done, tmp_path):

@@ -98,6 +98,17 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_refused(
         ebbtide.load_sharded(meta(tied=True), same)
 
 
+@pytest.mark.parametrize("shape", [(12, 4), (4,)])
+def test_a_tied_weight_of_another_shape_under_its_second_name_is_refused(
+    values: dict[str, torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    values["head.weight"] = torch.zeros(shape)
+    with pytest.raises(DataError) as caught:
+        ebbtide.load_sharded(meta(tied=True), values)
+    words = f"1 of another shape: head.weight is {shape} in the checkpoint and (10, 4) in the model"
+    assert words in caught.value.found and caught.value.hint
+
+
 def test_initialising_takes_no_values_wherever_they_are(path: Path, values: dict[str, torch.Tensor]) -> None:
     for weights in (path, values, Model()):
         model = ebbtide.load_sharded(meta(), weights, source="initialize")
@@ -405,6 +416,15 @@ def test_a_model_that_cannot_be_copied_is_loaded_if_all_of_it_has_values() -> No
     with pytest.raises(ConfigError, match="cannot be copied .*lock") as caught:
         ebbtide.load_sharded(meta_of(Locked), {"weight": values["weight"]}, missing="initialize")
     assert "'bias'" in str(caught.value) and caught.value.hint
+
+
+def test_a_model_that_comes_back_inside_of_another_is_refused(path: Path) -> None:
+    model = meta()
+    optimizer = torch.optim.SGD(model.parameters())
+    for given in (None, optimizer):
+        with pytest.raises(ConfigError, match=r"'model.embed.weight' on meta, which is new.*\n?.*\nhint: return"):
+            ebbtide.load_sharded(model, path, shard=lambda m: nn.ModuleDict({"model": m}), optimizer=given)
+    assert all(p.is_meta for p in model.parameters())
 
 
 class Sizeless(nn.Module):

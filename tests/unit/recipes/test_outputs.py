@@ -104,7 +104,7 @@ def test_a_run_that_fails_while_it_loads_leaves_the_earlier_one_as_it_was(
         raise ValueError("while it loads")
 
     make(tmp_path, 2)
-    for name in ("run.jsonl", "run-1.jsonl", *("summary.json", "report.html") * summed_up):
+    for name in ("run.jsonl", "run-1.jsonl", "outside.jsonl", *("summary.json", "report.html") * summed_up):
         (tmp_path / name).write_text(f"earlier {name}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     config = SftConfig(output_dir=str(tmp_path), **changes)

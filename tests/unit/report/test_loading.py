@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ebbtide.report import html, load_run, loading_svg, text
-from ebbtide.report.story import loading, peak_sentence
+from ebbtide.report import load_run, loading_svg, page, text
+from ebbtide.report.story import loads, peak_sentence
 from ebbtide.track import write_summary
 from tests.unit.report.runs import MIB, write_run
 from tests.unit.track.events import begin, event, write_events
@@ -55,12 +55,12 @@ def test_a_device_has_a_field_of_its_own(tmp_path):
     picture = loading_svg([run])
     assert len(curves(picture)) == 2
     assert {"host memory, resident", "device memory, allocated"} <= set(words(picture))
-    assert "host memory rose by 100.0 MiB; device memory rose by 300.0 MiB" in loading(run)
+    assert "host memory rose by 100.0 MiB; device memory rose by 300.0 MiB" in loads(run)[0]
 
 
 def test_words_tell_how_much_was_read_and_that_the_peak_was_there(tmp_path):
     run = write_load(tmp_path, "ours", height=100 * MIB)
-    assert loading(run) == "ours: by slices in 2.0 s, 60.0 MiB read; host memory rose by 100.0 MiB."
+    assert loads(run) == ["ours: by slices in 2.0 s, 60.0 MiB read; host memory rose by 100.0 MiB."]
     assert peak_sentence(run) == "ours: 612.0 MiB while weights were loaded."
     assert "loading   by slices in 2.0 s" in text(run)
 
@@ -81,15 +81,30 @@ def test_a_peak_outside_of_steps_is_placed_in_none(tmp_path, name, step, words):
 
 
 def test_a_load_that_did_not_end_says_so(tmp_path):
-    assert "not finished" in loading(write_load(tmp_path, "ours", height=MIB, ends=False))
+    assert "not finished" in loads(write_load(tmp_path, "ours", height=MIB, ends=False))[0]
 
 
 def test_runs_without_a_load_are_left_out(tmp_path):
     run = load_run(write_run(tmp_path / "run"))
-    assert loading(run) is None
+    assert loads(run) == []
     assert "No load with memory samples in these runs." in words(loading_svg([run]))
-    page = html([run], tmp_path / "report.html").read_text()
-    assert "Memory while weights are loaded" not in page
-    page = html([run, write_load(tmp_path / "a", "ours", height=MIB)], tmp_path / "report.html").read_text()
-    assert page.count("<h2>Memory while weights are loaded</h2>") == 1
-    assert "by slices in 2.0 s" in page
+    shown = page([run])
+    assert "Memory while weights are loaded" not in shown
+    shown = page([run, write_load(tmp_path / "a", "ours", height=MIB)])
+    assert shown.count("<h2>Memory while weights are loaded</h2>") == 1
+    assert "by slices in 2.0 s" in shown
+
+
+def test_loads_with_a_training_between_them_are_described_one_by_one(tmp_path):
+    run = write_load(tmp_path, "ours", height=100 * MIB)
+    again = [{**e, "t": e["t"] + 100} for e in run.all("load")]
+    between = event(60.0, "memory", rss_bytes=4096 * MIB, device_bytes=None)
+    after = [event(t, "memory", rss_bytes=size * MIB, device_bytes=None) for t, size in ((110.9, 700), (112.5, 730))]
+    run = dataclasses.replace(run, events=[*run.events, between, *after, *again])
+    run = dataclasses.replace(run, events=sorted(run.events, key=lambda e: e["t"]))
+    first, second = loads(run)
+    assert first == "ours: by slices in 2.0 s, 60.0 MiB read; host memory rose by 100.0 MiB."
+    assert second == "ours: by slices in 2.0 s, 60.0 MiB read; host memory rose by 30.0 MiB."
+    assert peak_sentence(run) == "ours: 4.00 GiB outside of any phase (warm-up or between steps)."
+    assert any("ours: 2.0 s, +100.0 MiB" in w for w in words(loading_svg([run])))
+    assert text(run).count("\nloading   by slices") == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.report import Run, html, load_run, peak, verdicts
+from ebbtide.report import Run, load_run, page, peak, verdicts
 from ebbtide.report.losses import losses_svg
 from ebbtide.report.peak import WORK, split
 from ebbtide.report.story import peak_sentence
@@ -247,8 +247,8 @@ def test_prediction_and_measurement_are_shown_with_the_parts_of_a_step(tmp_path:
     assert prediction(device_run(tmp_path / "plain", engine=False)).rows != ()
     bare = dataclasses.replace(run, events=[e for e in run.events if e["event"] != "plan"])
     assert prediction(bare).rows == ()
-    page = html([run], tmp_path / "report.html").read_text()
-    assert "predicted (+2.0 %" in page and "What holds the peak" in page
+    shown = page([run])
+    assert "predicted (+2.0 %" in shown and "What holds the peak" in shown
 
 
 def accumulating_run(folder: Path, micro_batches: int) -> Run:

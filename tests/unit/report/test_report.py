@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ebbtide.base.errors import DataError, EbbtideError
-from ebbtide.report import as_values, chrome_trace, html, load_run, text, timeline_svg
+from ebbtide.report import as_values, chrome_trace, load_run, page, text, timeline_svg
 from ebbtide.report.blocks import block_bytes, blocks_svg
 from ebbtide.report.copies import copies, overlap
 from ebbtide.report.run import common_step
@@ -145,9 +145,9 @@ def test_blocks_are_stacked_by_action(runs):
     assert block_bytes(checkpointed) == {"kept": 0, "offloaded": 0, "recomputed": 0, "checkpointed": 7}
 
 
-def test_the_page_is_one_offline_file_without_scripts(runs, tmp_path):
-    page = html(runs, tmp_path / "report.html").read_text()
-    assert not re.search(r"<script|<link|<img|@import|url\(|src=|href=", page)
+def test_the_page_is_one_offline_file_without_scripts(runs):
+    shown = page(runs)
+    assert not re.search(r"<script|<link|<img|@import|url\(|src=|href=", shown)
 
     class Strict(HTMLParser):
         open_tags = []
@@ -161,25 +161,25 @@ def test_the_page_is_one_offline_file_without_scripts(runs, tmp_path):
                 assert self.open_tags.pop() == tag
 
     parser = Strict()
-    parser.feed(page)
+    parser.feed(shown)
     assert parser.open_tags == []
-    assert page.count("<svg") == 4  # timeline, peak, blocks, losses
-    verdict = page.index('class="verdict"')
-    assert page.index("<h1>") < verdict < page.index('class="head"') and page.count('class="verdict"') == 1
-    assert 'data-head="saved">81.2 %' in page  # at the width of a phone a cell has no head but its own
+    assert shown.count("<svg") == 4  # timeline, peak, blocks, losses
+    verdict = shown.index('class="verdict"')
+    assert shown.index("<h1>") < verdict < shown.index('class="head"') and shown.count('class="verdict"') == 1
+    assert 'data-head="saved">81.2 %' in shown  # at the width of a phone a cell has no head but its own
     for part in (PLAN, "Compute", "layers.4", "equal", "81.2 %", "×1.24", "What holds the peak"):
-        assert (part in page) is (part != "Compute"), part
+        assert (part in shown) is (part != "Compute"), part
 
 
-def test_what_others_wrote_is_escaped(runs, tmp_path):
+def test_what_others_wrote_is_escaped(runs):
     evil = "<script>alert(1)</script>"
     run = with_events(
         dataclasses.replace(runs[2], name=evil),
         event(60.0, "message", level="warning", code="x", text=evil),
         event(60.0, "plan", name=evil, text=evil),
     )
-    page = html([run], tmp_path / "report.html").read_text()
-    assert "<script" not in page and "&lt;script&gt;" in page
+    shown = page([run])
+    assert "<script" not in shown and "&lt;script&gt;" in shown
     ET.fromstring(timeline_svg([run]))
 
 
@@ -187,27 +187,27 @@ def test_a_run_that_ended_badly_says_so_on_top(tmp_path):
     folder = write_run(tmp_path / "bad", "plain", steps=1)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "status": "killed"}))
-    page = html([load_run(folder)], tmp_path / "report.html").read_text()
-    assert "plain was killed" in page
+    shown = page([load_run(folder)])
+    assert "plain was killed" in shown
     assert "plain was killed" in text(load_run(folder))
 
 
-def test_a_page_of_a_run_with_nothing_in_it_can_be_made(runs, tmp_path):
+def test_a_page_of_a_run_with_nothing_in_it_can_be_made(runs):
     bare = dataclasses.replace(runs[0], events=[], outside=[], summary={"schema": 1})
-    page = html([bare], tmp_path / "report.html").read_text()
-    assert "no memory samples" in page and "No finished step" in page
+    shown = page([bare])
+    assert "no memory samples" in shown and "No finished step" in shown
 
 
-def test_a_comparison_that_was_stopped_counts_the_rounds_that_it_has(runs, tmp_path):
+def test_a_comparison_that_was_stopped_counts_the_rounds_that_it_has(runs):
     modes = [{**run.summary, "rounds": rounds} for run, rounds in zip(runs, (1, 1, 0), strict=True)]
-    page = html(runs, tmp_path / "report.html", comparison={"modes": modes, "environment": {"rounds": 3}}).read_text()
-    assert "Medians over 1 round of fresh processes" in page and "the last complete round" in page
+    shown = page(runs, comparison={"modes": modes, "environment": {"rounds": 3}})
+    assert "Medians over 1 round of fresh processes" in shown and "the last complete round" in shown
 
 
-def test_jinja2_missing_names_the_extra(runs, tmp_path, monkeypatch):
+def test_jinja2_missing_names_the_extra(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(EbbtideError, match=r"(?s)jinja2 is not installed.*pip install 'ebbtide\[track\]'"):
-        html(runs, tmp_path / "report.html")
+        page(runs)
 
 
 def test_the_head_table_holds_modes_against_plain(runs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from ebbtide.report import html, load_run, run_memory
+from ebbtide.report import load_run, page, run_memory
 from ebbtide.track import write_summary
 from tests.unit.report.runs import MIB, write_run
 from tests.unit.track.events import begin, event, write_events
@@ -58,11 +58,11 @@ def test_each_phase_has_its_highest_memory(tmp_path: Path) -> None:
 
 def test_sheets_stand_in_the_page_itself(tmp_path: Path) -> None:
     run = load_run(written(tmp_path))
-    page = html([run], tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64," + base64.b64encode(PNG).decode()) == 2
-    assert "before training" in page and "Three channels of the latents" in page
+    shown = page([run])
+    assert shown.count("data:image/png;base64," + base64.b64encode(PNG).decode()) == 2
+    assert "before training" in shown and "Three channels of the latents" in shown
     (tmp_path / "samples" / "1.png").unlink()
-    assert "is not in the run folder any more" in html([run], tmp_path / "report.html").read_text()
+    assert "is not in the run folder any more" in page([run])
 
 
 def test_of_many_sheets_the_first_and_the_last_are_shown(tmp_path: Path) -> None:

@@ -116,6 +116,17 @@ def test_a_second_run_in_the_same_folder_is_refused_by_default(tmp_path):
     assert last(tmp_path, "run_begin")["mode"] == "second"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_samples_from_outside_of_a_replaced_run_are_removed(tmp_path, recorded):
+    """Without a record, another process has just begun to sample this run."""
+    (tmp_path / "outside.jsonl").touch()
+    if recorded:
+        (tmp_path / "run.jsonl").touch()
+    with RunFile(tmp_path, bus=Bus(), overwrite=True):
+        pass
+    assert (tmp_path / "outside.jsonl").exists() is not recorded
+
+
 @pytest.mark.parametrize("name", ["summary.json", "report.html"])
 def test_a_summary_or_a_report_of_something_else_is_kept(tmp_path, name):
     (tmp_path / name).write_text("of a comparison")
@@ -134,6 +145,18 @@ def test_a_world_size_that_is_no_number_ends_no_training(tmp_path, monkeypatch, 
     with RunFile(tmp_path, bus=Bus()):
         pass
     assert last(tmp_path, "run_begin")["world_size"] == count
+
+
+def test_the_world_size_is_that_of_the_process_group(tmp_path, monkeypatch):
+    """Processes of ``torch.multiprocessing.spawn`` have no variable; a shell may have one of another job."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with RunFile(tmp_path, bus=Bus()):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()
+    assert last(tmp_path, "run_begin")["world_size"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -5,6 +5,8 @@ import pytest
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.runs import SETTLING
+from ebbtide.report import load_run
+from ebbtide.report.table import losses_by_step, measured
 from ebbtide.track import summarise, write_summary
 from ebbtide.track.steady import Steady
 from tests.unit.track.events import begin, event, pass_end, phases, write_events
@@ -304,8 +306,10 @@ def test_outside_of_a_single_step_is_unknown(tmp_path):
 
 def test_outside_samples_of_an_earlier_run_do_not_count(tmp_path):
     events = [begin(15.0), *phases(2, 20.0), *phases(3, 30.0)]
-    outside = run(tmp_path, events, [memory(t, 10**9) for t in (1, 2, 14.9)])["outside"]
-    assert outside == {"peak_bytes": None, "floor_bytes": None, "activation_bytes": None, "samples": 0}
+    own = [memory(t, 10**6) for t in (20, 30)]
+    summary = run(tmp_path, [*events, *own], [memory(t, 10**9) for t in (1, 2, 14.9)])
+    assert summary["outside"] is None and measured(summary)["samples"] == 2
+    assert load_run(tmp_path, summary=summary).curve() == [(20, 10**6), (30, 10**6)]
 
 
 def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path):
@@ -360,3 +364,52 @@ def test_a_summary_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+def epochs(*numbers, after=()):
+    """Events of steps of 3.5 s that a loop numbers so, one each 4 s; with ``stats``, some with an evaluation."""
+    made = [begin()]
+    for place, number in enumerate(numbers):
+        start = 4.0 * (place + 1)
+        made += phases(number, start)
+        made.append(event(start + 3.5, "stats", step=number, place=place))
+        for edge, t in (("begin", 3.6), ("end", 3.9)) if place in after else ():
+            made.append(event(start + t, "phase", name="evaluation", edge=edge, step=number))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("numbers", "continued"),
+    [
+        ([0, 1, 2, 3] * 3, range(12)),
+        ([2, 3, 0, 1, 2, 3], range(2, 8)),
+        ([0] * 4, range(4)),
+        ([5, 6, 9, 20], [5, 6, 9, 20]),
+    ],
+    ids=["epochs", "from a checkpoint within an epoch", "epochs of one step", "rising"],
+)
+def test_numbers_that_begin_again_in_each_epoch_are_continued(tmp_path, numbers, continued):
+    summary = run(tmp_path, epochs(*numbers))
+    times = {name: figures["seconds_median"] for name, figures in summary["phases"].items()}
+    assert times == {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+    assert (summary["steps"], summary["warm_up_steps"], summary["step_seconds_median"]) == (len(numbers), 1, 3.5)
+    loaded = load_run(tmp_path, summary=summary)
+    assert [span.step for span in loaded.finished_steps()] == [*continued]
+    assert all(span.end - span.begin == 3.5 for span in loaded.finished_steps())
+    if numbers[-1] != 20:
+        assert [*losses_by_step(summary)] == [*continued]
+
+
+def test_what_follows_the_last_step_of_an_epoch_belongs_to_it(tmp_path):
+    write_events(tmp_path / "run.jsonl", epochs(*[0, 1, 2] * 2, after=(2, 5)))
+    loaded = load_run(tmp_path, summary=summarise(tmp_path))
+    assert [(event["place"], event["step"]) for event in loaded.all("stats")] == [(n, n) for n in range(6)]
+    assert [span.step for span in loaded.phases if span.name == "evaluation"] == [2, 5]
+
+
+def test_stalls_and_plans_of_several_epochs_are_counted_once(tmp_path):
+    stalls = [event(4.0 * place + 1, "stall", where="backward", block=0, seconds=0.5) for place in range(1, 13)]
+    events = [*epochs(*[0, 1, 2, 3] * 3), *stalls, pass_end(1.0, unique=1, kept=1)]
+    events.append(event(23.8, "plan", name="auto", text="after five steps"))
+    summary = run(tmp_path, events)
+    assert (summary["warm_up_steps"], summary["timed_steps"], summary["stall_seconds"]) == (6, 6, 3.0)
