@@ -872,8 +872,8 @@ MUTANTS = (
     Mutant(
         "room: a recompute does not discard prefetched bytes",
         "ebbtide/engine/restore.py",
-        "            flow.discard()\n        return work()  # not",
-        "            pass\n        return work()  # not",
+        "        flow.discard()\n\n    def begin_block",
+        "        pass\n\n    def begin_block",
         ("--simdev", "tests/simdev/test_costs.py"),
     ),
     Mutant(

@@ -201,7 +201,12 @@ class Restorer:
             take, timer = slot.take, self._timer
             if timer is not None and run is not None and target is not None and entry is not target:
                 take = functools.partial(timer.operand, slot.take, run.device)
-            content = self._with_room(flow, functools.partial(marked, "copy_in", take) if recording() else take)
+            take = functools.partial(marked, "copy_in", take) if recording() else take
+            try:  # as ``_with_room``, without the call: one that finds no room has made nothing
+                content = take()
+            except torch.OutOfMemoryError:
+                self._make_room(flow)
+                content = take()
         except BaseException as error:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
@@ -214,15 +219,19 @@ class Restorer:
         return content
 
     def _with_room(self, flow: CopyIn[Entry] | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what ``work`` returns; if it finds no room, discard what was prefetched and try once more."""
+        """Return what ``work`` returns; if it finds no room, make some and try once more."""
         try:
             return work()
         except torch.OutOfMemoryError:
-            if flow is None or not flow.ahead_bytes:
-                raise
-            self._window.shrink(flow.ahead_bytes)
-            flow.discard()
+            self._make_room(flow)
         return work()  # not in the handler: until it ends, the error's frames hold what the first attempt made
+
+    def _make_room(self, flow: CopyIn[Entry] | None) -> None:
+        """Discard what was prefetched; raise the error that is being handled if nothing was."""
+        if flow is None or not flow.ahead_bytes:
+            raise
+        self._window.shrink(flow.ahead_bytes)
+        flow.discard()
 
     def begin_block(self, run: RunRecord, task: int) -> None:
         """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
