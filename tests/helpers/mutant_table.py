@@ -1967,6 +1967,13 @@ MUTANTS = (
         ("--simdev", "tests/simdev/test_two_streams.py"),
     ),
     Mutant(
+        "streams: the result of a comparison is freed while another one reads it",
+        "ebbtide/engine/trust.py",
+        "                    flag.record_stream(now)\n",
+        "                    pass\n",
+        ("--simdev", "tests/simdev/test_two_streams.py"),
+    ),
+    Mutant(
         "devices: a block's backward is timed on that of the last block",
         "ebbtide/engine/timing.py",
         "run.device or self._device\n        now = self._pass or self.spans.open\n        if now is not None and now.e",

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.base.actions import Action
 from ebbtide.engine.run import BlockRun
-from ebbtide.engine.tickets import LightTicket
+from ebbtide.engine.tickets import Entry, LightTicket
 from tests.helpers.engines import POLICIES, ByTable, assert_nothing_left, block, open_engine
 from tests.helpers.graphs import Graph, graphs, leaves
 
@@ -104,8 +104,13 @@ GRADIENT_INSIDE = Graph((*[("add", 0, 0, 0)] * 3, ("inner_gradient", 0, 0, 0)), 
 """A backward in the middle of a forward: what is gathered then is copied out all the same."""
 
 
+PART = Graph((("add", 0, 0, 0), ("add", 0, 0, 0), ("unsafe_chunk", 0, 0, 0), ("mul", 0, 0, 0)), (0,))
+"""A storage of which a part is saved stays, and counts as kept."""
+
+
 @settings(max_examples=60)
 @example(GRADIENT_INSIDE, 0, 400, 1.0)
+@example(PART, 0, 1, 1.0)
 @given(graphs(outside=False), st.integers(0, 99), st.sampled_from([1, 100, 400, 1 << 20]), st.sampled_from([1.0, 1e12]))
 def test_what_stays_is_what_is_kept_and_the_window(graph: Graph, seed: int, window_bytes: int, rate: float) -> None:
     """After the forward the device holds the kept storages and those being copied out: at most the window."""
@@ -127,7 +132,7 @@ def _sources(watched: Watched) -> tuple[int, int]:
     """Bytes of the storages that entries hold: kept, and being copied out."""
     held = {t.untyped_storage()._cdata for t in (*watched.leaves.values(), *watched.outputs)}
     held |= {s._cdata for r in watched.light if (s := r()) is not None}
-    kept_entries = [e for r in tuple(watched.engine.kept._bytes) if (e := r()) is not None]
+    kept_entries = [e for r in tuple(watched.engine.kept._bytes) if isinstance(e := r(), Entry)]
     storages = [e.kept for e in kept_entries if e.kept is not None and e.kept._cdata not in held]
     by_action: dict[bool, dict[int, int]] = {True: {s._cdata: s.nbytes() for s in storages}, False: {}}
     for entry in [e for run in watched.runs for r in run.entries if (e := r()) is not None]:

@@ -123,13 +123,14 @@ def test_gradients_are_those_of_plain_training(block: type[TwoStreams], given: d
     assert all(torch.equal(a, b) for a, b in zip(plain, got, strict=True))
 
 
+@pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("block", [ReadOnBoth, SavedInTurn, SideLast])
-def test_what_a_second_forward_saves_is_read_on_both_streams(block: type[TwoStreams]) -> None:
+def test_what_a_second_forward_saves_is_read_on_both_streams(block: type[TwoStreams], verify: bool) -> None:
     """It runs on the stream of its first reader, which may be the side stream, and so does all that it computes."""
     handles: list[ebbtide.Handle] = []
 
     def checkpointed(model: nn.Module) -> ebbtide.Handle:
-        handles.append(offloaded(model, policy=Changes()))
+        handles.append(offloaded(model, policy=Changes(), verify=verify))
         return handles[0]
 
     plain = train(block, lambda model: nullcontext())

@@ -18,6 +18,7 @@ from step to step make no new ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections import deque
@@ -68,8 +69,11 @@ class _Letter:
             except RuntimeError:  # a device without pinned memory: the copy is over when it returns
                 self._bits = torch.empty(len(flags), dtype=torch.bool, device="cpu")
             self._bits.copy_(found, non_blocking=True)
-            self._event = torch.Event(device=device)
-            self._event.record(torch.accelerator.current_stream(device))
+            now, self._event = torch.accelerator.current_stream(device), torch.Event(device=device)
+            self._event.record(now)
+            with contextlib.suppress(NotImplementedError):  # a device of one stream
+                for flag in flags:  # its memory may be another stream's, which autograd has made this one wait for
+                    flag.record_stream(now)
 
     @property
     def arrived(self) -> bool:
