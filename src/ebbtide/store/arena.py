@@ -159,7 +159,7 @@ class Arena:
     @property
     def budget_bytes(self) -> int | None:
         """Most bytes to hold now; ``None``: as much as the machine has."""
-        if self._budget_bytes is None or self._least_bytes is None:
+        if self._budget_bytes is None or self._least_bytes is None or len(_sharing) == 1:
             return self._budget_bytes
         return max(self._least_bytes, self._budget_bytes - (shared_bytes() - self._extents.size_bytes))
 
