@@ -76,7 +76,7 @@ class GrpoConfig(LanguageConfig):
         kl_reward_coef: Weight of the KL divergence from the initial model, summed over a completion's tokens, in its
             reward; 0: none.
         use_kl_loss: verl's flag: false removes the KL divergence, for any --beta.
-        num_iterations: Updates from each rollout.
+        num_iterations: Passes over each rollout, of --steps_per_generation micro-batches each.
         steps_per_generation: Micro-batches in a rollout; default: --gradient_accumulation_steps.
         epsilon: Clipping range of a token's probability ratio in an update.
         epsilon_high: Upper clipping range; default: --epsilon.
