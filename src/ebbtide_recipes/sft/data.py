@@ -48,6 +48,7 @@ class Reading:
         seed: Seed of the built-in data sets' order.
         system: System message for chats that have none.
         answers_alone: Whether only the last answer of a chat is learned.
+        prompts_learned: Whether the messages of a ``prompt`` are learned, too.
         takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
         use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
         pair: Columns of the question and its answer, each ``COLUMN`` or ``COLUMN.KEY``; ``None``: by their names.
@@ -58,6 +59,7 @@ class Reading:
     system: str | None = None
     answers_alone: bool = False
     takes: tuple[str, ...] = ()
+    prompts_learned: bool = False
     use_hf: bool = True
     pair: tuple[str, str] | None = None
 
@@ -142,7 +144,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
-        check_learned(made, where)
+        check_learned(made, where, prompt=reading.prompts_learned)
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made))
