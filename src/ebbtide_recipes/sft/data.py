@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.language.tables import as_dataset, named_once
 from ebbtide_recipes.sft import media, pydoc
 from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
@@ -144,6 +144,12 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
+        if made.get("prompt") == []:
+            raise DataError(
+                f"{where} has [] as prompt",
+                expected="a message before the answer",
+                hint="`messages` may hold a chat that the assistant begins",
+            )
         check_learned(made, where, prompt=reading.prompts_learned)
         if tools:
             made = with_tools(made, row.get("tools"), where)

@@ -116,6 +116,13 @@ def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Pat
     assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
 
 
+def test_a_system_message_may_be_all_that_is_before_an_answer(tmp_path: Path) -> None:
+    for number, (row, flag) in enumerate((({"system": "s"}, None), ({}, "s"))):
+        name = write(tmp_path / f"{number}.jsonl", [{"prompt": [], "completion": [ASSISTANT], **row}])
+        (made,) = data.load_both([name], (), data.Reading(chat=True, seed=0, system=flag))[0].to_list()
+        assert made == {"prompt": [SYSTEM], "completion": [ASSISTANT]}
+
+
 def test_a_system_message_for_plain_text_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, row in enumerate(({"prompt": "q", "completion": "a"}, {"messages": [USER, ASSISTANT]})):
         name = write(tmp_path / f"{number}.jsonl", [row])
@@ -463,6 +470,12 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "q", "completion": null}\n', "row 1 of data set .* has None as completion"),
         ("a.jsonl", '{"question": "q", "answer": 5}\n', "row 1 of data set .* does not fit: 5 is not text"),
         ("a.jsonl", '{"messages": []}\n', r"row 1 of data set .* has \[\] as messages"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}\n'
+            '{"prompt": [], "completion": [{"role": "assistant", "content": "y"}]}\n',
+            r"row 2 of data set .* has \[\] as prompt; expected a message before the answer\nhint: ",
+        ),
         ("a.jsonl", '{"messages": "hi"}\n', "row 1 of data set .* does not fit: 'hi' is no list of messages"),
         ("a.jsonl", '{"messages": ["hi"]}\n', r"row 1 of data set .* does not fit: \['hi'\] is no list of messages"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "row 1 .* has the message {'role': 'user'} in messages"),
