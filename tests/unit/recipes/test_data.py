@@ -255,6 +255,21 @@ def test_a_part_of_text_is_read_like_text(tmp_path: Path, role: str) -> None:
     assert kinds == ([["text"], ["text", "image", "text"]] if role == "user" else [["image", "text"], ["text"]])
 
 
+def test_plain_text_is_refused_by_the_files_that_it_has_or_that_others_have(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    pictures = write(tmp_path / "pictures.jsonl", [{"messages": [USER, ASSISTANT], "images": ["a.png"]}])
+    notes = write(tmp_path / "notes.jsonl", [{"text": "t"}])
+    seen = write(tmp_path / "seen.jsonl", [{"text": "t", "video": "a.mp4"}])
+    reading = data.Reading(chat=True, seed=0, takes=("image", "video"))
+    for names, evaluation, said in (
+        ([pictures, notes], [], "notes.jsonl' is plain text, and other rows have images"),
+        ([pictures], [notes], "notes.jsonl' is plain text, and other rows have images"),
+        ([pictures, seen], [], "seen.jsonl' has videos with plain text"),
+    ):
+        with pytest.raises(DataError, match=rf"row 1 of data set .*{said}; expected .*\nhint: "):
+            data.load_both(names, evaluation, reading)
+
+
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").touch()
