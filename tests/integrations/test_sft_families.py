@@ -115,6 +115,21 @@ def test_weights_that_are_quantised_already_are_refused(text_model: Path, tmp_pa
         train(model, tmp_path / "out", train_type=train_type)
 
 
+def test_loss_scaling_is_refused_for_adapters_that_are_bfloat16_on_quantised_weights(tmp_path: Path) -> None:
+    from ebbtide_recipes.language import models
+
+    model = make_tiny_model(tmp_path / "quantised", positions=256)
+    config = json.loads((model / "config.json").read_text())
+    for method, fp16 in (("gptq", True), ("bitsandbytes", False), ("bitsandbytes", True)):
+        (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+        asked = SftConfig(model=str(model), train_type="lora", max_length=64, fp16=fp16)
+        if method == "bitsandbytes" and fp16:
+            with pytest.raises(ConfigError, match="fp16 is true with the quantised weights of .*\nhint: "):
+                models.look_up(asked)
+        else:
+            assert models.look_up(asked).config.quantization_config["quant_method"] == method
+
+
 @pytest.mark.parametrize(
     ("added", "said"),
     [

@@ -11,6 +11,7 @@ from ebbtide_recipes.grpo import prompts
 from ebbtide_recipes.grpo.rewards import ANSWERS
 from ebbtide_recipes.language.models import tokens_of
 from ebbtide_recipes.language.tables import as_dataset, check_known, named_once
+from ebbtide_recipes.language.templates import rendering
 from ebbtide_recipes.skeleton.rows import Reader
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
 
 def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, source: ModelSource) -> list[prompts.Row]:
     """Return the rows with short enough prompts; log the number of dropped rows, or raise."""
-    tokens = [_tokens(row["prompt"], source.tokenizer) for row in rows]
+    tokens = [
+        _tokens(row["prompt"], source.tokenizer, f"row {number} of data set {name!r}")
+        for number, row in enumerate(rows, start=1)
+    ]
     check_known(tokens, [name], source.tokenizer, tokens_of(source.config))
     kept = [row for row, ids in zip(rows, tokens, strict=True) if len(ids) <= config.max_prompt_length]
     long = len(rows) - len(kept)
@@ -121,9 +125,10 @@ def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, source: Model
     return kept
 
 
-def _tokens(prompt: Any, tokenizer: Any) -> list[int]:
+def _tokens(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     """Return the tokens of a prompt, as the trainer makes them."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+    with rendering(where):
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
     return ids["input_ids"]

@@ -51,6 +51,16 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "r
 """What must be installed to train a language model."""
 
 
+def loss_scaling_refused(weights: str) -> ConfigError:
+    """Return the error of ``--fp16`` for adapters on weights that bitsandbytes quantised; ``weights``: in words."""
+    # TRL converts such adapters to bfloat16, and torch scales no gradients of this type: pytorch#127176.
+    return ConfigError(
+        f"fp16 is true with {weights}",
+        expected="weights whose adapters are float32: on these they are bfloat16, without loss scaling",
+        hint="leave --fp16 out, or --bf16 true in its place",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig(RecipeConfig):
     """The flags of recipes that train language models.
@@ -132,7 +142,7 @@ class LanguageConfig(RecipeConfig):
         return idle
 
     def _check_adapters(self) -> None:
-        """Reject adapters that are named twice or unused, and unsupported empty models."""
+        """Reject adapters that are named twice, unused or without loss scaling, and unsupported empty models."""
         if self.train_type == "adapter" and self.adapter_config is None and self.adapters is None:
             raise ConfigError(
                 "train_type is 'adapter' without a kind",
@@ -152,6 +162,8 @@ class LanguageConfig(RecipeConfig):
                 expected="a train_type that trains adapters",
                 hint="--train_type lora, qlora or adapter continues them",
             )
+        if self.fp16 and self.train_type == "qlora":
+            raise loss_scaling_refused("train_type qlora")
         sharded = self.fsdp_strategy != "none"
         if self.memory_efficient_init and self.train_type == "qlora" and sharded and self.fsdp_version == 1:
             raise ConfigError(

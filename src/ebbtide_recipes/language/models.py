@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, first_line, nearest
 from ebbtide_recipes.language import smollm2
+from ebbtide_recipes.language.config import loss_scaling_refused
 from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.skeleton.precision import dtype_name
 from ebbtide_recipes.skeleton.rows import check_builtin
@@ -294,8 +295,9 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
-    """Reject weights that are already quantised: they can be neither trained nor quantised again."""
-    if getattr(model_config, "quantization_config", None) is None:
+    """Reject quantised weights where they cannot be used: trained, quantised again, or with loss scaling."""
+    found = getattr(model_config, "quantization_config", None)
+    if found is None:
         return
     if config.memory_efficient_init or config.train_type in ("full", "qlora"):
         other = "memory_efficient_init is true" if config.memory_efficient_init else ""
@@ -307,6 +309,8 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
             if other
             else "use the full-precision model; --train_type lora accepts quantised weights",
         )
+    if config.fp16 and found.get("quant_method") == "bitsandbytes":
+        raise loss_scaling_refused(f"the quantised weights of {config.model}")
 
 
 @contextmanager

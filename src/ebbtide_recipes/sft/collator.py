@@ -24,10 +24,10 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 
 from ebbtide.base.errors import ConfigError, DataError, first_line
+from ebbtide_recipes.language.templates import rendering
 from ebbtide_recipes.sft import decode
 from ebbtide_recipes.sft.media import WHERE
 from ebbtide_recipes.sft.roles import with_texts
@@ -181,13 +181,11 @@ class MediaCollator:
     def _rendered(self, row: Row) -> Row:
         """Return the texts of a row, as the chat template writes them."""
         bare = _bare(row)
-        try:
+        with rendering(row[WHERE]):
             try:
                 return self._written(bare)
             except TypeError:  # as of a template that joins text and a call's arguments
                 return self._written({**bare, **with_texts(bare)})
-        except (TemplateError, TypeError) as error:
-            raise refused_by_template(row[WHERE], error) from error
 
     def _written(self, row: Row) -> Row:
         """Return the text of a chat, or of a prompt and of its completion, which end and begin as in rows of text."""
@@ -326,12 +324,3 @@ def _bare(row: Row) -> Row:
 
 def _listed(rows: Sequence[Row]) -> str:
     return rows[0][WHERE] if len(rows) == 1 else f"one of {', '.join(row[WHERE] for row in rows)}"
-
-
-def refused_by_template(where: str, error: Exception) -> DataError:
-    """Return the error of a chat that the model's template does not render."""
-    return DataError(
-        f"the model's chat template refuses {where}: {error}",
-        expected="messages in the order and the roles that the template knows",
-        hint="some templates take no system message, and some no chat that the assistant begins",
-    )

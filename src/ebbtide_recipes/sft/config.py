@@ -90,3 +90,10 @@ class SftConfig(LanguageConfig):
         return (self.per_device_train_batch_size > 1 and not self.packing) or (
             self.evaluates and self.per_device_eval_batch_size > 1
         )
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Whether prompts are learned before their completions: all of them, or their answers."""
+        if self.completion_only_loss is None:
+            return self.assistant_only_loss  # completions alone would leave the answers of prompts out
+        return not self.completion_only_loss

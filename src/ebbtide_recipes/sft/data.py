@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.language.tables import as_dataset, named_once
 from ebbtide_recipes.sft import media, pydoc
 from ebbtide_recipes.sft.roles import KNOWN, check_learned, unknown_in
@@ -48,6 +48,7 @@ class Reading:
         seed: Seed of the built-in data sets' order.
         system: System message for chats that have none.
         answers_alone: Whether only the last answer of a chat is learned.
+        prompts_learned: Whether the messages of a ``prompt`` are learned, too.
         takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
         use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
         pair: Columns of the question and its answer, each ``COLUMN`` or ``COLUMN.KEY``; ``None``: by their names.
@@ -58,6 +59,7 @@ class Reading:
     system: str | None = None
     answers_alone: bool = False
     takes: tuple[str, ...] = ()
+    prompts_learned: bool = False
     use_hf: bool = True
     pair: tuple[str, str] | None = None
 
@@ -142,7 +144,13 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
-        check_learned(made, where)
+        if made.get("prompt") == []:
+            raise DataError(
+                f"{where} has [] as prompt",
+                expected="a message before the answer",
+                hint="`messages` may hold a chat that the assistant begins",
+            )
+        check_learned(made, where, prompt=reading.prompts_learned)
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made))

@@ -56,7 +56,7 @@ def attach(row: Row, shaped: Row, kinds: Sequence[str], folder: Path, where: str
     Args:
         row: The row as it was read.
         shaped: The same row in one of the shapes the trainer knows.
-        kinds: The kinds of files in the data set.
+        kinds: The kinds of files in all data sets.
         folder: What relative paths are relative to.
         where: The row and its data set, for errors.
 
@@ -65,11 +65,13 @@ def attach(row: Row, shaped: Row, kinds: Sequence[str], folder: Path, where: str
     """
     column = "messages" if "messages" in shaped else "prompt"
     if not isinstance(shaped.get(column), list):
-        raise DataError(
-            f"{where} has {kinds[0]}s with plain text",
-            expected="messages, or question and answer, and a model with a chat template",
-            hint="the chat template places them in the text",
-        )
+        own = kinds_in([row])
+        if own:
+            found, hint = f"{where} has {own[0]}s with plain text", "the chat template places them in the text"
+        else:
+            found = f"{where} is plain text, and other rows have {kinds[0]}s"
+            hint = "write the text as messages, or train on one kind of rows after the other"
+        raise DataError(found, expected="messages, or question and answer, and a model with a chat template", hint=hint)
     columns = [column, *(["completion"] if "completion" in shaped else [])]
     written: Row = {name: [{**m, "content": _parts(m, kinds)} for m in shaped[name]] for name in columns}
     files: dict[str, list[str]] = {}

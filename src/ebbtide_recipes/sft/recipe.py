@@ -73,8 +73,7 @@ class Sft(Recipe[SftConfig]):
             dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
         if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
             columns = {*dataset.column_names, *(() if evaluation is None else evaluation.column_names)}
-            answers = "completion" in columns and not config.assistant_only_loss  # else those of prompts were left out
-            config = replace(config, completion_only_loss=answers)
+            config = replace(config, completion_only_loss="completion" in columns and not config.learns_prompts)
         named = ((dataset, config.dataset), (evaluation, config.eval_dataset or config.dataset))
         plain = next((names for part, names in named if part is not None and not is_chat(part[0])), None)
         batches = None
@@ -136,6 +135,7 @@ def _reading(config: SftConfig, source: ModelSource) -> Any:
         seed=config.seed,
         system=config.system,
         answers_alone=bool(config.completion_only_loss),
+        prompts_learned=config.learns_prompts,
         takes=taken_by(source.processor),
         use_hf=config.use_hf,
         pair=_pair(config),

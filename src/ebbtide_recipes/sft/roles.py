@@ -50,11 +50,8 @@ def with_known_roles(messages: list[Row], where: str) -> list[Row]:
         role = str(message["role"])
         if role in CALLS:
             calls = _calls(message.get("content"), where)
-            last = made[-1] if made and made[-1]["role"] == "assistant" else None
-            if last is None:
-                made.append({"role": "assistant", "content": "", "tool_calls": calls})
-            else:
-                made[-1] = {**last, "tool_calls": [*(last.get("tool_calls") or ()), *calls]}
+            begun = made.pop() if made and made[-1]["role"] == "assistant" else {"role": "assistant", "content": ""}
+            made.append({**begun, "tool_calls": [*(begun.get("tool_calls") or ()), *calls], **_switched_off(message)})
             continue
         if isinstance(message.get("tool_calls"), list):
             message = {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
@@ -70,25 +67,25 @@ def unknown_in(rows: Iterable[Row]) -> list[str]:
     return sorted({str(m["role"]) for messages in columns if isinstance(messages, list) for m in messages} - {*KNOWN})
 
 
-def check_learned(row: Row, where: str) -> None:
+def check_learned(row: Row, where: str, *, prompt: bool) -> None:
     """Refuse messages that are marked not to be learned, where all messages are.
 
     Args:
-        row: A normalized row; the messages of its ``prompt`` are not learned.
+        row: A normalized row.
         where: The row and its data set, for errors.
+        prompt: Whether the messages of its ``prompt`` are learned, too.
 
     Raises:
         DataError: There is one.
     """
-    for column in ("messages", "completion"):
+    for column in ("messages", "completion", *(("prompt",) if prompt else ())):
         messages = row.get(column)
         for message in messages if isinstance(messages, list) else []:
             if message.get("role") != "assistant":
                 continue
-            name = next((n for n in NOT_LEARNED if message.get(n) not in (None, 1)), None)
-            if name is not None:
+            for name, value in _switched_off(message).items():
                 raise DataError(
-                    f"{where} has a message with {name!r}: {message[name]!r}",
+                    f"{where} has a message with {name!r}: {value!r}",
                     expected="messages that are all learned: this field has no effect here",
                     hint="--completion_only_loss true learns only a chat's last answer; or take the field out",
                 )
@@ -103,6 +100,11 @@ def with_texts(row: Row) -> Row:
         for column, v in row.items()
         if column in ("messages", "prompt", "completion") and isinstance(v, list)
     }
+
+
+def _switched_off(message: Row) -> Row:
+    """Return the fields of a message that leave it out of the loss."""
+    return {name: message[name] for name in NOT_LEARNED if message.get(name) not in (None, 1)}
 
 
 def _with_text(call: Any) -> Any:

@@ -147,7 +147,7 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
     except TypeError as error:
         raise DataError(f"{where} does not fit: {error}", expected=ACCEPTED, hint=f"such as {EXAMPLE}") from error
     for column, value in result.items():
-        # An empty prompt is allowed: the completion is learned without context.
+        # An empty prompt is allowed: a text is learned without context, and a system message may begin a chat.
         fits = isinstance(value, str if column == "text" else str | list)
         if not fits or not (value or column == "prompt"):
             raise DataError(

@@ -14,7 +14,7 @@ from trl import SFTTrainer as TrlTrainer
 from ebbtide.base.errors import DataError, first_line
 from ebbtide_recipes.language.models import tokens_of
 from ebbtide_recipes.language.tables import as_dataset, check_known
-from ebbtide_recipes.sft.collator import refused_by_template
+from ebbtide_recipes.language.templates import refused_by_template
 from ebbtide_recipes.sft.roles import with_texts
 from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments

@@ -237,6 +237,7 @@ def test_the_file_of_a_plan_may_be_named(tmp_path: Path) -> None:
         ({"fsdp_version": 3}, "fsdp_version is 3; expected 1 or 2"),
         ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
         ({"fp16": True, "torch_dtype": "bfloat16"}, "fp16 is true with torch_dtype bfloat16"),
+        ({"fp16": True, "train_type": "qlora"}, "fp16 is true with train_type qlora.*\nhint: leave --fp16 out"),
         ({"fsdp": "fsdp2", "fsdp_config": "x.json"}, "fsdp and fsdp_config are both set"),
         ({"eval_dataset": ("a",), "split_dataset_ratio": 0.1}, "eval_dataset and split_dataset_ratio are both set"),
         ({"eval_dataset": ()}, "eval_dataset is empty"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -113,6 +114,13 @@ def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Pat
     rows = [{"query": "q", "response": "a", "system": "s"}, {"query": "q", "response": "a"}]
     read = data.load_both([write(tmp_path / "rows.jsonl", rows)], (), data.Reading(chat=True, seed=0, system="flag"))[0]
     assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
+
+
+def test_a_system_message_may_be_all_that_is_before_an_answer(tmp_path: Path) -> None:
+    for number, (row, flag) in enumerate((({"system": "s"}, None), ({}, "s"))):
+        name = write(tmp_path / f"{number}.jsonl", [{"prompt": [], "completion": [ASSISTANT], **row}])
+        (made,) = data.load_both([name], (), data.Reading(chat=True, seed=0, system=flag))[0].to_list()
+        assert made == {"prompt": [SYSTEM], "completion": [ASSISTANT]}
 
 
 def test_a_system_message_for_plain_text_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +255,21 @@ def test_a_part_of_text_is_read_like_text(tmp_path: Path, role: str) -> None:
     assert kinds == ([["text"], ["text", "image", "text"]] if role == "user" else [["image", "text"], ["text"]])
 
 
+def test_plain_text_is_refused_by_the_files_that_it_has_or_that_others_have(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    pictures = write(tmp_path / "pictures.jsonl", [{"messages": [USER, ASSISTANT], "images": ["a.png"]}])
+    notes = write(tmp_path / "notes.jsonl", [{"text": "t"}])
+    seen = write(tmp_path / "seen.jsonl", [{"text": "t", "video": "a.mp4"}])
+    reading = data.Reading(chat=True, seed=0, takes=("image", "video"))
+    for names, evaluation, said in (
+        ([pictures, notes], [], "notes.jsonl' is plain text, and other rows have images"),
+        ([pictures], [notes], "notes.jsonl' is plain text, and other rows have images"),
+        ([pictures, seen], [], "seen.jsonl' has videos with plain text"),
+    ):
+        with pytest.raises(DataError, match=rf"row 1 of data set .*{said}; expected .*\nhint: "):
+            data.load_both(names, evaluation, reading)
+
+
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").touch()
@@ -305,6 +328,9 @@ def test_parts_of_text_are_one_text_and_others_are_left_to_the_template(tmp_path
         assert row["messages"] == [{**USER, "content": "q?"}, answer]
 
 
+CALL = {"role": "tool_call", "content": json.dumps({"name": "light", "arguments": {}})}
+
+
 def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> None:
     first, second = ({"name": name, "arguments": {"on": True}} for name in ("light", "sound"))
     shared = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(first)}]
@@ -333,6 +359,7 @@ def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> No
         ({"role": "assistant", "content": "a", "loss": False}, "has a message with 'loss': False"),
         ({"role": "assistant", "content": "a", "weight": 0}, "has a message with 'weight': 0"),
         ({"from": "gpt", "value": "a", "weight": 0}, "has a message with 'weight': 0"),
+        ({"from": "function_call", "value": CALL["content"], "weight": 0}, "has a message with 'weight': 0"),
     ],
 )
 def test_messages_that_would_be_dropped_or_learned_in_spite_of_the_file_are_refused(
@@ -369,6 +396,48 @@ def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:
     marked = [{"messages": [{**USER, "loss": False}, {**ASSISTANT, "loss": True}]}]
     reading = data.Reading(chat=True, seed=0, answers_alone=True)
     assert len(data.load_both([write(tmp_path / "rows.jsonl", marked)], (), reading)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{**CALL, "loss": False}],
+        [CALL, {**CALL, "loss": False}],
+        [ASSISTANT, {**CALL, "weight": 0}],
+        [{**ASSISTANT, "loss": False}, {**CALL, "loss": True}],
+    ],
+)
+def test_a_call_of_a_tool_may_not_be_marked_where_it_is_learned(tmp_path: Path, messages: list[dict]) -> None:
+    with pytest.raises(DataError, match="has a message with '(loss|weight)': (False|0)"):
+        load(write(tmp_path / "rows.jsonl", [{"messages": [USER, *messages]}]))
+    (row,) = load(write(tmp_path / "prompt.jsonl", [{"prompt": [USER, *messages], "completion": [ASSISTANT]}]))
+    assert {message["role"] for message in row["prompt"]} == {"user", "assistant"}
+    (row,) = load(write(tmp_path / "learned.jsonl", [{"messages": [USER, {**CALL, "loss": True}]}]))
+    assert row["messages"][1].keys() == {"role", "content", "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "learned"),
+    [
+        ({}, False),
+        ({"completion_only_loss": True}, False),
+        ({"completion_only_loss": False}, True),
+        ({"assistant_only_loss": True}, True),
+        ({"assistant_only_loss": True, "completion_only_loss": True}, False),
+        ({"assistant_only_loss": True, "completion_only_loss": False}, True),
+    ],
+)
+def test_an_answer_in_a_prompt_may_be_marked_where_prompts_are_not_learned(
+    tmp_path: Path, flags: dict, learned: bool
+) -> None:
+    row = {"prompt": [USER, {**ASSISTANT, "loss": False}, USER], "completion": [ASSISTANT]}
+    name, source = write(tmp_path / "rows.jsonl", [row]), SimpleNamespace(chats=True, processor=None)
+    reading = sft_recipe._reading(SftConfig(**flags), cast("Any", source))
+    if learned:
+        with pytest.raises(DataError, match="row 1 .* has a message with 'loss': False"):
+            data.load_both([name], (), reading)
+    else:
+        assert len(data.load_both([name], (), reading)[0]) == 1
 
 
 def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
@@ -416,6 +485,12 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "q", "completion": null}\n', "row 1 of data set .* has None as completion"),
         ("a.jsonl", '{"question": "q", "answer": 5}\n', "row 1 of data set .* does not fit: 5 is not text"),
         ("a.jsonl", '{"messages": []}\n', r"row 1 of data set .* has \[\] as messages"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}\n'
+            '{"prompt": [], "completion": [{"role": "assistant", "content": "y"}]}\n',
+            r"row 2 of data set .* has \[\] as prompt; expected a message before the answer\nhint: ",
+        ),
         ("a.jsonl", '{"messages": "hi"}\n', "row 1 of data set .* does not fit: 'hi' is no list of messages"),
         ("a.jsonl", '{"messages": ["hi"]}\n', r"row 1 of data set .* does not fit: \['hi'\] is no list of messages"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "row 1 .* has the message {'role': 'user'} in messages"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,34 @@ def test_a_data_set_that_is_named_twice_is_a_warning(tmp_path: Path, caplog: pyt
     name = str(tmp_path / "a.jsonl")
     assert len(data.load((name, name), GrpoConfig(), source, rewards.load(("accuracy",)))) == 1
     assert caplog.messages == [f"data set {name!r} is named 2 times: its rows are used once"]
+
+
+@pytest.mark.parametrize(
+    ("refusing", "said"),
+    [
+        ("raise_exception('No system message')", "No system message"),
+        ("messages[0].content + 1", "can only concatenate str"),
+    ],
+)
+def test_a_chat_that_the_template_refuses_is_named_by_its_row(tmp_path: Path, refusing: str, said: str) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from ebbtide_recipes.grpo import data, rewards
+
+    template = f"{{{{ ({refusing}) if messages[0].role == 'system' else 'q' }}}}"
+    words = Tokenizer(models.WordLevel({"q": 0}, unk_token="q"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template)
+    text: Any = SimpleNamespace(vocab_size=8)
+    source: Any = SimpleNamespace(chats=True, tokenizer=tokenizer, config=SimpleNamespace(get_text_config=lambda: text))
+    rows = [{"prompt": [USER], "answer": "1"}, {"prompt": [SYSTEM, USER], "answer": "1"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name, functions = str(tmp_path / "a.jsonl"), rewards.load(("accuracy",))
+    with pytest.raises(DataError, match=f"chat template refuses row 2 of data set '{name}': {said}.*\nhint: "):
+        data.load([name], GrpoConfig(), source, functions)
+    with pytest.raises(DataError, match="chat template refuses row 1 of data set"):
+        data.load([f"{name}#1"], GrpoConfig(system="s"), source, functions)
+    assert len(data.load([f"{name}#1"], GrpoConfig(), source, functions)) == 1
 
 
 @pytest.mark.parametrize(("shuffled", "level"), [(True, "INFO"), (False, "WARNING")])

@@ -308,8 +308,8 @@ def test_mixed_precision_keeps_weights_in_float32(
     assert dtype_name(SftConfig(**config), frozen=True) == frozen
     for train_type in ("lora", "qlora"):
         assert dtype_name(SftConfig(**config, train_type=train_type)) == frozen
-        if accelerator and not mixed:
-            assert dtype_name(SftConfig(**config, train_type=train_type, fp16=True)) == "float32"
+    if accelerator and not mixed:
+        assert dtype_name(SftConfig(**config, train_type="lora", fp16=True)) == "float32"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
