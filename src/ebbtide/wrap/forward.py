@@ -279,6 +279,9 @@ def in_backward() -> bool:
 
 def running_transform() -> str | None:
     """Return the name of the transform or tracer that runs the current code; None if there is none."""
+    tracer = sys.modules.get("torch.fx._symbolic_trace")
+    if getattr(tracer, "_is_fx_tracing_flag", False):  # ``is_fx_tracing`` warns; checked with torch 2.13
+        return "tracing (torch.fx)"
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return "torch.func transforms"
     if torch.autograd.forward_ad._current_level >= 0:
