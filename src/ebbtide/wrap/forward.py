@@ -216,6 +216,11 @@ def is_compiled(module: nn.Module) -> bool:
     return call is not None and not isinstance(call, StandIn)
 
 
+def called_attribute(module: nn.Module) -> str:
+    """Return the attribute that calls of ``module`` run: if it is compiled, only the compiled call, not ``forward``."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` was returned by ``torch.compile(block)``: its own forward is the compiled call."""
     return "_orig_mod" in module._modules
