@@ -108,8 +108,9 @@ class Handle:
             attachment.remove()
             self._attachment, self._covered = None, attachment.explain()  # not before: a repeat removes the rest
             self._unlist()
-            log_saved(self._engine, attachment.calls)
         self._engine.close()
+        if attachment is not None:
+            log_saved(self._engine, attachment.calls)
 
     def __repr__(self) -> str:
         state = "closed" if self._attachment is None else "enabled" if self.enabled else "disabled"

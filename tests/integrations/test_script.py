@@ -56,14 +56,29 @@ def test_every_mode_trains_the_same_bits(shape: str, tmp_path: Path) -> None:
     assert not plain.all("pass_end")
 
 
-@pytest.mark.parametrize("shape", ["plain", "closure"])
+@pytest.mark.parametrize("shape", ["plain", "closure", "accumulated_closure"])
 def test_phases_follow_the_loop(shape: str, tmp_path: Path) -> None:
     run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="plain", steps=3)
+    parts = 2 if shape == "accumulated_closure" else 1
     edges = [(e["name"], e["edge"], e["step"]) for e in run.all("phase")]
-    names = ["forward", "backward"] + ["optimizer"] * (shape == "plain")  # a closure's step contains the other two
+    # A closure's step contains the other two.
+    names = ["forward", "backward"] * parts + ["optimizer"] * (shape == "plain")
     assert edges == [(n, edge, step) for step in (1, 2, 3) for n in names for edge in ("begin", "end")]
-    assert [event["step"] for event in run.all("trim")] in ([3], [])  # none on another C library
+    assert [event["step"] for event in run.all("trim")] in ([3] * parts, [])  # none on another C library
     assert run.all("parts")[0]["gradient_bytes"] > 0
+
+
+@pytest.mark.parametrize("mode", ["plain", "checkpointing", "ebbtide-minimal"])
+def test_phases_of_a_model_that_is_compiled_whole(mode: str, tmp_path: Path) -> None:
+    run = run_switched(LOOP, "compiled_whole", folder=tmp_path / "run", mode=mode, steps=2)
+    assert run.code == 0, run.output
+    assert [event["name"] for event in run.all("phase")[::2]] == ["forward", "backward", "optimizer"] * 2
+
+
+def test_a_loss_that_is_an_edge_of_the_graph_is_not_recorded(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "edges", folder=tmp_path / "run", mode="ebbtide-minimal")
+    assert run.code == 0, run.output
+    assert run.losses == [None] * 6
 
 
 @pytest.mark.parametrize("shape", ["scaled", "sharded_scaler"])

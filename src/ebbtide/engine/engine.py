@@ -93,6 +93,7 @@ class Engine:
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
         self.current_pass, self.last_pass = Pass(), Pass()
+        self.current_pass.ended = True  # none has begun
         self.coverage: Coverage | None = None
         self.kept = LiveBytes()  # what live graphs keep on the device by the plan
         self.kept_storages: dict[int, weakref.ref[KeptStorage]] = {}  # those of them without an entry, by id
@@ -110,9 +111,19 @@ class Engine:
         self._closed = False
 
     def close(self) -> None:
-        """Close the store: at once, or once neither a live graph nor an open block needs it. May be called again."""
+        """Close the store: at once, or once neither a live graph nor an open block needs it. May be called again.
+
+        Backwards that raised and a pass that nobody ended end now, or with the block that is open: a closed engine
+        holds no part of the model.
+        """
         self._closed = True
-        self.close_if_idle()
+        try:
+            with self.lock:
+                latest = self.current_pass.latest
+                if latest is None or not latest.is_open:
+                    self._end_unfinished()
+        finally:
+            self.close_if_idle()
 
     def close_if_idle(self) -> None:
         """Close the store, if ``close`` was called, at once or when nobody needs it any more."""
@@ -143,22 +154,29 @@ class Engine:
             weights: See ``ModelWeights.begin_pass``.
         """
         with self.lock:
-            if torch._C._current_graph_task_id() == -1:
-                self.restorer.end_raised()
-            if self.current_pass.latest is not None:  # blocks ran without the model's own forward
-                self.end_pass()
+            self._end_unfinished()
             self.current_pass = Pass()
             self.kept_storages = {key: kept for key, kept in self.kept_storages.items() if kept() is not None}
             self._stalls.begin_pass(measured=self.timer is not None and self.timer.wanted)
             self.weights.begin_pass(lasting, weights)
 
+    def _end_unfinished(self) -> None:
+        """End backwards that raised, and a pass of blocks that were called without the model's own forward."""
+        if torch._C._current_graph_task_id() == -1:
+            self.restorer.end_raised()
+        if not self.current_pass.ended:
+            self.end_pass()
+
     def end_pass(self) -> None:
-        """End the forward: count it, and emit its event."""
+        """End the forward: count it, and emit its event. One that ``close`` has ended is counted already."""
         done = self.current_pass
         if done.latest is not None and done.latest.is_open:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
         self.weights.end_pass()
+        if done.ended:
+            return
+        done.ended = True
         with self.lock:  # another thread may run a backward
             self._copy_out.end_forward(done)
         self.last_tally, self.last_pass = done.tally, done
@@ -185,12 +203,12 @@ class Engine:
             self._stalls.flush()
             if self.timer is not None:
                 self.timer.block_ends(run)
-            if self._closed:
-                self.close_if_idle()
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if self.bus.active:
             self.emit_block(block, run.tally, "checkpoint" if checkpointed else "mixed")
+        if self._closed:
+            self.close()
 
     def emit_block(self, block: Block, tally: Tally, action: str) -> None:
         """Emit the event of a block's forward.

@@ -66,8 +66,8 @@ class ModelWeights:
         return version if unchanged else None
 
     def end_pass(self) -> None:
-        """End the forward, and drop its weights: unsharded ones are views, which hold a graph."""
-        self._versions = {}
+        """End the forward, and drop the model and its weights: unsharded ones are views, which hold a graph."""
+        self._versions, self._ask_lasting = {}, tuple
         self._highest = max(self._highest, torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         if self._lasting is not None:
             self._lasting = [], self._lasting[1]

@@ -45,6 +45,7 @@ class Pass:
 
     def __init__(self) -> None:
         self.latest: RunRecord | None = None
+        self.ended = False  # and counted
         self.tally = Tally()
         self.checkpointed = 0
         self.offered_bytes = 0  # copied out, or held back, so far

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.wrap import find_blocks
-from ebbtide.wrap.forward import StandIn
+from ebbtide.wrap.forward import StandIn, called_attribute
 
 _OWN = {
     "activation_checkpointing_enable": {"activation_checkpointing_kwargs": {"use_reentrant": False}},
@@ -39,8 +39,9 @@ def checkpoint_model(model: nn.Module) -> str:
     theirs = {part for module, _ in switched for part in module.modules()}
     blocks = [module for module, _ in find_blocks(model) if theirs.isdisjoint(module.modules())]
     for module in blocks:
-        if getattr(module.__dict__.get("forward"), "_call", None) is not _checkpointed:  # as of a model that shares it
-            StandIn(module, _checkpointed)
+        name = called_attribute(module)
+        if getattr(module.__dict__.get(name), "_call", None) is not _checkpointed:  # as of a model that shares it
+            StandIn(module, _checkpointed, name)
     around = [f"torch.utils.checkpoint around {len(blocks)} blocks"] if blocks else []
     return " and ".join([*(how for _, how in switched), *around])
 

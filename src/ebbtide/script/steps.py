@@ -37,7 +37,7 @@ from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
 from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
 from ebbtide.wrap.collectives import is_distributed
-from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
+from ebbtide.wrap.forward import StandIn, called_attribute, in_backward
 
 STEPS_TO_TRIM = 3
 """From this many steps on, the last one measures memory on a trimmed heap: see [Note: steady steps]."""
@@ -76,7 +76,7 @@ class ScriptSteps:
         """
         first = not self._models and not self._began
         self._models = models
-        StandIn(model, self._forward, "_compiled_call_impl" if is_compiled(model) else "forward")
+        StandIn(model, self._forward, called_attribute(model))
         if first:
             self._watch_backward()
             self._watch_scaler()
@@ -155,9 +155,14 @@ class ScriptSteps:
                 one.scale = watched(one.scale)
         kind.step = step
 
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """Mark the optimizer's start, unless it computes the loss itself (a closure: Lightning, LBFGS)."""
-        if self._losses and not self._phase and self._counts(optimizer):
+    def optimizer_begins(self, optimizer: Optimizer, *arguments: object) -> None:
+        """Mark the optimizer's start, unless a closure computes a loss inside of its step (Lightning, LBFGS).
+
+        Args:
+            optimizer: The optimizer.
+            arguments: Of its step.
+        """
+        if self._losses and not self._phase and not any(map(callable, arguments)) and self._counts(optimizer):
             self._begin("optimizer")
 
     def _begin(self, phase: str) -> None:
@@ -281,10 +286,10 @@ def _loss(
     tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unscaled: WeakTensorKeyDictionary
 ) -> torch.Tensor | None:
     """Return a copy of the number that backward is called on, before it was scaled; ``None`` if it is not one."""
-    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    roots = tensors if type(tensors) is tuple else (tensors,)  # an edge is a named tuple
     gradients = args[0] if args else kwargs.get("grad_tensors")
     weighted = any(g is not None for g in gradients) if isinstance(gradients, (tuple, list)) else gradients is not None
-    if len(roots) != 1 or weighted or roots[0].numel() != 1:
+    if len(roots) != 1 or weighted or not isinstance(roots[0], torch.Tensor) or roots[0].numel() != 1:
         return None
     loss = unscaled[roots[0]] if roots[0] in unscaled else roots[0]
     return loss.detach().clone()

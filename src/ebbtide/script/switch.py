@@ -65,7 +65,8 @@ class ScriptSwitch:
             self._calls.look()
 
         Optimizer.__init__ = initialise  # pyright: ignore[reportAttributeAccessIssue]
-        register_optimizer_step_pre_hook(untraced(lambda optimizer, *_: self._steps.optimizer_begins(optimizer)))
+        begins = self._steps.optimizer_begins
+        register_optimizer_step_pre_hook(untraced(lambda optimizer, args, kwargs: begins(*args, *kwargs.values())))
         register_optimizer_step_post_hook(untraced(lambda optimizer, *_: self._step_ends(optimizer)))
         self._note_once("torch")
 

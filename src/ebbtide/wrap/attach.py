@@ -41,6 +41,7 @@ from ebbtide.wrap.foreign_checkpoints import (
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
     StandIn,
+    called_attribute,
     in_backward,
     is_compiled,
     is_compiled_inside,
@@ -103,8 +104,7 @@ class Attachment:
         self._seen_at: dict[str, Tally] = {}  # path of a block → the same
         self._scopes: list[Scope] = []
         self._own: Scope | None = None  # of a model that is its own single block
-        # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
-        name = "_compiled_call_impl" if is_compiled(model) else "forward"
+        name = called_attribute(model)  # see [Note: compiled blocks]
         try:
             self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
             self._install(blocks)

@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ebbtide.base.errors import BlocksError, ConflictError, nearest
 from ebbtide.engine import Block
@@ -256,7 +257,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _numbers(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def under_fsdp1(module: nn.Module) -> nn.Module:

@@ -216,6 +216,11 @@ def is_compiled(module: nn.Module) -> bool:
     return call is not None and not isinstance(call, StandIn)
 
 
+def called_attribute(module: nn.Module) -> str:
+    """Return the attribute that calls of ``module`` run: if it is compiled, only the compiled call, not ``forward``."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` was returned by ``torch.compile(block)``: its own forward is the compiled call."""
     return "_orig_mod" in module._modules
@@ -279,6 +284,9 @@ def in_backward() -> bool:
 
 def running_transform() -> str | None:
     """Return the name of the transform or tracer that runs the current code; None if there is none."""
+    tracer = sys.modules.get("torch.fx._symbolic_trace")
+    if getattr(tracer, "_is_fx_tracing_flag", False):  # ``is_fx_tracing`` warns; checked with torch 2.13
+        return "tracing (torch.fx)"
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return "torch.func transforms"
     if torch.autograd.forward_ad._current_level >= 0:

@@ -112,6 +112,23 @@ def accumulated():
         model.train()
 
 
+def accumulated_closure():
+    """Like Lightning with accumulate_grad_batches: the last micro-batch of a step is inside ``optimizer.step``."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        parts = iter(x.chunk(2))
+
+        def compute(parts=parts):
+            loss = model(next(parts)).square().mean()
+            loss.backward()
+            return loss
+
+        compute()
+        optimizer.step(closure=compute)
+        optimizer.zero_grad()
+
+
 def closure():
     """Like Lightning: forward and backward inside ``optimizer.step``."""
     model = Layers()
@@ -135,6 +152,16 @@ def iterated():
         losses = [model(x).square().mean()]
         torch.autograd.backward(iter(losses))
         assert model.head.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def edges():
+    """Losses passed as edges of the graph."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches():
+        torch.autograd.backward([torch.autograd.graph.get_gradient_edge(model(x).square().mean())])
         optimizer.step()
         optimizer.zero_grad()
 
@@ -216,6 +243,17 @@ def compiled():
     optimizer = torch.optim.AdamW(model.parameters())
     for x in batches():
         model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiled_whole():
+    """A compiled model without blocks."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    model.compile(backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x[:, :32].float()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -365,15 +365,16 @@ def test_what_was_right_in_the_first_step_may_be_wrong_later(make: Callable[[], 
         assert [differing(a, b) for a, b in zip(expected, steps(), strict=True)] == [[], [], []]
 
 
+@pytest.mark.parametrize("blocks", ["layers.*", None])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_lazy_modules_are_made_in_the_first_forward(policy: str) -> None:
-    def model() -> Model:
+def test_lazy_modules_are_made_in_the_first_forward(policy: str, blocks: str | None) -> None:
+    def model() -> nn.Module:
+        if blocks is None:  # nothing repeats
+            return nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))
         return Model(lambda: Part(gated, a=nn.LazyLinear(WIDTH), b=nn.LazyLinear(WIDTH)))
 
     plain, lazy, x = model(), model(), two_dims()
-    with ebbtide.enable_activation_offloading(
-        lazy, policy=policy, min_bytes=0, verify=True, blocks="layers.*"
-    ) as handle:
+    with ebbtide.enable_activation_offloading(lazy, policy=policy, min_bytes=0, verify=True, blocks=blocks) as handle:
         lazy(x)
         plain(x)
         plain.load_state_dict(lazy.state_dict())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -82,3 +84,46 @@ def test_where_a_model_refuses_its_blocks_are_checkpointed(kind: type[Tower]) ->
     model = kind()
     assert checkpoint_model(model) == "torch.utils.checkpoint around 3 blocks"
     assert calls(model, torch.ones(2, 4, requires_grad=True)) == [2, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of compiling
+def test_compiled_blocks_are_checkpointed_and_compiled_no_more_often() -> None:
+    """A block is compiled with its own ``forward``: the checkpoint is around the compiled call."""
+
+    class Sine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x).sin()
+
+    made, ran = 0, 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        nonlocal made
+        made += 1
+
+        def run(*arguments: torch.Tensor) -> object:
+            nonlocal ran
+            ran += 1
+            return graph.forward(*arguments)
+
+        return run
+
+    def counts(*, checkpointed: bool) -> tuple[int, int]:
+        nonlocal made, ran
+        torch._dynamo.reset()
+        made, ran = 0, 0
+        model = Tower()
+        model.layers = nn.ModuleList(Sine() for _ in range(3))
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        for _ in range(2 * checkpointed):  # as by two models that share the blocks
+            assert checkpoint_model(model) == "torch.utils.checkpoint around 3 blocks"
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return made, ran
+
+    plain, twice = counts(checkpointed=False), counts(checkpointed=True)
+    torch._dynamo.reset()
+    assert plain[1] == 3 and twice == (plain[0], 6)

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import io
+import logging
 import pickle
 import sys
 import weakref
@@ -17,19 +18,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.base.errors import ConflictError
+from ebbtide.base.events import BUS
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timing import StepTimer
 from ebbtide.wrap.attach import Attachment
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
 from ebbtide.wrap.scope import Scope
-from tests.helpers.engines import assert_nothing_left
+from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
 
@@ -143,13 +148,41 @@ def test_the_state_dict_stays() -> None:
         assert [n for n, _ in tiny.model.named_modules()] == [n for n, _ in build("block").model.named_modules()]
 
 
+def a_step(tiny: Tiny) -> None:
+    tiny.step()
+
+
+def by_hand(tiny: Tiny) -> None:
+    """Call the blocks without the model's forward."""
+    x = tiny.inputs["x"]
+    for block in tiny.block_list():
+        x = block(x)
+    x.square().mean().backward()
+
+
+def raising(tiny: Tiny) -> None:
+    """Raise between the backwards of two blocks."""
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    first = tiny.block_list()[0]
+    hook = first.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tiny.step()
+    hook.remove()
+    drain()
+
+
+@pytest.mark.parametrize("last", [a_step, by_hand, raising])
 @pytest.mark.parametrize("kept", [False, True])
 @MODES
-def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool) -> None:
+def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool, last: Callable[[Tiny], None]) -> None:
     tiny = build("mlp")
     handle = enable(tiny.model, policy=policy)
-    for _ in range(3):
+    for _ in range(2):
         tiny.step()
+    last(tiny)
     handle.close()
     gone = [weakref.ref(x) for x in (tiny.model, *tiny.model.parameters())]
     remaining = handle if kept else None
@@ -163,6 +196,68 @@ def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool) 
     if remaining is not None:
         remaining.disable()
         assert not remaining.enabled and remaining.stats().packs and "% of" in remaining.explain()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_closed_sharded_model_is_freed(mesh: DeviceMesh) -> None:
+    tiny = build("mlp")
+    for module in (*tiny.block_list(), tiny.model):
+        fully_shard(module, mesh=mesh)
+    with enable(tiny.model) as handle:
+        for _ in range(2):
+            tiny.step()
+    gone = [weakref.ref(x) for x in (*tiny.model.modules(), *tiny.model.parameters())]
+    del tiny, module
+    gc.collect()
+    assert [x() for x in gone] == [None] * len(gone)
+    assert handle.stats().packs > 0
+
+
+def test_a_closed_handle_knows_the_pass_of_blocks_called_by_hand(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ebbtide")
+    tiny = build("mlp")
+    with enable(tiny.model) as handle:
+        by_hand(tiny)
+    assert handle.stats().packs > 0
+    assert "Memory saved: " in caplog.text
+
+
+@pytest.mark.parametrize("inside", ["a block", "a block by hand", "the model"])
+def test_a_pass_in_which_the_handle_is_closed_is_counted_once(inside: str) -> None:
+    tiny, ended = build("mlp"), list[str]()
+    run = by_hand if inside == "a block by hand" else a_step
+    expected = tiny.step()
+    last = tiny.block_list()[-1]
+    place = last if inside == "the model" else list(last.children())[-1]  # its hooks run inside of the block's forward
+    figures: list[ebbtide.Stats] = []
+
+    def close(handles: list[ebbtide.Handle], *_: Any) -> None:
+        for handle in handles:
+            handle.close()
+
+    stop = BUS.subscribe(lambda kind, fields: ended.append(kind) if kind == "pass_end" else None)
+    try:
+        for closes in (False, True):
+            with enable(tiny.model) as handle:
+                run(tiny)
+                hook = place.register_forward_hook(functools.partial(close, [handle] * closes))
+                run(tiny)
+                hook.remove()
+            figures.append(handle.stats())
+    finally:
+        stop()
+    whole, closed = figures
+    assert len(ended) == 4 and closed.packs == whole.packs > 0
+    assert closed.unique_bytes == whole.unique_bytes == closed.offloaded_bytes + closed.kept_bytes
+    assert leftovers(tiny.model) == [] and differences(tiny.step(), expected) == []
 
 
 def test_an_interrupt_while_enabling_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

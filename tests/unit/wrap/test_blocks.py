@@ -270,6 +270,12 @@ def test_an_engine_of_deepspeed_leaves_blocks_their_names(monkeypatch: pytest.Mo
     assert names(DeepSpeedEngine(Stack(Block(), Block())), "layers.*") == ["layers.0", "layers.1"]
 
 
+def test_a_lazy_model_where_nothing_repeats_is_one_block() -> None:
+    assert names(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(4))) == ["(model)"]
+    body, tail = nn.Sequential(nn.Linear(4, 40), nn.ReLU()), nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    assert names(Named(body=body, head=Named(tail=tail))) == ["body", "head"]
+
+
 def test_one_glob_may_be_given_alone() -> None:
     assert names(Stack(Block(), Block()), "layers.*") == ["layers.0", "layers.1"]
 

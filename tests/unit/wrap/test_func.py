@@ -19,9 +19,11 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ebbtide
-from tests.helpers.engines import POLICIES, assert_nothing_left, hooks_are_closed
+from ebbtide.base.actions import Action
+from tests.helpers.engines import POLICIES, ByTable, assert_nothing_left, hooks_are_closed
 from tests.helpers.oracle import same_bits
 from tests.helpers.parts import WIDTH, differing, gated_model, training_step
+from tests.helpers.twice import Block, Stack, sgd, step_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, on first use
 
@@ -195,6 +197,28 @@ def test_a_model_under_a_handle_is_exported_as_it_is_alone(tracer: str) -> None:
     with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
         assert same_bits(expected, exported())
         assert hooks_are_closed()
+
+
+class Checkpoints(ByTable):
+    """Checkpoints each block."""
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT
+
+
+def test_a_model_whose_blocks_are_checkpointed_is_traced_by_fx(caplog: pytest.LogCaptureFixture) -> None:
+    step = step_of(lambda model: model(torch.ones(8, 16)).square().mean())
+    model = sgd(Stack(*(Block() for _ in range(3))))
+    with ebbtide.enable_activation_offloading(model, policy=Checkpoints(Action.KEEP), min_bytes=0) as handle:
+        for _ in range(2):
+            step(model, 0)
+        before = handle.stats(), handle.explain()
+        assert before[0].checkpointed_blocks == 3
+        assert torch.fx.symbolic_trace(model)(torch.ones(8, 16)).shape == (8, 16)
+        assert (handle.stats(), handle.explain()) == before
+        step(model, 0)
+        assert handle.stats().checkpointed_blocks == 3
+    assert "nothing is offloaded inside tracing (torch.fx)" in caplog.text and "Proxy" not in caplog.text
 
 
 @pytest.mark.parametrize("policy", POLICIES)
