@@ -22,6 +22,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
 from ebbtide.engine import Block, Engine, Rule, Stats
+from ebbtide.engine.idle import IdleEngines
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
@@ -42,8 +43,8 @@ from ebbtide.wrap.hooks import offloading
 logger = logging.getLogger("ebbtide")
 
 _custom_rules: dict[str, Rule] = {}
-_idle_engines: dict[Hashable, list[Engine]] = {}
-"""Idle engines of ``offload_saved_tensors``, by settings: pinned memory is expensive to register."""
+_idle_engines: dict[Hashable, IdleEngines] = {}
+"""Idle engines of ``offload_saved_tensors``, by settings."""
 
 STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
@@ -315,9 +316,9 @@ class offload_saved_tensors(ContextDecorator):
         self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
         # Per thread, since several may run one decorated function; reentrant.
-        self._entered: defaultdict[int, list[list[tuple[Engine, offloading, list[Engine]]]]] = defaultdict(list)
+        self._entered: defaultdict[int, list[list[tuple[Engine, offloading, IdleEngines]]]] = defaultdict(list)
         self._latest: Engine | None = None
-        self._kept: dict[Hashable, list[Engine]] = {}  # idle engines of a plan, which lives no longer than this
+        self._kept: dict[Hashable, IdleEngines] = {}  # idle engines of a plan, which lives no longer than this
 
     def stats(self) -> Stats:
         """Return the figures of the latest context; the totals may include earlier contexts with the same settings."""
@@ -329,16 +330,16 @@ class offload_saved_tensors(ContextDecorator):
             logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
             self._entered[get_ident()].append([])
             return self
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            pass  # torch.func refuses hooks: before an engine is opened, or forgets the figures of its latest pass
         idle = self._idle()
-        try:
-            engine = idle.pop()  # at once: another thread may take the last one
-        except IndexError:
+        if (engine := idle.take()) is None:
             engine = _open_engine(self._policy, self._options)
             refuse_budget(self._policy, engine.tier)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
         self._entered[get_ident()].append([(engine, hooks, idle)])
-        with undone_on_error(self.__exit__):  # torch refuses hooks under torch.func
+        with undone_on_error(self.__exit__):
             hooks.__enter__()
         self._latest = engine
         return self
@@ -349,14 +350,13 @@ class offload_saved_tensors(ContextDecorator):
                 hooks.close(error)
             finally:
                 engine.end_pass()
-            if engine.tier.name == "host":  # a disk tier would hold its file and its threads
-                idle.append(engine)  # of the settings and device at the time it was entered
+            idle.add(engine)  # of the settings and device at the time it was entered
 
-    def _idle(self) -> list[Engine]:
+    def _idle(self) -> IdleEngines:
         shared = isinstance(self._policy, Policy)  # a plan file makes another plan at each read
         index = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
         settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), index)
-        return (_idle_engines if shared else self._kept).setdefault(settings, [])
+        return (_idle_engines if shared else self._kept).setdefault(settings, IdleEngines())
 
 
 def register_recompute(name: str, rule: Rule) -> None:

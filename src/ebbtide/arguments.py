@@ -89,7 +89,7 @@ def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str]
 
 
 def refuse_budget(policy: Policy | Plan, tier: Tier) -> None:
-    """Raise for a memory budget in a context on disk, and close the tier: a context ends before it could be planned.
+    """Raise for a memory budget in a context on disk, and close the tier: its engine may end before it is planned.
 
     Raises:
         ConfigError: There is one.
@@ -98,7 +98,7 @@ def refuse_budget(policy: Policy | Plan, tier: Tier) -> None:
         tier.close()
         raise ConfigError(
             f"policy is Auto(memory_budget={policy.memory_budget!r}) in a context that offloads to disk",
-            expected="a policy without a budget: such a context is not planned",
+            expected="a policy without a budget: such a context may end before it is planned",
             hint="enable_activation_offloading(model, policy=...) plans a model for a budget; or leave policy out",
         )
 

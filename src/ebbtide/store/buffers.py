@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
+import sys
 
 import torch
 
@@ -33,15 +33,13 @@ ALWAYS_KEPT_BYTES = 4 * CHUNK_BYTES
 """What they may hold there however little was read."""
 
 
-@functools.lru_cache(maxsize=256)
-def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
-    """Return the type of an array of bytes, cached: creating one per transfer costs more."""
-    return ctypes.c_ubyte * nbytes
+_Memory = ctypes.c_ubyte * sys.maxsize
+"""Memory of any size: of a class for each size, a cycle, the collector would have to free those that nobody needs."""
 
 
 def view_memory(address: int, nbytes: int) -> memoryview:
     """Return a writable view of ``nbytes`` at ``address``; the caller keeps that memory alive."""
-    return memoryview(_array(nbytes).from_address(address))
+    return memoryview(_Memory.from_address(address))[:nbytes]
 
 
 class Buffer:
@@ -56,11 +54,12 @@ class Buffer:
     def __init__(self, nbytes: int, shift: int, pool: BufferPool | None = None) -> None:
         mapped = round_up(shift + nbytes, mmap.PAGESIZE)
         chunk, offset = (pool.chunk_for(mapped) if pool else None) or (_Chunk(mapped, often=False), 0)
-        # The storage keeps the array alive, not the chunk: when the array dies, its place can be reused.
-        self._loan = _array(mapped).from_buffer(chunk.memory, chunk.begin + offset)
+        # The storage keeps the view alive, not the chunk: when the view dies, its place can be reused.
+        begin = chunk.begin + offset
+        self._loan = memoryview(chunk.memory)[begin : begin + mapped]
         chunk.places.add(self._loan, (offset, mapped))
         self._nbytes, self._shift = nbytes, shift
-        self.address = ctypes.addressof(self._loan) + shift
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._loan)) + shift
 
     def tensor(self) -> torch.Tensor:
         """Return the memory as a ``uint8`` tensor whose storage is exactly these bytes and keeps them alive."""

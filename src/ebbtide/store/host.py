@@ -7,6 +7,7 @@ import itertools
 import operator
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
@@ -252,9 +253,11 @@ class HostTier:
         return ahead.target
 
     def wait_copied(self, slot: HostSlot) -> None:
-        """Make the host wait for the copy-out of ``slot``. Only if the alternative is an error."""
-        if slot.done is not None:
+        """Make the host wait for the copy-out of ``slot``, a stall. Only if the alternative is an error."""
+        if slot.done is not None and not self.copies.is_done(slot.done):
+            begun = time.perf_counter()
             self.device.synchronize(slot.done)
+            self.stalls.add_since(begun)
 
     def release(self, slot: HostSlot) -> None:
         """Queue a freed slot's place for release by the next holder of the lock. Called by dying tickets in any thread.

@@ -173,14 +173,15 @@ class HostCopies:
 
     def harvest(self) -> None:
         """Count the times of completed copies and waits."""
-        for spans in self._spans.values():
-            while spans:
-                span = spans.popleft()
-                count, begin, end = span
-                if not self.device.query(end):
-                    spans.appendleft(span)  # later ones on the same stream are not complete either
-                    break
-                count(self.device.elapsed_seconds(begin, end))
+        with self._lock:  # groups that are queued may harvest while another thread reads the counters
+            for spans in self._spans.values():
+                while spans:
+                    span = spans.popleft()
+                    count, begin, end = span
+                    if not self.device.query(end):
+                        spans.appendleft(span)  # later ones on the same stream are not complete either
+                        break
+                    count(self.device.elapsed_seconds(begin, end))
 
     def _side_streams(self, where: torch.device) -> tuple[StreamHandle, StreamHandle]:
         with self._lock:

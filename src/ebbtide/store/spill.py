@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -280,10 +279,7 @@ class SpillTier:
             (slot,) = self.host.copy_out_all([source], compute=compute)
             if isinstance(slot, HostSlot):
                 return slot
-            begun = time.perf_counter()
-            found = self._pass_on(disk, wait=True)
-            self.stalls.add_since(begun)
-            if not found:
+            if not self._pass_on(disk, wait=True):
                 if self._refused is not None:
                     raise CapError(slot.found, expected=slot.expected, hint=f"{slot.hint}; {self._refused}") from slot
                 raise slot

@@ -83,6 +83,24 @@ def test_one_model_serves_two_threads(policy: str) -> None:
         assert_nothing_left(handle._engine)
 
 
+@POLICY
+def test_contexts_of_two_threads_take_engines_over(policy: str) -> None:
+    """Two graphs of each thread live at a time, and share their engines on disk with those of the other."""
+    models, batches = [gated_model(), gated_model()], [torch.randn(32, WIDTH) for _ in range(2)]
+    expected = [weight_grads(m, x) for m, x in zip(models, batches, strict=True)]
+
+    def train(number: int) -> None:
+        weights, losses = list(models[number].parameters()), list[Tensor]()
+        for step in range(STEPS):
+            with ebbtide.offload_saved_tensors(policy=policy, target="disk", min_bytes=0, window=1):
+                losses.append(models[number](batches[number]).square().sum())
+            if len(losses) > 2:
+                got = torch.autograd.grad(losses.pop(step % 2), weights)
+                assert all(map(same_bits, expected[number], got))
+
+    at_once(lambda: train(0), lambda: train(1))
+
+
 def test_one_decorated_function_in_two_threads_closes_the_hooks_of_each() -> None:
     inside, left = threading.Barrier(2), threading.Event()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -59,6 +62,48 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     assert tier.used_bytes == 0
     del first, second
     assert device.live_bytes == 0
+
+
+def test_a_wait_of_the_host_for_a_copy_out_is_counted_once() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    slot = copy_out(tier, produce(device, 300))
+    tier.stalls.reader = "passing on"
+    for _ in range(2):
+        tier.wait_copied(slot)
+        assert device.query(slot.done)
+    assert [reader for reader, _ in tier.stalls.read()] == ["passing on"]
+
+
+class Contended(deque[Any]):
+    """Timed copies; while one thread is about to count one, another counts them all, unless it has to wait.
+
+    Args:
+        spans: The copies.
+        count: Counts them.
+    """
+
+    def __init__(self, spans: Iterable[Any], count: Callable[[], None]) -> None:
+        super().__init__(spans)
+        self.other = threading.Thread(target=count)
+
+    def popleft(self) -> Any:
+        if self.other.ident is None:
+            self.other.start()
+            self.other.join(0.2)
+        return super().popleft()
+
+
+def test_two_threads_count_each_timed_copy_once() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    tier.wait_copied_out([copy_out(tier, produce(device, 300))])
+    copies = tier.copies
+    spans = copies._spans["out"] = Contended(copies._spans["out"], copies.harvest)
+    assert len(spans) == 1
+    copies.harvest()
+    spans.other.join(30)
+    assert not spans and tier.counters.timed_out_bytes == 300
 
 
 def test_a_slot_that_is_requested_twice_together_is_copied_once() -> None:

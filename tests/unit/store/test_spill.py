@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,26 @@ def test_nothing_of_the_disk_is_touched_below_the_budget(disk: Path) -> None:
             del slot, slots
         assert tier.counters.stalls.total_seconds > 0
         assert "disk_written_bytes" not in tier.gauges() and tier.free_bytes is None
+
+
+def test_a_wait_for_room_in_the_stage_is_counted_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk tier counts how long its write was waited for."""
+    write = os.pwritev
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.1)
+        return write(*args)
+
+    with spilling(disk) as (device, tier):
+        kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        copy_out(tier, produce(device, 8 * KIB)).free()  # opens the disk
+        monkeypatch.setattr(os, "pwritev", slow)
+        before, began = tier.stalls.total_seconds, time.perf_counter()
+        slot = copy_out(tier, produce(device, 32 * KIB))  # in four pieces, for three of which the stage is full
+        counted = tier.stalls.total_seconds - before
+        assert 0 < counted <= time.perf_counter() - began
+        for each in (*kept, slot):
+            each.free()
 
 
 def test_what_is_copied_out_together_shares_a_region_while_all_of_it_fits(disk: Path) -> None:

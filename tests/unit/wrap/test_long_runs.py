@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import stat
 import threading
 import time
 import weakref
@@ -23,6 +25,7 @@ from ebbtide.store.host import HostTier
 from tests.helpers.engines import REMAKE
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
+from tests.helpers.oracle import same_bits
 from tests.unit.wrap.test_replay import WIDTH, batch, stack
 
 WARM, MORE = 36, 24
@@ -114,6 +117,41 @@ def test_a_dropped_engine_frees_its_disk(no_collector: None, policy: str) -> Non
     for thread in set(threading.enumerate()) - threads:
         thread.join(timeout=10.0)
         assert not thread.is_alive()
+
+
+def unnamed_files() -> dict[int, int]:
+    """Return the bytes on disk of each open file without a name, by descriptor."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            status = os.fstat(int(name))
+            if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                found[int(name)] = 512 * status.st_blocks
+    return found
+
+
+def test_contexts_share_a_disk_while_their_graphs_live(no_collector: None, tmp_path: Path) -> None:
+    """As in a loop over time steps with one backward at its end."""
+    x = y = torch.randn(256, 256, requires_grad=True)
+    for _ in range(30):
+        y = y.sin()
+    (expected,) = torch.autograd.grad(y.sum(), x)
+    y, files, threads = x, unnamed_files(), set(threading.enumerate())
+    for _ in range(30):
+        with ebbtide.offload_saved_tensors(target="disk", min_bytes=0, disk_path=tmp_path) as context:
+            y = y.sin()
+        assert context.stats().offloaded_bytes == x.nbytes
+    del context
+    more = [nbytes for file, nbytes in unnamed_files().items() if file not in files]
+    started = set(threading.enumerate()) - threads
+    assert len(more) == 1 and len(started) == 2
+    assert sum(more) < 2 * (256 << 20), "more than one step of growth is reserved"
+    assert same_bits(expected, *torch.autograd.grad(y.sum(), x))
+    del y
+    for thread in started:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert not unnamed_files().keys() - files.keys()
 
 
 def test_engines_of_a_plan_are_kept_no_longer_than_the_context(
