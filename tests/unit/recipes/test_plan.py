@@ -21,6 +21,7 @@ from ebbtide.config import Auto, Minimal
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import MACHINES
 from ebbtide.planner.policies import plan_for
+from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.solve import follow
 from ebbtide.planner.table import load_plan, table_plan
 from ebbtide_recipes.language import adapters, models, smollm2
@@ -189,16 +190,26 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
     )
 
 
-def test_blocks_that_the_rules_cover_badly_are_checkpointed_by_minimal(result: Result) -> None:
-    few = tuple(
+def without_recipes(profile: Profile, *, narrow: bool = True) -> Profile:
+    """Return the step of operators that the rules do not cover."""
+    blocks = tuple(
         dataclasses.replace(
-            b,
-            units=tuple(dataclasses.replace(u, recompute_seconds=None, recompute_flops=None) for u in b.units),
+            block,
+            units=tuple(
+                dataclasses.replace(
+                    u, recompute_seconds=None, recompute_flops=None, narrow_bytes=u.narrow_bytes if narrow else None
+                )
+                for u in block.units
+            ),
             input_bytes=4 * 2**10,
         )
-        for b in result.profile.blocks
+        for block in profile.blocks
     )
-    found_ = options(dataclasses.replace(result.profile, blocks=few), result.room, 0.05)
+    return dataclasses.replace(profile, blocks=blocks)
+
+
+def test_blocks_that_the_rules_cover_badly_are_checkpointed_by_minimal(result: Result) -> None:
+    found_ = options(without_recipes(result.profile), result.room, 0.05)
     rerun = found_[2]
     assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide-minimal, checkpointed", Minimal(), None)
     assert (rerun.peak_bytes, rerun.step_ratio) == (found_[1].peak_bytes, found_[1].step_ratio)
@@ -707,6 +718,18 @@ def test_the_picture_holds_every_option_and_the_bound(result: Result) -> None:
     circles = [e for e in drawn.iter() if e.tag.endswith("circle")]
     assert len(circles) == 2 * len(points.options) + len(points.auto)
     assert len([e for e in drawn.iter() if e.tag.endswith("polyline")]) == 2
+
+
+def test_no_option_is_faster_than_the_bound_where_a_second_forward_is_the_only_way(result: Result) -> None:
+    """As with weights in 4 bits, whose products have no recipe, over a slow link."""
+    slow = Rates(out_bytes_per_second=1e8, in_bytes_per_second=1e8)
+    profile = dataclasses.replace(without_recipes(result.profile, narrow=False), rates=slow)
+    points = picture.pareto(profile, options(profile, result.room, 0.05))
+    assert {"checkpointing", "ebbtide-minimal, checkpointed"} <= {p.name for p in points.options}
+    for point in (*points.options, *points.auto):
+        within = [p.step_ratio for p in points.bound if p.peak_bytes >= point.peak_bytes]
+        assert point.step_ratio >= within[0] - 1e-9, point.name
+    assert max(p.step_ratio for p in points.bound) > 1.01
 
 
 def test_the_points_are_in_the_json_and_the_picture_in_its_file(qwen: str, tmp_path: Path, result: Result) -> None:
