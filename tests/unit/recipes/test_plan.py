@@ -673,13 +673,56 @@ def test_a_block_that_runs_several_times_has_its_gradients_once(result: Result) 
     assert several == [alone] * 3
 
 
+def added(several: Profile, one: Profile) -> list[int]:
+    """Return what the gradients of earlier micro-batches add to the memory of each block's backward."""
+    pairs = zip(several.blocks, one.blocks, strict=True)
+    return [block.backward_base_bytes - alone.backward_base_bytes for block, alone in pairs]
+
+
+def gradients(module: nn.Module) -> list[int]:
+    return [p.numel() * p.itemsize for p in module.parameters()]
+
+
 def test_under_fsdp_gradients_of_earlier_micro_batches_are_whole(qwen: str) -> None:
+    """The profile has those of this pass: the head's whole, and a shard of those of blocks."""
     one, several = (found(qwen, gpus=4, gradient_accumulation_steps=steps) for steps in (1, 8))
-    gradients = 2 * one.outline.trained
-    assert several.profile.head_base_bytes - one.profile.head_base_bytes == gradients
-    added = several.profile.blocks[-1].backward_base_bytes - one.profile.blocks[-1].backward_base_bytes
-    assert added > 0.9 * gradients
+    total = 2 * one.outline.trained
+    assert several.profile.head_base_bytes - one.profile.head_base_bytes == total
+    module: Any = one.outline.module
+    block, after = gradients(module.model.layers[0]), sum(gradients(module.lm_head) + gradients(module.model.norm))
+    assert after > sum(block) / 4
+    expected = [total - after - (4 - place) * sum(block) // 4 + max(block) for place in range(4)]
+    assert added(several.profile, one.profile) == expected
     assert "gradients of all weights on each rank" in page.text(several)
+
+
+class Towers(nn.Module):
+    """A tower of vision, which a text does not reach, before or after a model of language."""
+
+    def __init__(self, *, before: bool) -> None:
+        super().__init__()
+
+        def stack(width: int) -> nn.ModuleList:
+            return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3))
+
+        if before:
+            self.visual = stack(8)
+        self.embed, self.layers, self.head = nn.Embedding(100, 16), stack(16), nn.Linear(16, 100)
+        if not before:
+            self.visual = stack(8)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_that_a_pass_makes_last_or_never_are_those_of_earlier_ones(before: bool, result: Result) -> None:
+    with torch.device("meta"):
+        model = Towers(before=before)
+    some = zip(range(3), result.profile.blocks, strict=False)
+    blocks = tuple(dataclasses.replace(block, name=f"layers.{place}") for place, block in some)
+    profile = dataclasses.replace(result.profile, blocks=blocks)
+    block = gradients(model.layers[0])
+    others = sum(gradients(model.visual) + gradients(model.embed))
+    expected = [others + place * sum(block) + max(block) for place in range(3)]
+    assert added(accumulated(profile, model, 8, 1), profile) == expected
 
 
 def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
