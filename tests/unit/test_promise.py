@@ -283,6 +283,21 @@ def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list
         assert 0 < predicted.overhead_percent <= 50 and predicted.kept_bytes < stats.unique_bytes
 
 
+def test_frozen_first_layers_have_no_backward_in_ordinary_training() -> None:
+    """They are of the class of the trained ones, of which some run without hooks to be compared."""
+    timed = Timed(12, max_slowdown=0.5)
+    for place in range(6):
+        timed.model[place].requires_grad_(False)
+    with timed.handle:
+        for _ in range(UNTIL_PLAN + 4 * TO_JUDGE):
+            timed.model(timed.x).square().sum().backward()
+        judgement = timed.plan._judgement
+        assert judgement is not None and judgement.measured is not None and not judgement.too_slow
+        # Second forwards end early: their layers wait before they save anything, so the plan takes no longer.
+        assert judgement.solution.profile.step_seconds == pytest.approx(12 + 6, rel=0.05)
+        assert judgement.measured.seconds == pytest.approx(12 + 6, rel=0.05)
+
+
 def test_a_plan_is_judged_where_blocks_are_called_without_the_model() -> None:
     """Like in a method of the model: such a pass ends when the next one begins, after its backward."""
     timed = Timed(max_slowdown=0.6)
