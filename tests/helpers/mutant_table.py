@@ -7,6 +7,7 @@ OPERANDS = ("tests/unit/engine/test_operands.py",)
 MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
 HOOKED = ("tests/unit/planner/test_hooked.py",)
+FROZEN = ("tests/unit/profiling/test_frozen.py",)
 REST = ("tests/unit/wrap/test_rest.py",)
 BUFFERS = ("tests/unit/store/test_buffers.py",)
 SPILL = ("tests/unit/store/test_spill.py",)
@@ -613,8 +614,8 @@ MUTANTS = (
     Mutant(
         "minimal: blocks without a backward are tried",
         "ebbtide/profiling/trials.py",
-        "return [block for block in step.blocks if block.units or block.backward_seconds]",
-        "return list(step.blocks)",
+        "tuple(filter(has_backward, step.blocks))",
+        "step.blocks",
         MINIMAL,
     ),
     Mutant(
@@ -1813,6 +1814,83 @@ MUTANTS = (
         PRICES,
     ),
     Mutant(
+        "price: frozen blocks get the backward of others of their class",
+        "ebbtide/profiling/baseline.py",
+        "if plain is None or not has_backward(block):",
+        "if plain is None:",
+        FROZEN,
+    ),
+    Mutant(
+        "price: a backward of frozen weights is as long as others in proportion to the forward",
+        "ebbtide/profiling/baseline.py",
+        "block.backward_seconds / hooked_backward if hooked_backward > 0 else forward",
+        "forward",
+        FROZEN,
+    ),
+    Mutant(
+        "price: frozen blocks run without hooks in place of trained ones",
+        "ebbtide/profiling/auto.py",
+        "list(filter(has_backward, known.blocks))",
+        "known.blocks",
+        FROZEN,
+    ),
+    Mutant(
+        "price: frozen blocks show the machine's speed",
+        "ebbtide/profiling/block_times.py",
+        "if pair[0].plain and has_backward(pair[1])}",
+        "if pair[0].plain}",
+        FROZEN,
+    ),
+    Mutant(
+        "price: frozen blocks are enough blocks without hooks",
+        "ebbtide/profiling/closed_loop.py",
+        "filter(has_backward, solution.profile.blocks)",
+        "solution.profile.blocks",
+        FROZEN,
+    ),
+    Mutant(
+        "price: blocks that are frozen or trained later are compared",
+        "ebbtide/profiling/block_times.py",
+        "if not same_blocks(span, solution):",
+        "if [block.name for block in span.blocks] != [block.name for block in solution.profile.blocks]:",
+        FROZEN,
+    ),
+    Mutant(
+        "price: blocks that save nothing count among those with hooks",
+        "ebbtide/planner/hooked.py",
+        "enumerate(profile.blocks) if block.units]",
+        "enumerate(profile.blocks)]",
+        HOOKED,
+    ),
+    Mutant(
+        "price: the bound knows no checkpoints",
+        "ebbtide/planner/solve.py",
+        "Bound(with_checkpoint_prices(self.profile))",
+        "Bound(self.profile)",
+        ("tests/unit/planner/test_checkpointing.py",),
+    ),
+    Mutant(
+        "price: a pause ends while memory holds what a pass keeps",
+        "ebbtide/engine/spans.py",
+        "            self._pause_over = not self.paused\n",
+        "            self.wanted = not self.paused and self._resumes(self)\n",
+        PRICES,
+    ),
+    Mutant(
+        "price: a pause that is over ends a measurement",
+        "ebbtide/engine/spans.py",
+        "self.wanted, self.open, self._pause_over = wanted, None, False",
+        "self.wanted, self.open = wanted, None",
+        ("tests/unit/engine/test_timing.py",),
+    ),
+    Mutant(
+        "price: the peak of a pause is that between two steps",
+        "ebbtide/engine/spans.py",
+        "self._pause_over, self.wanted, self._latest = False, self._resumes(self), None",
+        "self._pause_over, self.wanted = False, self._resumes(self)",
+        ("tests/unit/engine/test_timing.py",),
+    ),
+    Mutant(
         "plan: a dropped graph whose pass is held is forgotten",
         "ebbtide/engine/timing.py",
         "return other is not self.pass_() and (not self.by_run or (not self.backward_began and self.others >= OTHERS))",
@@ -1845,6 +1923,13 @@ MUTANTS = (
         "ebbtide/profiling/unlike.py",
         "known=self._has_baseline(),",
         "known=True,",
+        ("tests/unit/profiling/test_unlike.py",),
+    ),
+    Mutant(
+        "plan: a kind of block without a backward has no baseline",
+        "ebbtide/profiling/unlike.py",
+        "filter(has_backward, self.joined().blocks)",
+        "self.joined().blocks",
         ("tests/unit/profiling/test_unlike.py",),
     ),
     Mutant(

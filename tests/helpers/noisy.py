@@ -120,6 +120,7 @@ class Training:
     def step(self) -> None:
         """Train one step."""
         timer = self._timer
+        timer.hand_over()  # as before the first block
         plain = frozenset(f"layers.{i}" for i in range(BLOCKS) if timer.runs_plain(f"layers.{i}"))
         measured, spans = timer.wanted, timer.spans.wanted
         self.machine.begin()

@@ -112,11 +112,40 @@ def test_without_memory_for_blocks_without_hooks_a_plan_is_judged_again_later(mo
         kept = without_hooks()
         for looks in (2, 3):
             timed.steps(timer.spans.paused)
-            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * FURTHER ** (looks - 1))
+            assert (first.looks, timer.spans.paused) == (looks - 1, 0)
+            timed.steps(1)
+            assert (first.looks, timer.spans.paused) == (looks, FIRST_LOOK * FURTHER ** (looks - 1) - 1)
             assert not timer.spans.wanted and without_hooks() == kept
         free[0] = 10**12
-        timed.steps(timer.spans.paused)
+        timed.steps(timer.spans.paused + 1)
         assert timer.spans.wanted and without_hooks() > kept
+
+
+def test_what_a_pass_keeps_is_free_again_when_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that has room for the plan and for blocks without hooks would never judge the plan again."""
+    holds = [False]  # from the last block's forward to the end of the step
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 0 if holds[0] else 10**12)
+    timed = Timed(12, max_slowdown=0.5)
+
+    def spend() -> None:
+        timed.device.compute(1.0)
+        holds[0] = True
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            timed.steps(1)
+            holds[0] = False
+
+    timed.model[-1].spend = spend  # type: ignore[assignment]
+    with timed.handle:
+        steps(UNTIL_PLAN + 1)
+        while not timed.plan.judged:
+            steps(1)
+        judgement, timer = timed.plan._judgement, timed.plan._timer
+        assert judgement is not None
+        steps(timer.spans.paused + 1)
+        assert judgement.looks == 1 and timer.spans.wanted
+        assert any(timer.runs_plain(name) for name in timer.yardsticks - timer.unhooked)
 
 
 def calls_of_ours(work: Callable[[], object]) -> Counter[str]:
@@ -252,6 +281,21 @@ def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list
         predicted = timed.plan.table.predicted
         assert 0 < len(timed.plan._timer.unhooked) < 12  # type: ignore[union-attr]
         assert 0 < predicted.overhead_percent <= 50 and predicted.kept_bytes < stats.unique_bytes
+
+
+def test_frozen_first_layers_have_no_backward_in_ordinary_training() -> None:
+    """They are of the class of the trained ones, of which some run without hooks to be compared."""
+    timed = Timed(12, max_slowdown=0.5)
+    for place in range(6):
+        timed.model[place].requires_grad_(False)
+    with timed.handle:
+        for _ in range(UNTIL_PLAN + 4 * TO_JUDGE):
+            timed.model(timed.x).square().sum().backward()
+        judgement = timed.plan._judgement
+        assert judgement is not None and judgement.measured is not None and not judgement.too_slow
+        # Second forwards end early: their layers wait before they save anything, so the plan takes no longer.
+        assert judgement.solution.profile.step_seconds == pytest.approx(12 + 6, rel=0.05)
+        assert judgement.measured.seconds == pytest.approx(12 + 6, rel=0.05)
 
 
 def test_a_plan_is_judged_where_blocks_are_called_without_the_model() -> None:
@@ -525,7 +569,7 @@ def test_a_plan_is_judged_again_after_steps_that_could_not_be_compared() -> None
         for _ in range(UNUSED + 3):
             (timed.model(timed.x) + timed.model(timed.x)).square().sum().backward()
         assert not timer.spans.wanted and judgement.looks == 2
-        timed.steps(timer.spans.paused)
+        timed.steps(timer.spans.paused + 1)
         assert timer.spans.wanted
 
 

@@ -88,13 +88,13 @@ class SpanTimer:
         meter: Measures time and memory.
         done: Takes a span, or None for a pass that ended and is skipped; returns whether another is wanted.
         memory: Whether memory is measured too.
-        resumes: Called with this timer when a pause ends; returns whether passes are timed again.
+        resumes: Called with this timer when a pause is over and the next pass begins; returns whether it is timed.
         unsure: Returns how often a recipe had no verdict so far.
 
     Attributes:
         open: The pass that is timed now, if there is one.
         between_peak_bytes: Most memory between two spans, as in the optimizer's step; None if not measured.
-        paused: Passes until they are timed again; 0: they are timed now, or never again.
+        paused: Passes until they may be timed again; 0: the next one may be, they are timed now, or never again.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SpanTimer:
         self._closed: deque[_Open] = deque()
         self._latest: weakref.ref[Pass] | None = None  # whose span was closed
         self._dropped: weakref.ref[Pass] | None = None  # it began before passes were wanted anew
-        self._wants = 0
+        self._wants, self._pause_over = 0, False
         self._devices: set[torch.device | None] = set()  # whose memory is measured
         self.between_peak_bytes: int | None = None
 
@@ -120,12 +120,14 @@ class SpanTimer:
         """Time passes from the next one on, or no longer; those that have begun do not count."""
         if self.open is not None:
             self._dropped = self.open.pass_
-        self.wanted, self.open = wanted, None
+        self.wanted, self.open, self._pause_over = wanted, None, False
         self._wants += 1
         self._closed.clear()
 
     def finish(self) -> None:
-        """Close the span whose backward is over, and hand over the spans whose timestamps are reached."""
+        """Close the span whose backward is over, hand over the spans whose timestamps are reached, and end a pause."""
+        if self._pause_over:  # the next pass begins: memory no longer holds what the one before kept
+            self._pause_over, self.wanted, self._latest = False, self._resumes(self), None
         if self.open is not None and self.open.ended is not None:
             self._closed.append(self.open)
             self._latest, self.open = self.open.pass_, None
@@ -170,7 +172,7 @@ class SpanTimer:
             now.saved_bytes, now.counted, now.verifies = saved_bytes, True, self._unsure() > now.unsure
         if self.paused and not self.wanted:
             self.paused -= 1
-            self.wanted = not self.paused and self._resumes(self)
+            self._pause_over = not self.paused
 
     def backward_ends(self, device: torch.device | None, *, raised: bool = False) -> None:
         """A backward is over, whose last block is on ``device``; the span of one that ``raised`` is not handed over."""

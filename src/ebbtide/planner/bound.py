@@ -10,7 +10,8 @@ stalls:
 
 ``K`` counts the bytes on the device when the head begins. Time of the head hides no copy: bytes copied out during it
 are on the device when it begins, and count as kept. ``M`` is at most what the store holds. No schedule of whole
-storages in a real order is faster.
+storages in a real order is faster. A checkpointed block pays once for all that it drops. If each of these
+storages costs no more than its share of that (``with_checkpoint_prices``), it is such a schedule, too.
 
 A storage may be split, so only its prices per byte matter: storages whose copies are as wide and whose recomputes cost
 the same, within ``PRICE_GRAIN``, are one to the program, at the lowest of their prices. So the bound stays one, at most

@@ -8,6 +8,7 @@ step is longer by the blocks' forwards.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 from ebbtide.base.actions import Action
@@ -27,10 +28,8 @@ def checkpointed_peak(profile: Profile) -> int:
     kept = list(accumulate(input_sizes))
     peaks = [held + block.forward_base_bytes for held, block in zip(kept, blocks, strict=True)]
     peaks.append(sum(input_sizes) + profile.head_base_bytes)
-    for held, own, block in zip(kept, input_sizes, blocks, strict=True):
-        saved = block.saved_input_bytes
-        twice = saved if saved <= own else 0  # more than its inputs: a copy in a wider type
-        peaks.append(held + block.saved_bytes - twice + max(block.backward_base_bytes, block.checkpoint_base_bytes))
+    for held, block in zip(kept, blocks, strict=True):
+        peaks.append(held + _again_bytes(block) + max(block.backward_base_bytes, block.checkpoint_base_bytes))
     return max(peaks)
 
 
@@ -53,6 +52,40 @@ def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Ac
         return inputs if unit.movable else Action.KEEP
 
     return tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
+
+
+def with_checkpoint_prices(profile: Profile) -> Profile:
+    """Return the step in which what a checkpoint drops costs no more than its share of the second forward.
+
+    A checkpointed block pays for all these shares, so the bound of that step is one of schedules with checkpoints, too.
+    It does not matter which blocks the planner may checkpoint: users may checkpoint any.
+
+    Args:
+        profile: The step.
+    """
+    return replace(profile, blocks=tuple(map(_with_checkpoint_prices, profile.blocks)))
+
+
+def _with_checkpoint_prices(block: BlockProfile) -> BlockProfile:
+    held, again_bytes = _saves_what_it_holds(block), _again_bytes(block)
+
+    def priced(unit: Unit) -> Unit:
+        if (unit.block_input and held) or not again_bytes:
+            return unit
+        share, own = block.checkpoint_seconds * unit.nbytes / again_bytes, unit.recompute_seconds
+        return replace(unit, recompute_seconds=share if own is None else min(own, share))
+
+    return replace(block, units=tuple(map(priced, block.units)))
+
+
+def _again_bytes(block: BlockProfile) -> int:
+    """Return the bytes that a checkpointed block saves again in backward, besides the inputs that it holds."""
+    return block.saved_bytes - (block.saved_input_bytes if _saves_what_it_holds(block) else 0)
+
+
+def _saves_what_it_holds(block: BlockProfile) -> bool:
+    """Whether the inputs that a block saves are those that its checkpoint holds, and no copies in a wider type."""
+    return block.saved_input_bytes <= _held_input_bytes(block)
 
 
 def _held_input_bytes(block: BlockProfile) -> int:

@@ -3,16 +3,17 @@
 [Note: the price of hooks]
 A block with anything offloaded or recomputed has hooks, which cost host time for each saved tensor, whatever its
 action. A block that keeps everything has none. So offloading and recomputing more in fewer blocks may save more within
-the same slowdown. The search runs for the first n blocks, whose bytes stay longest, for several n, each within the
-slowdown left after the hooks of n blocks; all other blocks keep everything. Hooks cost more in a block in which
-anything is recomputed, so each n is searched twice, with recomputes and without any. A checkpointed block has hooks for
-its inputs only: where the host limits the step, a second forward may cost less than the hooks of recipes, so plans that
-checkpoint the first blocks are tried, too. If hooks cost nothing, or were not measured, there is one search over all
-blocks.
+the same slowdown. The search runs for the first n blocks that save something, whose bytes stay longest, for several n,
+each within the slowdown left after the hooks of n blocks; all other blocks keep everything. Hooks cost more in a block
+in which anything is recomputed, so each n is searched twice, with recomputes and without any. A checkpointed block has
+hooks for its inputs only: where the host limits the step, a second forward may cost less than the hooks of recipes, so
+plans that checkpoint the first blocks are tried, too. If hooks cost nothing, or were not measured, there is one search
+over all blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ebbtide.planner.profile import RECOMPUTE_HOOKS, Profile
@@ -39,13 +40,15 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
     found = [search.everything]
     fitting = search.checkpointed(lambda s: with_hooks(s).predicted.overhead_seconds > limit, fewest=False)
     found += [plan for plan in map(with_hooks, fitting) if plan.predicted.overhead_seconds <= limit]
-    counts = {*FEW, *(round(part * len(profile.blocks)) for part in PARTS)}
-    for count in sorted(count for count in counts if 0 < count <= len(profile.blocks)):
-        hooks = sum(block.hook_seconds for block in profile.blocks[:count])
+    saving = [place for place, block in enumerate(profile.blocks) if block.units]
+    counts = {*FEW, *(round(part * len(saving)) for part in PARTS)}
+    for count in sorted(count for count in counts if 0 < count <= len(saving)):
+        first = saving[:count]
+        hooks = sum(profile.blocks[place].hook_seconds for place in first)
         for left, recomputes in ((slack - RECOMPUTE_HOOKS * hooks, True), (slack - hooks, False)):
             if left <= 0:
                 continue
-            assignment = Search(_first(profile, count, recomputes=recomputes)).least_memory(left).assignment
+            assignment = Search(_only(profile, first, recomputes=recomputes)).least_memory(left).assignment
             candidate = with_hooks(search.simulated(assignment))
             if candidate.predicted.overhead_seconds <= limit:  # later executions of a block share actions
                 found.append(candidate)
@@ -66,15 +69,15 @@ def with_hooks(found: Solution) -> Solution:
     )
 
 
-def _first(profile: Profile, count: int, *, recomputes: bool) -> Profile:
-    """Return a profile in which all but the first blocks keep their tensors; without recomputes, those only offload."""
+def _only(profile: Profile, treated: Sequence[int], *, recomputes: bool) -> Profile:
+    """Return a profile in which all but some blocks keep their tensors; without recomputes, those only offload."""
     blocks = list(profile.blocks)
     for place, block in enumerate(blocks):
-        first = place < count
-        if not (first and recomputes):
+        able = place in treated
+        if not (able and recomputes):
             units = (
-                replace(unit, movable=unit.movable and first, recompute_seconds=None, recompute_flops=None)
+                replace(unit, movable=unit.movable and able, recompute_seconds=None, recompute_flops=None)
                 for unit in block.units
             )
-            blocks[place] = replace(block, units=tuple(units), checkpointable=block.checkpointable and first)
+            blocks[place] = replace(block, units=tuple(units), checkpointable=block.checkpointable and able)
     return replace(profile, blocks=tuple(blocks))

@@ -23,7 +23,7 @@ from ebbtide.base.actions import Action, Candidate, Plan, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.planner.bound import Bound
-from ebbtide.planner.checkpointing import checkpointed
+from ebbtide.planner.checkpointing import checkpointed, with_checkpoint_prices
 from ebbtide.planner.profile import Profile, Unit, by_site
 from ebbtide.planner.simulate import Assignment, Simulated, simulate
 
@@ -56,14 +56,12 @@ class Solution:
         assignment: For each executed block, the action of each of its units.
         predicted: The simulated step.
         everything_kept: The simulated step that keeps everything.
-        bound: The linear program over the step.
     """
 
     profile: Profile
     assignment: Assignment
     predicted: Simulated
     everything_kept: Simulated
-    bound: Bound
 
     @property
     def hook_seconds(self) -> float:
@@ -74,9 +72,8 @@ class Solution:
     @property
     def bound_seconds(self) -> float:
         """The least overhead of any schedule that has as many bytes on the device when the head begins."""
-        least = self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
-        checkpoints = any(Action.CHECKPOINT in actions for actions in self.assignment)  # may cost less than its recipes
-        return min(least, self.predicted.overhead_seconds) if checkpoints else least
+        bound = Bound(with_checkpoint_prices(self.profile))
+        return bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
 
 
 def follow(profile: Profile, plan: Plan) -> Solution:
@@ -91,11 +88,10 @@ def follow(profile: Profile, plan: Plan) -> Solution:
 
     assignment = tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
     return Solution(
-        profile=profile,
+        profile=replace(profile, store_bytes=None),  # it may offload more than the store has
         assignment=assignment,
         predicted=simulate(profile, assignment),
         everything_kept=keep_everything(profile),
-        bound=Bound(replace(profile, store_bytes=None)),
     )
 
 
@@ -294,7 +290,6 @@ class Search:
             assignment=assignment,
             predicted=predicted,
             everything_kept=self._kept,
-            bound=self._bound,
         )
 
     def _assign(self, family: _Family, kept_bytes: int) -> Assignment:

@@ -42,7 +42,7 @@ from ebbtide.engine.timing import BETWEEN_STEPS, GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import Baseline, against_plain, alike, baseline_of, kept_sample, sample
+from ebbtide.profiling.baseline import Baseline, against_plain, alike, baseline_of, has_backward, kept_sample, sample
 from ebbtide.profiling.closed_loop import KEEPS, REASONS, SPARE, ClosedLoop, kept_blocks, outside_plans, why_kept
 from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Judgement
 from ebbtide.profiling.step_profile import measured_rates, profile_of
@@ -273,7 +273,7 @@ class AutoPlan(Explained):
 
     def _let_run_plain(self, known: TimedStep, latest: TimedStep) -> None:
         """Let some of the known blocks run plain in the next step."""
-        room, blocks = self._room_bytes(latest), known.blocks
+        room, blocks = self._room_bytes(latest), list(filter(has_backward, known.blocks))
         # Without one, ordinary training would be steps with hooks: in one step a block may exceed a budget.
         plain = sample(blocks, room) or sample(blocks, room_bytes(self._tier), most=1)
         self._timer.plain, self._kept_under_hooks = plain, kept_sample(blocks, plain, room)

@@ -8,7 +8,9 @@ their backward runs. On a CPU copies take compute time from every block that run
 the same kind with hooks in the same step, less recomputes, is the overhead: it is charged to moved and recomputed
 storages (``ebbtide.planner.charges``), and all blocks of the kind get the times without hooks. Machines are noisy, so
 the upper quartile with hooks is compared with the lower quartile without: a plan that keeps too much costs less than a
-broken promise. If no block of the kind ran with hooks, a block is compared with itself in the step before.
+broken promise. If no block of the kind ran with hooks, a block is compared with itself in the step before. Blocks
+without a backward, such as frozen first ones, save nothing and keep their times. Of blocks that saved other amounts,
+forward and backward are scaled apart: if only their weights are frozen, their backward is shorter.
 """
 
 from __future__ import annotations
@@ -162,6 +164,11 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
     return found
 
 
+def has_backward(block: Sized) -> bool:
+    """Whether a block has a backward; of others, such as frozen first ones, nothing is saved or restored."""
+    return bool(block.units or block.backward_seconds)
+
+
 def treated(block: TimedBlock) -> bool:
     """Whether anything of a block was offloaded or recomputed."""
     return not keeps_all(unit.action for unit in block.units)
@@ -300,15 +307,17 @@ def _least(seconds: Iterable[float | None]) -> float | None:
 
 
 def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
-    if plain is None:
+    if plain is None or not has_backward(block):
         return block
-    size = 1.0
-    if not _equal(block.saved_bytes, plain.saved_bytes) and plain.hooked_forward_seconds:
-        size = block.forward_seconds / plain.hooked_forward_seconds
+    forward = backward = 1.0
+    if not _equal(block.saved_bytes, plain.saved_bytes):
+        hooked_backward = plain.hooked_backward_seconds - recompute_seconds(plain.units)
+        forward = block.forward_seconds / plain.hooked_forward_seconds if plain.hooked_forward_seconds else 1.0
+        backward = block.backward_seconds / hooked_backward if hooked_backward > 0 else forward
     return replace(
         block,
-        forward_seconds=plain.forward_seconds * size,
-        backward_seconds=plain.backward_seconds * size,
+        forward_seconds=plain.forward_seconds * forward,
+        backward_seconds=plain.backward_seconds * backward,
         hook_seconds=plain.hook_seconds,  # per tensor, of any size
     )
 

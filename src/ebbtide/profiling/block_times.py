@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -10,7 +10,7 @@ from ebbtide.base.actions import Action, keeps_all
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.planner.simulate import without_copies
 from ebbtide.planner.solve import Solution
-from ebbtide.profiling.baseline import quartile
+from ebbtide.profiling.baseline import has_backward, quartile
 
 SLOWER = 2
 """Copies that take up to this many times as long as predicted do not disturb the comparison with ordinary training."""
@@ -51,15 +51,19 @@ def from_blocks(span: Span, solution: Solution) -> Measured | None:
 
     Returns:
         The step and its error bar; None if no block ran without hooks. Of a pass of other blocks, as where layers are
-        dropped at random, only those count that the plan knows.
+        dropped at random, or are frozen later, only those count that the plan knows. Blocks without a backward are not
+        compared: what they take without hooks was not measured.
     """
     step_seconds, others = solution.profile.step_seconds, span.seconds - sum(block.seconds for block in span.blocks)
     if not same_blocks(span, solution):
         span, solution = _known(span, solution)
     profile = solution.profile
     pairs = list(zip(span.blocks, profile.blocks, strict=True))
-    plain = [pair for pair in pairs if pair[0].plain]
-    quiet_forwards, quiet_backwards = ([pairs[place] for place in places] for places in _quiet(span, solution))
+    compared = {place: pair for place, pair in enumerate(pairs) if pair[0].plain and has_backward(pair[1])}
+    plain = list(compared.values())
+    quiet_forwards, quiet_backwards = (
+        [pair for place, pair in compared.items() if place in quiet] for quiet in _quiet(span, solution)
+    )
     forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in quiet_forwards or plain])
     if forwards is None:
         return None
@@ -77,8 +81,8 @@ def from_blocks(span: Span, solution: Solution) -> Measured | None:
     return Measured(seconds=middle, low_seconds=shortest, high_seconds=longest, peak_bytes=span.peak_bytes)
 
 
-def _quiet(span: Span, solution: Solution) -> Iterator[list[int]]:
-    """Return the blocks without hooks during whose forward, and backward, no copies run, as in ordinary training.
+def _quiet(span: Span, solution: Solution) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the blocks during whose forward, and backward, no copies run, as in ordinary training.
 
     Copies may be slower than predicted.
     """
@@ -92,20 +96,31 @@ def _quiet(span: Span, solution: Solution) -> Iterator[list[int]]:
         (Action.KEEP,) * len(actions) if block.plain else actions
         for block, actions in zip(span.blocks, solution.assignment, strict=True)
     ]
-    for places in without_copies(replace(solution.profile, rates=slower), ran):
-        yield [place for place in sorted(places) if span.blocks[place].plain]
+    return without_copies(replace(solution.profile, rates=slower), ran)
 
 
 def same_blocks(span: Span, solution: Solution) -> bool:
-    return [block.name for block in span.blocks] == [block.name for block in solution.profile.blocks]
+    """Whether a pass ran the blocks of a plan, and no weights were frozen or trained meanwhile."""
+    return _ran(span) == _planned(solution)
+
+
+def _ran(span: Span) -> list[tuple[str, bool]]:
+    """Return the blocks of a pass, and whether each had a backward."""
+    return [(block.name, block.backward_seconds > 0) for block in span.blocks]
+
+
+def _planned(solution: Solution) -> list[tuple[str, bool]]:
+    """Return the blocks of a plan, and whether each had a backward when it was measured."""
+    return [(block.name, has_backward(block)) for block in solution.profile.blocks]
 
 
 def _known(span: Span, solution: Solution) -> tuple[Span, Solution]:
     """Return the blocks of a pass that a plan knows, and what it has for them."""
-    profile = solution.profile
-    places = {block.name: place for place, block in enumerate(profile.blocks)}
-    known = [places[block.name] for block in span.blocks if block.name in places]
-    return replace(span, blocks=tuple(block for block in span.blocks if block.name in places)), replace(
+    profile, ran = solution.profile, _ran(span)
+    places = {block: place for place, block in enumerate(_planned(solution))}
+    known = [places[block] for block in ran if block in places]
+    blocks = tuple(found for found, block in zip(span.blocks, ran, strict=True) if block in places)
+    return replace(span, blocks=blocks), replace(
         solution,
         profile=replace(profile, blocks=tuple(profile.blocks[place] for place in known)),
         assignment=[solution.assignment[place] for place in known],

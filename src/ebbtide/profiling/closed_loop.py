@@ -31,7 +31,7 @@ from ebbtide.engine.marks import marked
 from ebbtide.planner.hooked import shrink_hooked, with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
-from ebbtide.profiling.baseline import sample
+from ebbtide.profiling.baseline import has_backward, sample
 from ebbtide.profiling.promise import CORRECTIONS, Judgement, loosened, recalibrated
 from ebbtide.profiling.solutions import RESERVE, budget_within, fit_with_reserve, without_fragments
 from ebbtide.store.meter import allocatable_bytes, room_bytes, store_bytes
@@ -177,7 +177,8 @@ class ClosedLoop:
         if judgement.budget_bytes is not None:
             return None
         solution, room = judgement.solution, self._room_bytes()
-        kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
+        kept = kept_blocks(solution)
+        kinds = {block.name: block.kind for block in filter(has_backward, solution.profile.blocks)}
         enough = Counter(kind for name, kind in kinds.items() if name in kept)
         treated = Counter(kind for name, kind in kinds.items() if name not in kept)
         # A kept block is as in ordinary training only where no copies run: the first. One of a kind must run the plan.

@@ -49,7 +49,8 @@ from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import GROWTH, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.policies import PolicyPlan
-from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials, with_backward
+from ebbtide.profiling.baseline import has_backward
+from ebbtide.profiling.trials import Method, Range, Trial, fastest, mixed, trials
 from ebbtide.store.meter import allocatable_bytes, meter_for
 from ebbtide.store.protocol import Tier
 
@@ -198,7 +199,7 @@ class MinimalPlan(PolicyPlan):
             self._end({})  # it grew while a method was tried
             return True
         self._kinds = {block.name: block.kind for block in step.blocks}
-        self._with_backward = frozenset(block.name for block in with_backward(step))
+        self._with_backward = frozenset(block.name for block in filter(has_backward, step.blocks))
         self._trials = trials(step, self._tier, mixes=self._mixes)
         self.judged = not self._trials
         if self._trials:

@@ -9,10 +9,10 @@ from math import sqrt
 from statistics import median
 
 from ebbtide.config import Minimal
-from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.engine.timed import TimedStep
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import quartile
+from ebbtide.profiling.baseline import has_backward, quartile
 from ebbtide.profiling.solutions import FASTER, within_checkpointing
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.schedule.window import LEAST_WINDOW
@@ -84,7 +84,7 @@ def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
         tier: The store.
         mixes: Whether a mix is tried, and not recipes alone.
     """
-    step = replace(step, blocks=tuple(with_backward(step)))
+    step = replace(step, blocks=tuple(filter(has_backward, step.blocks)))
     kinds = dict.fromkeys(block.kind for block in step.blocks)
     if mixes and step.head_peak_bytes is not None:
         able = frozenset(block.name for block in step.blocks if block.checkpointable)
@@ -92,11 +92,6 @@ def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
     checkpointed, offloaded = every_other(step), may_offload(step, tier)
     found = [Trial(checkpointed=checkpointed, methods={})] if checkpointed or offloaded else []
     return [*found, Trial(methods=dict.fromkeys(offloaded, Method.OFFLOAD))] if offloaded else found
-
-
-def with_backward(step: TimedStep) -> list[TimedBlock]:
-    """Return the blocks that have a backward: of others, as of frozen first blocks, nothing is saved or restored."""
-    return [block for block in step.blocks if block.units or block.backward_seconds]
 
 
 def every_other(step: TimedStep) -> frozenset[str]:

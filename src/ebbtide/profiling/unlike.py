@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import median
 
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.profiling.baseline import Baseline, PlainBlock, noise, plain_blocks, shortest, treated
+from ebbtide.profiling.baseline import Baseline, PlainBlock, has_backward, noise, plain_blocks, shortest, treated
 
 UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from all of them; and as many more
@@ -55,8 +55,8 @@ class UnlikeSteps:
         return self.differed >= UNLIKE and bool(self._hooked)
 
     def _has_baseline(self) -> bool:
-        """Whether each kind of block ran without hooks in one of them."""
-        return {block.kind for block in self.joined().blocks} == self._plain_blocks().keys()
+        """Whether each kind of block that has a backward ran without hooks in one of them."""
+        return {block.kind for block in filter(has_backward, self.joined().blocks)} <= self._plain_blocks().keys()
 
     def joined(self) -> TimedStep:
         """Return a step of all blocks that ran with hooks on all, in their order, with the shortest times of each."""

@@ -115,20 +115,20 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
     if steps == 1:
         return profile
     pairs = [(module, block.name) for module, block in find_blocks(model, None)]
-    inside = {id(p) for module, _ in pairs for p in module.parameters()}
-    names = [id(p) for p in model.parameters()]
-    first = next((place for place, key in enumerate(names) if key in inside), 0)
-    early = sum(_gradient(p) for p in list(model.parameters())[:first])  # their gradients come last
-    total = sum(map(_gradient, model.parameters()))
+    ran, parameters = {block.name for block in profile.blocks}, list(model.parameters())
+    inside = {id(p): name for module, name in pairs for p in module.parameters()}
+    first = next((place for place, p in enumerate(parameters) if inside.get(id(p)) in ran), 0)
+    # What is before the first block has its gradients last, and stacks that the batch does not reach have none.
+    head = sum(_gradient(p) for p in parameters[first:] if id(p) not in inside)
+    total = sum(map(_gradient, parameters))
     own = {name: sum(map(_gradient, module.parameters())) for module, name in pairs}
     largest = {name: max(map(_gradient, module.parameters()), default=0) for module, name in pairs}
     # A block that runs several times has its gradient from its last execution on, the first in backward.
-    sizes = [own.pop(block.name, 0) for block in reversed(profile.blocks)][::-1]
-    before = [early + size for size in accumulate(sizes, initial=0)]
-    # The profile has this pass's own shards.
+    made = [*accumulate(own.pop(block.name, 0) for block in reversed(profile.blocks))][::-1]
+    # The profile has what this pass has made so far: shards of the blocks' gradients, and those of the head whole.
     more = [
-        total - (total - rest) // shards + largest.get(block.name, 0)
-        for block, rest in zip(profile.blocks, before, strict=False)
+        total - head - nbytes // shards + largest.get(block.name, 0)
+        for block, nbytes in zip(profile.blocks, made, strict=True)
     ]
     blocks = tuple(
         replace(

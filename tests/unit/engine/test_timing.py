@@ -434,6 +434,40 @@ def test_the_peak_between_two_spans_is_that_of_the_optimizer() -> None:
     assert {span.peak_bytes for span in scene.told} == {80}
 
 
+def test_a_pause_ends_when_the_next_pass_begins() -> None:
+    """At the end of a forward memory still holds what the pass keeps, and there seems to be no room for yardsticks."""
+    scene, asked = Spans(memory=True), list[float]()
+    spans = scene.timer.spans
+    for _ in range(3):
+        scene.step(1.0, peak=80)
+    assert scene.told and spans.between_peak_bytes == 0
+    spans._resumes = lambda timer: bool(asked.append(scene.clock.now)) or len(asked) > 1
+    for later in (2, 1):
+        spans.want(wanted=False)
+        spans.paused = later
+        for _ in range(later):
+            runs = scene.full(Pass(), 1.0, peak=80)
+            assert not spans.wanted and len(asked) == 2 - later
+            scene.backward(runs, peak=80)
+        began = scene.clock.now
+        scene.backward(scene.full(Pass(), 1.0))
+        assert asked[2 - later :] == [began] and spans.wanted is (later == 1) and not spans.paused
+    scene.step(1.0)
+    assert spans.between_peak_bytes == 0, "the peak since the last span is not that of an optimizer's step"
+
+
+def test_a_pause_that_is_over_ends_no_measurement() -> None:
+    scene = Spans()
+    spans = scene.timer.spans
+    spans.want(wanted=False)
+    spans.paused = 1
+    scene.step(1.0)
+    scene.timer.want()
+    scene.timer.hand_over()  # the next block begins
+    scene.step(1.0)
+    assert not spans.wanted and spans.open is None
+
+
 def test_without_memory_the_kernels_time_is_not_asked_for() -> None:
     scene = Spans()
     for seconds in (1.0, 2.0, 3.0):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ebbtide.base.actions import Action
 from ebbtide.planner.bound import Bound
+from ebbtide.planner.checkpointing import checkpointed, with_checkpoint_prices
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
@@ -111,4 +112,18 @@ def test_no_simulated_schedule_is_faster(profile: Profile) -> None:
             assignment[place][number] = action
         found = simulate(profile, assignment)
         # Tensors not copied when backward began were kept.
+        assert found.overhead_seconds >= bound.least(found.kept_bytes + found.served_bytes)[0] - 1e-9
+
+
+@settings(max_examples=60)
+@given(profiles(), st.sampled_from([Action.KEEP, Action.OFFLOAD]), st.booleans())
+def test_no_simulated_schedule_with_checkpoints_is_faster(profile: Profile, inputs: Action, offloads: bool) -> None:
+    able = replace(profile, blocks=tuple(replace(block, checkpointable=True) for block in profile.blocks))
+    bound = Bound(with_checkpoint_prices(able))
+    for count in range(1, len(able.blocks) + 1):
+        actions = [list(found) for found in checkpointed(able, count, inputs)]
+        for place, number, each in able.units():
+            if offloads and place >= count and each.movable:
+                actions[place][number] = Action.OFFLOAD
+        found = simulate(able, actions)
         assert found.overhead_seconds >= bound.least(found.kept_bytes + found.served_bytes)[0] - 1e-9

@@ -104,6 +104,14 @@ def test_blocks_whose_recipes_cost_more_than_a_second_forward_are_checkpointed_w
     assert found.predicted.overhead_seconds < dear().forward_seconds
 
 
+def test_the_bound_of_a_plan_without_checkpoints_is_one_of_those_with_them_too() -> None:
+    recipes = Search(dear()).simulated([(Action.KEEP, Action.RECOMPUTE)] * 8)
+    assert recipes.predicted.overhead_seconds == pytest.approx(8 * 5.0)
+    second_forwards = Search(dear()).simulated(checkpointed(dear(), 8, Action.KEEP))
+    assert recipes.bound_seconds == pytest.approx(second_forwards.bound_seconds, rel=0.02)
+    assert 0 < recipes.bound_seconds <= second_forwards.predicted.overhead_seconds
+
+
 def test_and_within_a_slowdown() -> None:
     found = shrink(dear(), 0.1)  # of 24 s: two blocks
     assert sum(Action.CHECKPOINT in actions for actions in found.assignment) == 2

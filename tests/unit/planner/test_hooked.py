@@ -55,6 +55,18 @@ def test_a_single_block_gets_hooks_where_two_would_cost_too_much() -> None:
     assert [treated(actions) for actions in found.assignment] == [True] + [False] * 15
 
 
+def test_blocks_that_save_nothing_have_no_hooks_to_pay_for() -> None:
+    """Frozen first blocks would be the first half, so no number of first blocks that is tried would be small enough."""
+    trained = step(1.2)
+    frozen = tuple(
+        replace(block, name=f"frozen.{place}", units=(), backward_seconds=0.0)
+        for place, block in enumerate(trained.blocks)
+    )
+    profile = replace(trained, blocks=(*frozen, *trained.blocks))
+    found = shrink_hooked(profile, 0.05 * trained.step_seconds / profile.step_seconds)
+    assert [treated(actions) for actions in found.assignment] == [False] * 16 + [True] + [False] * 15
+
+
 def test_recomputes_are_left_out_where_they_make_the_hooks_too_expensive() -> None:
     """Hooks of two blocks take 2.3 s where nothing is recomputed, else 4.0 s; 2.4 s are promised."""
     rates = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)

@@ -153,6 +153,17 @@ def test_blocks_that_steps_run_in_other_orders_are_in_that_of_the_first() -> Non
     assert [block.name for block in steps.joined().blocks] == ["layers.2", "layers.0", "layers.1"]
 
 
+def test_a_kind_without_a_backward_needs_no_baseline() -> None:
+    """For example a frozen tower: it is as in ordinary training, and never runs without hooks to be compared."""
+    steps = UnlikeSteps()
+    for number in range(2 * UNLIKE):
+        one = step((0, 1, 2 + number % 2), frozenset({"layers.0"} if number % 4 == 2 else ()), 1.0)
+        frozen = replace(one.blocks[1], name="frozen", kind="Frozen", units=(), backward_seconds=0.0)
+        steps.add(replace(one, blocks=(frozen, *one.blocks)))
+        steps.differed += 1
+    assert steps.suffice() and steps.baseline().known
+
+
 def test_a_kind_that_ran_without_hooks_in_no_step_has_no_baseline() -> None:
     """For example where two towers run in turn: blocks of only one of them ran without hooks."""
     steps = UnlikeSteps()
