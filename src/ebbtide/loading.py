@@ -53,7 +53,8 @@ def load_sharded(
         model: On meta: built under ``with torch.device("meta"):``. Or loaded, without ``weights``: its own values are
             sharded and the whole copy is dropped; it may be loaded on one rank and on meta on the others.
         weights: A checkpoint's folder, index, file or files; a state dict or a model in memory, on one rank or more,
-            ``None`` on the others; ``None`` everywhere: the model's own initial values.
+            ``None`` on the others; ``None`` everywhere: the model's own initial values, by a seed that is drawn from
+            torch's random numbers on the first rank.
         shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or
             ``None`` if it is wrapped in place; without it every rank holds the whole model.
         source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
@@ -65,7 +66,8 @@ def load_sharded(
         missing: ``"error"``, or ``"initialize"`` the weights missing in the checkpoint; tensors with values keep
             them.
         unexpected: ``"error"``, or ``"ignore"`` tensors that the model does not have.
-        init: Initializes one module; default: ``_init_weights`` and ``reset_parameters``.
+        init: Initializes one module; called with each, children first, after the model's own ``_init_weights`` and
+            ``reset_parameters``, as ``model.apply(init)``; default: those alone.
         allow_pickle: Also read pickled checkpoints; tensors and plain containers only.
         progress: Called with the bytes this rank has read and will read, in its own thread.
 

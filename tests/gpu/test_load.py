@@ -48,10 +48,14 @@ def test_weights_come_to_the_device_without_a_second_copy(path: Path, dtype: tor
 
 
 def test_first_values_are_drawn_on_the_device_and_again_the_same() -> None:
-    one, two = (ebbtide.load_sharded(_meta()) for _ in range(2))
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+    models: list[nn.Sequential] = []
+    for seed in (0, 0, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        models.append(ebbtide.load_sharded(_meta()))  # type: ignore[arg-type]
+    for p, q, other in zip(*(model.parameters() for model in models), strict=True):
         assert p.device.type != "cpu" and p.std() > 0
-        assert torch.equal(p, q)
+        assert torch.equal(p, q) and not torch.equal(p, other)
 
 
 def test_a_model_comes_back_from_what_was_saved(path: Path, tmp_path: Path) -> None:

@@ -241,6 +241,6 @@ def test_a_script_without_seeds_is_not_called_different(tmp_path: Path) -> None:
     argv = ["--rounds", "2", "--steps", "3", "--modes", "plain,ebbtide", "--out", tmp_path / "out", "--"]
     result = ran("compare", *argv, sys.executable, LOOP, "unseeded")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "plain's rounds differ from one another" in result.stdout
+    assert "runs of plain differ from one another" in result.stdout
     merged = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [mode["loss_equal"] for mode in merged["modes"]] == [None, None]

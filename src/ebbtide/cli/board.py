@@ -13,6 +13,7 @@ from ebbtide.base.files import write_text
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
+from ebbtide.cli.modes import MODES
 from ebbtide.report import Run, load_run, page, splits_of, verdicts, warnings
 from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.report.verdict import LEAST_TIMED
@@ -127,27 +128,31 @@ class Board:
         return [f"{last}, which left {counted(timed, 'step')} of each run to time; use a larger {self._flag}."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with each other; return the result.
+        """Compare the trained parameters with those of plain, and runs of ordinary training with each other.
 
-        If plain itself is not deterministic, losses and parameters cannot be compared.
+        If ordinary training is not deterministic, losses and parameters cannot be compared.
+
+        Returns:
+            The result in words.
         """
-        losses = [by["plain"].summary["loss"] for by in self._rounds.values() if "plain" in by]
+        ordinary = [mode for mode in MODES if MODES[mode].ordinary and mode in self._modes]
+        losses = [by[mode].summary["loss"] for by in self._rounds.values() for mode in ordinary if mode in by]
         sums = {
             mode: [
                 event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")
             ]
             for mode in self._modes
         }
-        plain = sums.get("plain", [])
+        plain = [checksum for mode in ordinary for checksum in sums[mode]]
         if len(set(plain)) > 1 or any(values != losses[0] for values in losses):
             for mode in modes:
                 mode["loss_equal"] = mode["parameters_equal"] = None
             return [
-                "Training is not deterministic: plain's rounds differ from one another, so losses and parameters are "
-                "not compared.\nhint: set all seeds (torch, numpy, data loader workers), and choose deterministic "
-                "kernels: torch.use_deterministic_algorithms(True)"
+                f"Training is not deterministic: runs of {' and '.join(ordinary)} differ from one another, so losses "
+                "and parameters are not compared.\nhint: set all seeds (torch, numpy, data loader workers), and choose "
+                "deterministic kernels: torch.use_deterministic_algorithms(True)"
             ]
-        if not plain:
+        if not sums.get("plain"):
             return []
         for mode in modes:
             own = sums[mode["mode"]]

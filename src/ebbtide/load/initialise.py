@@ -4,8 +4,8 @@
 Functions that initialise (``_init_weights`` of transformers, ``reset_parameters`` of torch and of adapters) draw from
 one stream of random numbers, so a parameter's values would depend on earlier draws. Here each call has its own seed,
 made of the run's seed and the call's name; its tensors are made whole, initialised, cut and dropped before the next
-call. Running all calls once on meta, where writing costs nothing, shows which call writes which tensors. A tensor
-that several calls write is passed to all of them, in their order.
+call. Which call writes which tensors is found out before, see [Note: what a call writes]. A tensor that several calls
+write is passed to all of them, in their order.
 
 This happens on a copy of the model on meta from before it was sharded, where names and modules are still plain. All of
 the copy is on meta: real tensors are in memory once, and calls that read or write some of them get copies of those.
@@ -16,70 +16,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import inspect
 import math
-import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Set
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.load.fourbit import is_four_bit
+from ebbtide.load.initialisers import ADD_FIRST, InitialCall, WriteWatch, calls_in, check_adapters
 from ebbtide.load.names import adapters_of, is_copy
 from ebbtide.load.targets import default_device, owners_of, tensor_of
 
-_SETTING = ("normal_", "uniform_", "zero_", "fill_")
-_OVERWRITING = (*_SETTING, "copy_")
-_ADD_FIRST = "add the adapter to a model in memory, save it, and load that"
-
-
-@dataclass(kw_only=True)
-class _Call:
-    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it.
-
-    ``needs``: the tensors with values in the model that it reads or writes.
-    """
-
-    name: str
-    module: nn.Module
-    act: Callable[[], object]
-    adapts: bool = False  # it knows adapters; other functions take their layers for the model's own
-    writes: dict[str, bool] = field(default_factory=dict[str, bool])
-    needs: set[str] = field(default_factory=set[str])
-
-
-class _Watch(TorchDispatchMode):
-    """Notes which of some tensors are written, and which of those with values in the model are used."""
-
-    def __init__(self, names: dict[int, str], numels: dict[str, int], valued: Set[str] = frozenset()) -> None:
-        super().__init__()
-        self._names, self._numels, self._valued = names, numels, valued
-        self.writes: dict[str, bool] = {}
-        self.needs: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator; note the arguments that its schema says are written."""
-        operator = func._schema.name.split("::")[1]
-        used = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)] if self._valued else []
-        self.needs.update(self._valued & {self._names.get(value.untyped_storage()._cdata, "") for value in used})
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            alias = argument.alias_info
-            if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
-                name = self._names.get(value.untyped_storage()._cdata)
-                if name is not None:
-                    complete = value.numel() == self._numels[name] and operator in _OVERWRITING
-                    self.writes.setdefault(name, complete)
-        if operator in _SETTING and args[0].is_meta:  # it only checks arguments, in Python and for milliseconds
-            return args[0]
-        return func(*args, **(kwargs or {}))
+_Kept = tuple[str, Any, str, torch.Tensor, torch.Tensor]
+"""A tensor's first name, the dict and the key that it is under, itself, and another view of its storage."""
 
 
 class Initialiser:
@@ -113,6 +65,8 @@ class Initialiser:
         self._first = {n: first.setdefault(id(tensor_of(owner)), n) for n, owner in self._owners.items()}
         """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
+        self.has_drawn = False
+        """Whether values were drawn at random."""
         before = {self._first[name]: tensor_of(owner) for name, owner in owners_of(model).items() if lacking}
         copied = {name: tensor_of(self._owners[name]) for name in before}
         self._valued = {name: t for name, t in before.items() if not t.is_meta and copied[name].is_meta}
@@ -134,7 +88,7 @@ class Initialiser:
         wanted = list(names)
         if not wanted:
             return
-        _check_adapters(self._model, wanted)
+        check_adapters(self._model, wanted)
         groups: dict[tuple[int, ...], list[str]] = {}
         for name in wanted:
             groups.setdefault(self._calls_of(name), []).append(name)
@@ -143,7 +97,7 @@ class Initialiser:
                 raise ConfigError(
                     f"no initializer found for adapters: {few(added)}",
                     expected="adapters of LoRA, or first values that init= or the checkpoint has",
-                    hint=_ADD_FIRST,
+                    hint=ADD_FIRST,
                 )
             raise DataError(
                 f"no initializer found for {', '.join(unknown)}",
@@ -152,6 +106,7 @@ class Initialiser:
                 "init=, a function that gives a module its values",
             )
         for indices, members in groups.items():
+            self.has_drawn |= any(self._calls[i].draws for i in indices)
             yield from self._made(indices, members, device or default_device())
 
     def _made(
@@ -159,6 +114,10 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         calls = [self._calls[i] for i in indices]
         first = self._first
+
+        def made(name: str) -> torch.Tensor:  # a call may have replaced the tensor that it got
+            return tensor_of(self._owners[first[name]])
+
         touched: dict[str, bool] = {}
         for name, complete in (item for call in calls for item in call.writes.items()):
             touched[name] = touched.get(name, False) or complete
@@ -168,11 +127,11 @@ class Initialiser:
             incomplete = [name for name, complete in touched.items() if not complete and name not in needed]
             incomplete = {name: real[name] for name in (*incomplete, *needed)}
             self._run_all(calls, device, incomplete)
-            marks = {name: _marked(real[first[name]]) for name in members if not touched[first[name]]}
+            marks = {name: _marked(made(name)) for name in members if not touched[first[name]]}
             halves = [name for name, marked in marks.items() if marked.any()]
             if halves:  # or it sets what marks: the values are the same with other marks
                 self._run_all(calls, device, incomplete, again=True)
-                halves = [name for name in halves if (marks[name] & _marked(real[first[name]], again=True)).any()]
+                halves = [name for name in halves if (marks[name] & _marked(made(name), again=True)).any()]
             if halves:
                 raise DataError(
                     f"{few(halves)}: the initializer sets only a part",
@@ -180,10 +139,15 @@ class Initialiser:
                     hint="set all of it in reset_parameters, or pass init=, a function that gives a module its values",
                 )
             for name in members:
-                yield name, real[first[name]].detach()
+                yield name, made(name).detach()
 
     def _run_all(
-        self, calls: Iterable[_Call], device: torch.device, before: dict[str, torch.Tensor], *, again: bool = False
+        self,
+        calls: Iterable[InitialCall],
+        device: torch.device,
+        before: dict[str, torch.Tensor],
+        *,
+        again: bool = False,
     ) -> None:
         """Fill tensors with the model's values or marks of what is not set; make the calls, each with its own seed."""
         for name, tensor in before.items():
@@ -196,7 +160,7 @@ class Initialiser:
                 # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
                 seed = torch.manual_seed if cards else torch.default_generator.manual_seed
                 seed(int.from_bytes(digest[:7], "little"))
-                _run(call)
+                call.run()
 
     @contextlib.contextmanager
     def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
@@ -229,18 +193,19 @@ class Initialiser:
         return tuple(i for i, _ in writing[last:])
 
     @cached_property
-    def _calls(self) -> list[_Call]:
-        """The calls that write something; each was run once on meta to find out what."""
-        names, numels = dict[int, str](), dict[str, int]()
+    def _calls(self) -> list[InitialCall]:
+        """The calls that write something; each was run once on meta, see [Note: what a call writes]."""
+        names, numels, kept = dict[int, str](), dict[str, int](), dict[nn.Module, list[_Kept]]()
         for name, owner in self._owners.items():
-            tensor = tensor_of(owner)
-            if tensor.is_meta and self._first[name] == name:
-                names[tensor.untyped_storage()._cdata], numels[name] = name, tensor.numel()
-        calls = list(_calls_in(self._model, self._init))
+            (module, attribute, is_buffer), tensor, first = owner, tensor_of(owner), self._first[name]
+            if tensor.is_meta:
+                names[tensor.untyped_storage()._cdata], numels[first] = first, tensor.numel()
+                slots: Any = module._buffers if is_buffer else module._parameters
+                kept.setdefault(module, []).append((first, slots, attribute, tensor, tensor.detach()))
+        calls = list(calls_in(self._model, self._init))
         for call in calls:
-            watch = _Watch(names, numels, self._valued.keys())
+            watch = WriteWatch(names, numels)
             failed = self._fails(call, watch)
-            call.writes, call.needs = watch.writes, watch.needs
             if failed and (inside := self._valued_in(call.module)):  # it may need their values
                 real: dict[str, torch.Tensor] = {}
                 with self._placed(inside, torch.device("cpu"), real), torch.no_grad():
@@ -248,13 +213,20 @@ class Initialiser:
                         tensor.copy_(self._valued[name])
                     failed = self._fails(call, watch)
                 call.needs |= inside
+            call.writes, call.draws = watch.writes, watch.draws or failed
+            call.needs |= watch.used & self._valued.keys()
+            for part in call.module.modules():
+                for name, slots, attribute, tensor, before in kept.get(part, ()):
+                    now = slots.get(attribute)
+                    if now is not tensor or now.untyped_storage()._cdata != before.untyped_storage()._cdata:
+                        tensor.data, slots[attribute] = before, tensor
+                        call.writes.setdefault(name, False)
             if failed:  # it may need values: assume that it writes what its module has
-                for name, (module, _, _) in self._owners.items():
-                    if module is call.module and self._first[name] in numels:
-                        call.writes.setdefault(self._first[name], False)
+                for name, *_ in kept.get(call.module, ()):
+                    call.writes.setdefault(name, False)
         return [call for call in calls if call.writes]
 
-    def _fails(self, call: _Call, watch: _Watch) -> bool:
+    def _fails(self, call: InitialCall, watch: WriteWatch) -> bool:
         with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
             call.act()
             return False
@@ -291,56 +263,6 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _calls_in(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:
-    """Yield the calls that initialise a model, in the model's order."""
-    order: list[tuple[str, nn.Module, Any]] = []
-    seen: set[int] = set()
-
-    def visit(module: nn.Module, prefix: str, root: Any) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if _takes(getattr(module, "_init_weights", None), module):
-            root = module  # a model inside a model brings its own function
-        for name, child in module.named_children():
-            visit(child, f"{prefix}.{name}" if prefix else name, root)
-        order.append((prefix, module, root))
-
-    visit(model, "", None)
-    for prefix, module, root in order:
-        for method in ("_reset_parameters", "reset_parameters"):
-            act: Any = getattr(module, method, None)
-            if _takes(act):
-                yield _Call(name=f"{prefix}.{method}", module=module, act=act)
-                break
-        if root is not None:
-            yield _Call(name=f"{prefix}._init_weights", module=module, act=partial(root._init_weights, module))
-        yield from _adapter_calls(model, module, prefix)
-        if init is not None:
-            yield _Call(name=f"{prefix}.init", module=module, act=partial(init, module), adapts=True)
-
-
-def _takes(function: Any, *arguments: object) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):
-        return False  # no function, or one of the same name for something else
-    return True
-
-
-def _run(call: _Call) -> None:
-    try:
-        call.act()
-    except Exception as error:
-        raise DataError(
-            f"the initializer {call.name.lstrip('.')} failed ({type(error).__name__}: {error})",
-            expected="a function that reads and sets tensors of its own module",
-            hint="init= is called with every module: return for those that it does not know"
-            if call.name.endswith(".init")
-            else "give the module its values in another function, and pass it as init=",
-        ) from error
-
-
 def _unset(dtype: torch.dtype, *, again: bool = False) -> complex | int:
     """Return the value that marks an element as not set; ``again``: another one, where dtypes have only real values."""
     if dtype.is_complex:
@@ -353,37 +275,3 @@ def _unset(dtype: torch.dtype, *, again: bool = False) -> complex | int:
 def _marked(tensor: torch.Tensor, *, again: bool = False) -> torch.Tensor:
     number = _unset(tensor.dtype, again=again)
     return tensor.isnan() if number != number else tensor == number
-
-
-def _check_adapters(model: Any, names: Iterable[str]) -> None:
-    """Raise if one of these names is of an adapter that starts from the base's weights or from data."""
-    methods = {name: getattr(c, "init_lora_weights", True) for name, c in getattr(model, "peft_config", {}).items()}
-    other = {name: how for name, how in methods.items() if not (isinstance(how, bool) or _is_gaussian(how))}
-    for name in names:
-        for adapter, how in other.items():
-            if re.search(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)", name):
-                raise ConfigError(
-                    f"init_lora_weights is {how!r} and {name!r} has no values yet",
-                    expected="True, False or 'gaussian' for adapters that are added on meta",
-                    hint=_ADD_FIRST,
-                )
-
-
-def _is_gaussian(how: object) -> bool:
-    return isinstance(how, str) and how.lower() == "gaussian"
-
-
-def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[_Call]:
-    """Yield the calls that initialise adapters, except those computed from base weights."""
-    if callable(reset := getattr(module, "reset_lora_parameters", None)):
-        for adapter, config in getattr(model, "peft_config", {}).items():
-            how = getattr(config, "init_lora_weights", True)
-            if how is True or how is False or _is_gaussian(how):
-                act = partial(reset, adapter, how) if how else partial(_reset_as_torch, module, adapter)
-                yield _Call(name=f"{prefix}.{adapter}", module=module, act=act, adapts=True)
-
-
-def _reset_as_torch(module: Any, adapter: str) -> None:
-    for layers in (module.lora_A, module.lora_B):
-        if adapter in layers:
-            layers[adapter].reset_parameters()

@@ -109,6 +109,8 @@ class Loading:
                 targets = targets_of(sharded, device)
                 check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
+                if self._initialiser.has_drawn:
+                    _draw_seed()  # or the next model would be the same
             self._read(targets)
             found.append((sharded, targets))
             return {}
@@ -198,7 +200,8 @@ class Loading:
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
-        host, seed = os.uname().nodename, torch.initial_seed()
+        with torch.random.fork_rng([]):
+            host, seed = os.uname().nodename, _draw_seed()
         wanted = {"given": weights is not None, "source": self.options.source}
         return wanted | {"sees": sees, "name": name, "host": host, "seed": seed}
 
@@ -344,3 +347,8 @@ class Loading:
 
     def _emit(self, edge: str, nbytes: int | None, seconds: float | None = None) -> None:
         BUS.emit("load", edge=edge, source=self.path, rank=self.ranks.me, bytes=nbytes, seconds=seconds)
+
+
+def _draw_seed() -> int:
+    """Draw a seed for initial values, as ordinary initialisation draws them: from the CPU's random numbers."""
+    return int(torch.randint(1 << 62, (), device="cpu"))

@@ -203,7 +203,7 @@ def load_run(folder: str | os.PathLike[str], *, summary: dict[str, Any] | None =
     summary = _read_summary(folder / SUMMARY_FILE) if summary is None else summary
     return Run(
         folder=folder,
-        name=str(summary.get("mode") or folder.name),
+        name=str(summary.get("mode") or os.path.basename(os.path.abspath(folder))),  # "." has no name
         summary=summary,
         events=events,
         outside=outside_events(folder, events),

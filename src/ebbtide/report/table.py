@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -145,9 +146,10 @@ def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
 
 
 def losses_by_step(summary: Summary) -> dict[int, Any]:
-    """Return the losses of a run by step: a resumed one does not begin with step 1."""
-    first = summary.get("first_step")
-    return dict(enumerate(summary.get("loss") or [], start=first if isinstance(first, int) else 1))
+    """Return the losses of a run by step: a resumed one does not begin with step 1, and some leave out numbers."""
+    first, losses = summary.get("first_step"), summary.get("loss") or []
+    numbers = summary.get("step_numbers") or itertools.count(first if isinstance(first, int) else 1)
+    return dict(zip(numbers, losses, strict=False))
 
 
 def ratio(summary: Summary, plain: Summary | None) -> str:

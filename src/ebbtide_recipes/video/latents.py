@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import shutil
+import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,7 +214,7 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     manifest = {"schema": 1, "request": request, "channels": channels, "items": items}
     with _draft_of(folder / MANIFEST) as draft:
         draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    for path in others(folder, names):
+    for path in [*others(folder, names), *folder.glob("clip-*.part")]:  # drafts of runs that were killed, too
         path.unlink()
     settings = _hash_of(source, making)
     for path in folder.glob("text-*.safetensors"):
@@ -324,7 +325,7 @@ def _draft_of(path: Path) -> Generator[Path]:
     """Yield the path of a draft that replaces a file once it is written."""
     from safetensors import SafetensorError
 
-    draft = path.with_suffix(".part")
+    draft = path.with_suffix(f".{uuid.uuid4().hex[:8]}.part")  # other runs may embed the same caption now
     try:
         yield draft
         draft.replace(path)

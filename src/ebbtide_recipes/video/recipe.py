@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, counted
+from ebbtide.base.runs import only_writer
 from ebbtide.base.units import format_size
-from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton import launch, outputs
 from ebbtide_recipes.skeleton.recipe import Recipe
 from ebbtide_recipes.video.config import VideoConfig
 
@@ -229,10 +231,28 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             hint="fetch the complete pipeline, or name existing latents: --latents_dir",
         )
     if not same:
-        others = latents.others(folder, latents.names_of(clips, source, making))
-        _check_others(config, folder, others, logs=state.is_main_process)
-    state.wait_for_everyone()  # before one of them begins to write
-    if not same:
+        _make(config, source, making, clips, device)
+    elif config.shown_prompts and state.is_main_process:
+        latents.add_captions(folder, source, config.shown_prompts, device=device, dtype=_dtype(config, frozen=True))
+    state.wait_for_everyone()
+    return latents.Latents(folder)
+
+
+def _make(config: VideoConfig, source: Source, making: Making, clips: Sequence[Clip], device: torch.device) -> None:
+    """Make the latents of clips, every process a share of them; one run at a time does so in a folder."""
+    from accelerate import PartialState
+
+    from ebbtide_recipes.video import latents
+
+    state, folder = PartialState(), _latents_folder(config)
+    others = latents.others(folder, latents.names_of(clips, source, making))
+    _check_others(config, folder, others, logs=state.is_main_process)
+    with contextlib.ExitStack() as claimed:
+        # A second lock of one process on the same folder would release both.
+        if state.is_main_process and folder.resolve() != outputs.place(config).resolve():
+            folder.mkdir(parents=True, exist_ok=True)
+            claimed.enter_context(only_writer(folder))
+        state.wait_for_everyone()  # before one of them begins to write
         if state.is_main_process and not latents.matches(folder, source, making, None):
             (folder / latents.MANIFEST).unlink(missing_ok=True)  # captions are embedded under the same names
         state.wait_for_everyone()
@@ -244,10 +264,6 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
         if state.is_main_process:
             latents.finish(clips, folder, source, making)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
-    elif config.shown_prompts and state.is_main_process:
-        latents.add_captions(folder, source, config.shown_prompts, device=device, dtype=_dtype(config, frozen=True))
-    state.wait_for_everyone()
-    return latents.Latents(folder)
 
 
 def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, logs: bool) -> None:

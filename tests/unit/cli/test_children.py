@@ -22,6 +22,7 @@ from ebbtide.cli import children
 from ebbtide.cli import run as run_module
 from ebbtide.cli.children import Child
 from ebbtide.cli.signals import Terminated, hold_interrupts, terminate_as_interrupt
+from tests.helpers.locked import locked
 
 WAITING = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -268,21 +269,14 @@ def test_a_comparison_in_the_folder_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_that_still_writes_keeps_its_record(tmp_path: Path, recorded: bool) -> None:
     """If a command starts on several nodes at once, the others have no record yet, and it continues."""
-    hold = (
-        "import sys; from pathlib import Path; from ebbtide.base.runs import only_writer\n"
-        "with only_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", hold, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+    with locked(tmp_path) as other:
         if recorded:
             (tmp_path / "run.jsonl").write_text("{}\n")
-            with pytest.raises(DataError, match=f"another run .process {other.pid} on .* writes into"):
+            with pytest.raises(DataError, match=f"another run .process {other} on .* writes into"):
                 run_module.run(["--out", str(tmp_path), "--", "true"])
             assert (tmp_path / "run.jsonl").exists()
         else:
             assert run_module.run(["--out", str(tmp_path), "--", "true"]) == 0
-        other.communicate()
 
 
 def test_a_directory_on_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:

@@ -279,8 +279,28 @@ def test_rounds_of_plain_that_differ_accuse_no_mode(tmp_path):
     board._rounds = {number: {"plain": run, "ebbtide": runs[0]} for number, run in enumerate(runs, start=1)}
     modes = [{"mode": mode, "loss_equal": False} for mode in ("plain", "ebbtide")]
     (line,) = board._compare_parameters(modes)
-    assert "plain's rounds differ from one another" in line and "\nhint: " in line
+    assert "runs of plain differ from one another" in line and "\nhint: " in line
     assert [mode["loss_equal"] for mode in modes] == [None, None]
+
+
+@pytest.mark.parametrize("again", [1.0, 2.0])
+def test_a_second_run_of_plain_shows_whether_training_is_deterministic(tmp_path, again):
+    """With one round, too, in which other modes may differ for the same reason."""
+    names, checksums = ("plain", "ebbtide", "plain-again"), {1.0: "a", 2.0: "b"}
+    board = Board(out=tmp_path, modes=names, console=console(), warm_up=1)
+    board._rounds = {
+        1: {
+            mode: SimpleNamespace(all=lambda kind, loss=loss: [{"checksum": checksums[loss]}], summary={"loss": [loss]})
+            for mode, loss in zip(names, (1.0, 2.0, again), strict=True)
+        }
+    }
+    modes = [{"mode": mode, "loss_equal": mode == "plain"} for mode in names]
+    (line,) = board._compare_parameters(modes)
+    if again == 2.0:
+        assert "runs of plain and plain-again differ from one another" in line and "\nhint: " in line
+        assert [(mode["loss_equal"], mode["parameters_equal"]) for mode in modes] == [(None, None)] * 3
+    else:
+        assert line.endswith("differ from plain's: ebbtide."), "no doubt is left"
 
 
 def test_notes_of_an_attempt_that_trained_nothing_explain_no_later_one(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.base.errors import DataError
-from ebbtide.load.initialise import Initialiser, _Watch
+from ebbtide.load.initialise import Initialiser
+from ebbtide.load.initialisers import WriteWatch
 
 
 class Reached(TorchDispatchMode):
@@ -28,14 +30,14 @@ class Reached(TorchDispatchMode):
 def test_operators_that_set_all_of_a_tensor_on_meta_are_noted_and_not_executed() -> None:
     whole, real = torch.empty(4, 3, device="meta"), torch.zeros(2)
     names, numels = {whole.untyped_storage()._cdata: "whole"}, {"whole": 12}
-    with Reached() as reached, _Watch(names, numels) as watch:
+    with Reached() as reached, WriteWatch(names, numels) as watch:
         assert whole.normal_(0, 1) is whole
         whole.mul_(2)
         real.fill_(5)
     assert watch.writes == {"whole": True}
     assert reached.names == ["mul_", "fill_"]
     assert real.eq(5).all()
-    with _Watch(names, numels) as watch:
+    with WriteWatch(names, numels) as watch:
         whole[1].zero_()
     assert watch.writes == {"whole": False}
 
@@ -214,3 +216,90 @@ def test_values_that_are_there_are_not_copied_but_where_they_are_needed(reading:
     kept = {name: torch.equal(before[name], value) for name, value in model.state_dict().items() if not value.is_meta}
     assert len(kept) == len(before) - 3 and all(kept.values())
     assert not copies
+
+
+def watched(act: Callable[[torch.Tensor], object]) -> tuple[dict[str, bool], set[str], bool]:
+    """Return what a function writes and uses of a tensor of ``[4, 4]`` on meta, and whether it draws."""
+    whole = torch.empty(4, 4, device="meta")
+    with torch.no_grad(), WriteWatch({whole.untyped_storage()._cdata: "whole"}, {"whole": 16}) as watch:
+        act(whole)
+    return watch.writes, watch.used, watch.draws
+
+
+@pytest.mark.parametrize(
+    ("act", "complete"),
+    [
+        (lambda w: nn.init.eye_(w), True),
+        (lambda w: torch.add(torch.ones(4, 4, device="meta"), 1, out=w), True),
+        (lambda w: torch.mul(w, 2, out=w), False),
+        (lambda w: w.copy_(w * 0.5), False),
+        (lambda w: w.copy_(w.t()), False),
+        (lambda w: w.data.zero_(), True),
+        (lambda w: torch._foreach_zero_([w[:2], w[2:]]), False),
+        (lambda w: w[1].add_(1), False),
+    ],
+    ids=["eye", "out", "out of itself", "scaled", "a view", "data", "list", "row"],
+)
+def test_what_a_call_writes_is_all_of_a_tensor_only_if_it_was_not_read_before(
+    act: Callable[[torch.Tensor], object], complete: bool
+) -> None:
+    assert watched(act) == ({"whole": complete}, {"whole"}, False)
+
+
+def test_random_numbers_and_reads_are_noted() -> None:
+    assert watched(lambda w: w.sum()) == ({}, {"whole"}, False)
+    assert watched(lambda w: w.detach().uniform_()) == ({"whole": True}, {"whole"}, True)
+    assert watched(lambda w: torch.randn(2)) == ({}, set(), True)
+
+
+def replace_data(module: nn.Linear) -> None:
+    module.weight.data = torch.full_like(module.weight, 5)
+
+
+def replace_parameter(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(torch.full((3, 3), 5.0))
+
+
+@pytest.mark.parametrize("set_weight", [replace_data, replace_parameter])
+def test_tensors_that_a_function_replaces_are_initialised_by_it(set_weight: Callable[[nn.Linear], None]) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            set_weight(module)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    initialiser = Initialiser(model, init, seed=1)
+    names = ["0.weight", "1.weight"]
+    made = dict(initialiser.values(names, torch.device("cpu")))
+    assert [made[name].tolist() for name in names] == [[[5.0] * 3] * 3] * 2
+    assert all(parameter.is_meta for parameter in initialiser._model.parameters())
+    assert len([*initialiser._model.parameters()]) == 3
+
+
+def test_a_buffer_that_a_module_makes_anew_is_initialised() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(4, dtype=torch.bool))
+
+        def reset_parameters(self) -> None:
+            self.table = torch.ones(4, dtype=torch.bool)  # the value that marks what is not set
+
+    with torch.device("meta"):
+        model = Table()
+    ((_, made),) = Initialiser(model, None, seed=1).values(["table"], torch.device("cpu"))
+    assert made.all()
+
+
+def test_a_function_may_scale_what_the_model_sets() -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(module.weight * 0.5)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4))
+    (own,), (scaled,) = (
+        [made for _, made in Initialiser(model, one, seed=1).values(["0.weight"], torch.device("cpu"))]
+        for one in (None, init)
+    )
+    assert own.any() and torch.equal(scaled, own * 0.5)

@@ -129,6 +129,22 @@ def test_a_computed_buffer_is_computed_again_or_named(path: Path) -> None:
     assert ebbtide.load_sharded(meta(rotary="silent"), path, init=init).rotary.inv_freq.eq(3).all()
 
 
+def test_the_function_of_the_user_has_the_last_word() -> None:
+    """As after ``model.apply(init)``, whatever the modules above set."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 3)
+            nn.init.constant_(module.bias, 4)
+
+    with torch.device("meta"):
+        model = nn.Transformer(d_model=8, nhead=2, num_encoder_layers=1, num_decoder_layers=1, batch_first=True)
+    loaded = ebbtide.load_sharded(model, init=init)
+    linears = [module for module in loaded.modules() if isinstance(module, nn.Linear)]
+    assert len(linears) == 7 and all(m.weight.eq(3).all() and m.bias.eq(4).all() for m in linears)
+    assert loaded.encoder.layers[0].self_attn.in_proj_weight.std() > 0
+
+
 def test_a_buffer_that_is_there_is_kept(path: Path) -> None:
     model = meta(rotary="silent")
     model.rotary.inv_freq = torch.full((4,), 5.0)
@@ -226,11 +242,20 @@ def test_of_another_models_checkpoint_the_first_names_are_listed_and_no_name_is_
 def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Tensor]) -> None:
     del values["embed.weight"]
     values["spare"] = torch.ones(1)
-    first = [
-        ebbtide.load_sharded(meta(), values, missing="initialize", unexpected="ignore").embed.weight for _ in range(2)
-    ]
-    assert first[0].std() > 0.5
-    assert torch.equal(*first)
+    model = ebbtide.load_sharded(meta(), values, missing="initialize", unexpected="ignore")
+    assert model.embed.weight.std() > 0.5 and torch.equal(model.head.weight, values["head.weight"])
+
+
+def test_a_second_model_has_other_first_values_and_a_seed_repeats_them(values: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    first, second = (ebbtide.load_sharded(meta()).head.weight for _ in range(2))
+    assert first.std() > 0 and not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(ebbtide.load_sharded(meta()).head.weight, first)
+    assert torch.equal(ebbtide.load_sharded(meta()).head.weight, second)
+    state = torch.get_rng_state()
+    ebbtide.load_sharded(meta(rotary="resets"), values)
+    assert torch.equal(torch.get_rng_state(), state), "nothing was drawn"
 
 
 def test_tensors_without_elements_need_no_values(tmp_path: Path) -> None:

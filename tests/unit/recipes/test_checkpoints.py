@@ -12,8 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +31,7 @@ from ebbtide_recipes.skeleton.config import RecipeConfig
 from ebbtide_recipes.skeleton.diskfailure import disk_failure, says_full
 from ebbtide_recipes.skeleton.resuming import ResumedTrainer
 from ebbtide_recipes.video.config import VideoConfig
+from tests.helpers.locked import locked
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -472,19 +471,10 @@ def test_a_folder_that_another_process_writes_into_is_refused(tmp_path: Path) ->
     """Even if this run may overwrite or resume."""
     made = make(tmp_path, 2)
     config = SftConfig(output_dir=str(tmp_path), overwrite_output_dir=True)
-    holding = (
-        "import sys; from pathlib import Path; from ebbtide.base.runs import only_writer\n"
-        "with only_writer(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", holding, str(tmp_path)]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
-        contextlib.ExitStack() as own,
-    ):
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(DataError, match=f"(?s)another run .process {other.pid} on .*expected one run.*hint: "):
+    with contextlib.ExitStack() as own:
+        words = "(?s)another run .process {} on .*expected one run.*hint: "
+        with locked(tmp_path) as other, pytest.raises(DataError, match=words.format(other)):
             run.claim(config, own)
-        other.communicate(b"")
         run.claim(config, own)
     assert made.exists()
 

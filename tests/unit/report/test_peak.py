@@ -324,6 +324,9 @@ def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     assert loss_verdict({"loss": [5.0, 1.0], "status": "killed"}, whole) == "differ"
     assert loss_verdict({"loss": [5.0, 4.0], "model": "another"}, whole) == ABSENT
     assert loss_verdict({"loss": [3.0], "first_step": 9}, whole) == ABSENT, "no step in common"
+    sparse = {"loss": [4.0, 2.0], "first_step": 2, "step_numbers": [2, 4]}
+    assert [row[3] for row in losses_table([whole, sparse], ["whole", "sparse"]).rows] == [ABSENT, "equal"] * 2
+    assert loss_verdict(sparse, whole) == "equal"
     alone = losses_svg([rest], ["rest"]) or ""
     assert ">3<" in alone and ">4<" in alone and ">1<" not in alone
 

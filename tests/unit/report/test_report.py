@@ -49,6 +49,15 @@ def test_a_run_is_read_with_its_name_and_samples(runs, tmp_path):
     assert nameless.name == "here"
 
 
+@pytest.mark.parametrize("folder", [".", "..", "../../here", "../link"])
+def test_a_run_without_a_mode_has_the_name_of_its_folder(tmp_path, monkeypatch, folder):
+    place = write_run(tmp_path / "here", None) / ("inner" if folder.startswith("..") else "")
+    place.mkdir(exist_ok=True)
+    monkeypatch.chdir(place)
+    (tmp_path / "here" / "link").symlink_to("../here")
+    assert load_run(folder).name == ("link" if "link" in folder else "here")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_damaged_summary_is_an_error_with_a_way_out(tmp_path, content):
     write_run(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,15 +15,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError
+from ebbtide.base.runs import LOCK_FILE
+from ebbtide_recipes.skeleton import run
 from ebbtide_recipes.video import clips, data, latents, recipe, shapes
 from ebbtide_recipes.video.builtin import source as builtin_source
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.latents import Making
 from ebbtide_recipes.video.source import Source
 from tests.helpers import video_pipelines
+from tests.helpers.locked import locked
 from tests.unit.recipes.video.parts import CPU
 
 MAKING = Making(data=("builtin:moving-shapes#2",), frames=3, height=16, width=16)
@@ -145,6 +150,44 @@ def test_prompts_are_embedded_if_they_are_sampled(
         )
         made = recipe._latents(config, source, CPU)
         assert (made.folder / latents._text_file(prompt)).is_file() is bool(samples)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_run_at_a_time_makes_latents_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    """Its own lock on the output folder stays, wherever the latents are."""
+    alone = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1, wait_for_everyone=lambda: None)
+    monkeypatch.setattr("accelerate.PartialState", lambda: alone)
+    source = builtin_source("builtin:tiny-wan", seed=1)
+    settings = {"num_frames": 3, "height": 16, "width": 16, "samples": 0}
+    out, folder = tmp_path / "out", tmp_path / ("out" if inside else "latents")
+    config = VideoConfig(dataset=MAKING.data, output_dir=str(out), latents_dir=str(folder), **settings)
+    folder.mkdir()
+    with contextlib.ExitStack() as claimed:
+        if not inside:
+            with locked(folder) as other, pytest.raises(DataError, match=f"another run .process {other} on ") as it:
+                recipe._latents(config, source, CPU)
+            assert {path.name for path in folder.iterdir()} == {LOCK_FILE} and "hint: wait" in str(it.value)
+        run.claim(config, claimed)
+        assert len(recipe._latents(config, source, CPU)) == 2
+        with pytest.raises(AssertionError), locked(out):
+            pass
+
+
+def test_two_runs_may_embed_one_caption_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, save, written = tmp_path / "text-1.safetensors", safetensors.torch.save_file, list[object]()
+
+    def saving(*args: object, **options: object) -> None:
+        save(*args, **options)  # type: ignore[arg-type]
+        written.append(args)
+        if len(written) == 1:  # the other one begins later and ends earlier
+            latents._write(path, {"prompt_embeds": torch.ones(2)}, "")
+
+    monkeypatch.setattr("safetensors.torch.save_file", saving)
+    latents._write(path, {"prompt_embeds": torch.ones(2)}, "")
+    assert len(written) == 2 and latents._read(path)["prompt_embeds"].eq(1).all()
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_disk_full_of_latents_is_an_error_and_finished_ones_are_kept(tmp_path: Path) -> None:
