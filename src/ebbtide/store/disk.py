@@ -72,13 +72,9 @@ class DiskSlot:
         self._work.prefetch([self._parcel])
 
     def discard(self) -> None:
-        """Discard an unused read, or cancel it.
-
-        Raises:
-            DiskError: The tier cannot be used.
-        """
-        self._work.check_usable()
-        self._work.discard(self._parcel)
+        """Discard an unused read, or cancel it; also where a thread has died, so that a handle can be closed."""
+        if self._work.usable:
+            self._work.discard(self._parcel)
 
     def take(self) -> torch.Tensor:
         """Return the bytes in new memory.

@@ -130,9 +130,8 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     timed = [step for step in counted if steady.timed(step.get("step"))] or counted
     seconds = [step["seconds"] for step in timed if step.get("seconds") is not None]
     rewards = [step.get("reward") for step in steps]
-    numbers = [step.get("step") for step in steps]
-    known = bool(numbers) and all(isinstance(number, int) for number in numbers)
-    has_gaps = known and numbers[-1] - numbers[0] >= len(numbers)
+    numbers = [number for step in steps if isinstance(number := step.get("step"), int)]
+    has_gaps = bool(numbers) and len(numbers) == len(steps) <= numbers[-1] - numbers[0]
     return {
         "steps": len(steps),
         "warm_up_steps": len(steady.warm_up) if len(steps) > 1 else 0,
@@ -141,7 +140,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "step_seconds": seconds,
         "lockstep": len(steps) > 1 and len(of_kind(events, "wait")) == len(steps),
         "tokens_per_second": _tokens_per_second(events, timed),
-        "first_step": numbers[0] if numbers else None,
+        "first_step": steps[0].get("step") if steps else None,
         "step_numbers": numbers if has_gaps else None,
         "loss": [step["loss"] for step in steps],
         "reward": rewards if any(reward is not None for reward in rewards) else None,
