@@ -130,7 +130,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     timed = [step for step in counted if steady.timed(step.get("step"))] or counted
     seconds = [step["seconds"] for step in timed if step.get("seconds") is not None]
     rewards = [step.get("reward") for step in steps]
-    numbers = [step.get("step") for step in steps]
+    numbers: list[Any] = [step.get("step") for step in steps]
     known = bool(numbers) and all(isinstance(number, int) for number in numbers)
     has_gaps = known and numbers[-1] - numbers[0] >= len(numbers)
     return {
