@@ -84,10 +84,10 @@ class WriteWatch(TorchDispatchMode):
         """Run the operator; note the arguments that its schema says are read and written."""
         operator, arguments = func._schema.name.split("::")[1], func._schema.arguments
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | (kwargs or {})
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | (kwargs or {})
         written: dict[str, bool] = {}
         for argument in arguments:
-            for value in tree_leaves(given.get(argument.name)):
+            for value in tree_leaves(values.get(argument.name)):
                 name = self._names.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
                 if name is None:
                     continue
