@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, counted
 from ebbtide.base.units import format_size
-from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton import launch, outputs
 from ebbtide_recipes.skeleton.recipe import Recipe
 from ebbtide_recipes.video.config import VideoConfig
 
@@ -222,6 +222,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             folder,
         )
         same = True
+    same = _everywhere(config, folder, same)
     if not same and not (source.vae_identity() and source.text_identity()):
         raise DataError(
             f"{source.name} has no VAE or no text encoder, and {folder} does not hold the latents of these clips",
@@ -248,6 +249,21 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
         latents.add_captions(folder, source, config.shown_prompts, device=device, dtype=_dtype(config, frozen=True))
     state.wait_for_everyone()
     return latents.Latents(folder)
+
+
+def _everywhere(config: VideoConfig, folder: Path, same: bool) -> bool:
+    """Return whether all processes see the latents; else each makes a share, in a folder that all see.
+
+    Raises:
+        DataError: The folder is not the same on all nodes.
+    """
+    from accelerate.utils import gather_object
+
+    if all(gather_object([same])):
+        return True
+    flag = "output_dir" if config.latents_dir is None else "latents_dir"
+    outputs.check_shared(folder, flag, "share of the latents", "a copy of made latents on each: --latents_dir")
+    return False
 
 
 def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, logs: bool) -> None:
