@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -127,6 +128,15 @@ def never_enabled() -> str:
         handle.close()
     dist.barrier()
     return said
+
+
+def without_batches() -> float:
+    """Train under DDP and torch's ``Join``; rank 1 has no batch. Return the norm of the gradients."""
+    module = wrapped("ddp")
+    with ebbtide.enable_activation_offloading(module, policy="minimal", min_bytes=0), Join([module]):
+        for _ in range(0 if dist.get_rank() else 2):
+            module(torch.randn(2, 4, WIDTH)).sum().backward()
+    return sum(float(p.grad.norm()) for p in module.parameters() if p.grad is not None)
 
 
 def asked(wrapper: str) -> dict[str, str]:
@@ -283,6 +293,7 @@ def cases() -> dict[str, Case]:
     found["rests later"] = (partial(wrapped_later, after="at rest"), ("ddp", {"policy": "auto"}))
     found["interrupted"] = (interrupted, ())
     found["met"] = (met, ())
+    found["no batches"] = (without_batches, ())
     found["absent"] = (absent, (False,))
     found["late"] = (absent, (True,))
     return found
@@ -339,9 +350,17 @@ def test_a_rank_that_wraps_first_agrees_with_one_that_wraps_later(two: dict[str,
     assert first == ["trains, 0 compared"] * 3
 
 
+def test_a_rank_without_batches_keeps_nobody_waiting(two: dict[str, CaseResult]) -> None:
+    """Enabled after wrapping. Enabled before, the others would wait for its first forward: the guide says so."""
+    trained, shadow = two["no batches"].values()
+    assert trained > 0 == shadow
+
+
 def test_a_rank_that_never_offloads_is_named_in_the_first_forward_of_the_others(two: dict[str, CaseResult]) -> None:
     said, nothing = two["never"].values()
-    assert said.startswith("rank 1 did not enable offloading within 1 s; expected the same calls on ranks 0, 1")
+    assert said.startswith(
+        "rank 1 did not enable offloading (and run a forward, if that was before wrapping) within 1 s; expected the "
+    )
     assert nothing == ""
 
 
@@ -372,8 +391,9 @@ def test_a_directory_is_a_ranks_own_affair(two: dict[str, CaseResult]) -> None:
 def test_a_rank_that_does_not_come_is_named_in_bounded_time(two: dict[str, CaseResult]) -> None:
     said, nothing = two["absent"].values()
     assert said == (
-        "rank 1 did not enable offloading within 1 s; expected the same calls on ranks 0, 1, which train the same part "
-        "of the model\nhint: check the log of that rank; the time limit is that of init_process_group"
+        "rank 1 did not enable offloading (and run a forward, if that was before wrapping) within 1 s; expected the "
+        "same calls on ranks 0, 1, which train the same part of the model\nhint: check the log of that rank; the "
+        "time limit is that of init_process_group"
     )
     assert nothing == ""
 

@@ -416,6 +416,20 @@ MUTANTS = (
         ("tests/unit/engine/test_recipe.py",),
     ),
     Mutant(
+        "prefetch: a backward for one weight prefetches whole blocks",
+        "ebbtide/engine/restore.py",
+        "if flow is None and not again:",
+        "if flow is None:",
+        ("tests/unit/engine/test_graphs.py",),
+    ),
+    Mutant(
+        "prefetch: a retained graph is not prefetched",
+        "ebbtide/engine/restore.py",
+        "again = run.task != -1 and backward.run is None",
+        "again = run.task != -1",
+        ("tests/unit/engine/test_graphs.py",),
+    ),
+    Mutant(
         "trust: what is recomputed is not compared",
         "ebbtide/engine/restore.py",
         "if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:",
@@ -1903,6 +1917,20 @@ MUTANTS = (
         "if not self._memory or self._tries == TRIES:",
         "if not self._memory:",
         ("tests/unit/test_auto.py",),
+    ),
+    Mutant(
+        "plan: a pass with several backwards is judged by its first",
+        "ebbtide/engine/timing.py",
+        "            now.alone = False  # several",
+        "            pass  # several",
+        ("tests/unit/engine/test_timing.py",),
+    ),
+    Mutant(
+        "plan: the end of a further backward is that of the first",
+        "ebbtide/engine/stretches.py",
+        "        self.reached = None  # of",
+        "        # of",
+        ("tests/unit/engine/test_timing.py",),
     ),
     Mutant(
         "plan: memory is measured again with the optimizer's state",

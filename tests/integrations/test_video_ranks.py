@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.spawn import CaseResult, run_cases
-from tests.integrations.video_ranks import video_case
+from tests.integrations.video_ranks import apart_case, video_case
 
 pytestmark = pytest.mark.slow
 
@@ -116,3 +117,25 @@ def test_shards_are_gathered_for_what_is_saved_and_sampled(results: dict[str, Ca
     sheets = sorted(path.name for path in (folder / "fsdp2 auto" / "samples").glob("*.png"))
     assert sheets == [f"step-{step:06d}.png" for step in range(4)]
     assert (folder / "lora auto" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_nodes_that_share_no_folder_make_no_latents(tmp_path: Path) -> None:
+    """Each would lack those of the other; with a copy of complete ones on each they train."""
+    made = [tmp_path / "made" / "latents", tmp_path / "copy"]
+    one = run_cases({"made": (video_case, (str(made[0].parent), {"max_steps": 1}))}, 2, timeout_seconds=120)
+    assert one["made"].values()
+    shutil.copytree(*made)
+    missing = tmp_path / "missing"
+    cases = {
+        "apart": (apart_case, (str(tmp_path / "apart"), [None, None])),
+        "on one": (apart_case, (str(tmp_path / "on one"), [str(made[0]), str(missing)])),
+        "copies": (apart_case, (str(tmp_path / "copies"), [*map(str, made)])),
+    }
+    found = {name: result.values() for name, result in run_cases(cases, 2, timeout_seconds=60).items()}
+    assert found["copies"] == [("", [])] * 2
+    for name, flag in (("apart", "output_dir"), ("on one", "latents_dir")):
+        for error, clips in found[name]:
+            assert error.startswith(flag) and "on rank 1 is not the folder of rank 0; expected a folder" in error
+            assert "because every rank writes its share of the latents there\nhint: " in error
+            assert clips == []
+    assert not missing.exists()

@@ -45,3 +45,23 @@ def video_case(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
         steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
         told["losses"] = {event["step"]: event["loss"] for event in steps}
     return told
+
+
+def apart_case(folder: str, latents: list[str | None]) -> tuple[str, list[str]]:
+    """Train with an output folder for each rank, as nodes that share none; return the error, and new latents.
+
+    Args:
+        folder: Holds the output folders.
+        latents: The ``--latents_dir`` of each rank.
+    """
+    from ebbtide.base.errors import DataError
+
+    rank = int(os.environ["RANK"])
+    output = Path(folder, f"out-{rank}")
+    changes: dict[str, Any] = {} if latents[rank] is None else {"latents_dir": latents[rank]}
+    error = ""
+    try:
+        video_case(str(output), {**changes, "max_steps": 1})
+    except DataError as refused:
+        error = str(refused)
+    return error, sorted(path.name for path in Path(folder).glob("*/**/clip-*"))

@@ -234,9 +234,15 @@ class Restorer:
         flow.discard()
 
     def begin_block(self, run: RunRecord, task: int) -> None:
-        """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
-        run.task, run.unordered = task, run.order_key not in run.orders
+        """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next.
+
+        One that begins with a block that an earlier backward began prefetches nothing until it reaches another block: a
+        zero-bubble schedule has one for each weight, which reads a tensor or two of one block, and all of them would
+        prefetch the same. A further backward through a whole graph does without the prefetch of its first block.
+        """
         backward = self.watch(task)
+        again = run.task != -1 and backward.run is None
+        run.task, run.unordered = task, run.order_key not in run.orders
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
         backward.run = run
@@ -245,7 +251,7 @@ class Restorer:
                 ticket.entry.restored = None
         backward.read.clear()
         flow = backward.flows.get(id(run.pass_))
-        if flow is None:
+        if flow is None and not again:
             latest = run.pass_.latest
             if latest is None or not latest.is_open:  # else a gradient inside a forward, which goes on
                 self._copy_out.cancel(run.pass_)
@@ -259,8 +265,9 @@ class Restorer:
         if engine is not None and engine.timer is not None:
             engine.timer.backward_begins(run)
             self._timer = engine.timer.recomputes
-        flow.reach(run.number)
-        flow.advance()
+        if flow is not None:
+            flow.reach(run.number)
+            flow.advance()
 
     def watch(self, task: int) -> Backward:
         """Return the state of the backward that runs now; from now on its end is noticed."""

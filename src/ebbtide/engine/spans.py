@@ -4,9 +4,10 @@
 A span is the time from the first block of a pass to the end of that block's backward (``ebbtide.engine.timing``,
 [Note: a measured step]). Each block has two parts in it: its forward, up to the next block, and its backward, from the
 arrival of its output's gradient. Timestamps are read when the next pass begins, if the device has reached them, else
-one pass later, so nothing waits for a device. A pass is skipped if it had no backward, if its backward raised, if
-another pass or its backward ran in between, or if it saved other amounts than the measured one. A plan that changes
-when a span is handed over may change in the middle of a pass: what began before ``want`` is no span.
+one pass later, so nothing waits for a device. A pass is skipped if it had no backward, or several (a span shows the
+first, and none of a zero-bubble schedule's weight gradients), if its backward raised, if another pass or its backward
+ran in between, or if it saved other amounts than the measured one. A plan that changes when a span is handed over may
+change in the middle of a pass: what began before ``want`` is no span.
 """
 
 from __future__ import annotations

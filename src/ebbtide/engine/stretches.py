@@ -93,6 +93,7 @@ class Stopwatch:
         """End the backward, with that of the first block where autograd goes on beyond it; return when that was."""
         last = self._open is not None and self._open[0] is self.blocks[0].backward
         ended = self.reached if last and self.reached is not None else self._meter.timestamp(device)
+        self.reached = None  # of a further backward it is unknown
         self.cut(then, device, ended)
         return ended
 

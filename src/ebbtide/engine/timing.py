@@ -6,8 +6,8 @@ ends. A part belongs to the block that began it, and time between two blocks to 
 forward to the first backward is counted apart, and so is the epilogue, from the end of the first block's backward to
 the next pass. Where autograd goes on beyond the blocks, to an embedding, that backward ends when the gradient of the
 block's input is there (``marks``): an embedding's gradient, as large as its weight, would look like time of the block.
-Blocks of other graphs in between end a part and are not counted. Recomputes are timed in forward and in backward
-(``ebbtide.engine.executed``).
+Blocks of other graphs in between end a part and are not counted; those of a further backward of the pass are.
+Recomputes are timed in forward and in backward (``ebbtide.engine.executed``).
 
 [Note: plain blocks]
 A block that runs *plain* runs without hooks, as in ordinary training: nothing is packed, autograd keeps what it saves
@@ -227,6 +227,8 @@ class StepTimer:
             block = now.by_run.get(run)
             now.backward_began = now.backward_began or block is not None
             now.cut(None if block is None else block.backward, self._device)
+        elif now is not None and run in now.by_run:
+            now.alone = False  # several backwards
 
     def is_first(self, run: RunRecord | PlainRun) -> bool:
         """Whether a block that has begun is the first of a pass that is timed."""
@@ -249,8 +251,8 @@ class StepTimer:
             now.others += 1
         elif raised:
             self.forget()
-        elif now.epilogue is None:
-            now.epilogue = Stretches()
+        else:
+            now.epilogue = Stretches() if now.epilogue is None else now.epilogue
             now.end(now.epilogue, self._device)
 
     def forget(self) -> None:

@@ -64,7 +64,7 @@ LEAST_NOISE = 0.01
 
 UNLIKE_BLOCKS = "blocks differ from step to step, so ordinary training was not measured, and no slowdown is promised"
 
-UNJUDGED = "not judged: graphs overlap, or steps are longer or run other blocks than the measured one"
+UNJUDGED = "not judged: graphs overlap or have several backwards, or steps are longer or run other blocks than measured"
 
 VERIFYING = 5
 """Most further passes that do not count because recipes are verified in them. Where lengths vary, some always are."""

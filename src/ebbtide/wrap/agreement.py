@@ -42,6 +42,8 @@ RARELY = 256
 """Of so many blocks at least one is voted on while none had an input that needs a gradient: a vote takes long."""
 SHOWN = 3
 """Most differences in one message."""
+ENABLE = "enable offloading (and run a forward, if that was before wrapping)"
+"""What a rank must do so that others can compare its settings."""
 
 
 class Vote(StrEnum):
@@ -114,7 +116,7 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
     text = json.dumps(dict(terms))
     with contextlib.ExitStack() as stack:
         # Post in all groups before waiting in any, so no two ranks wait for each other in different groups.
-        for meeting in [stack.enter_context(Meeting(ranks, "enable offloading", text)) for ranks in groups]:
+        for meeting in [stack.enter_context(Meeting(ranks, ENABLE, text)) for ranks in groups]:
             answers = meeting.attend()
             lines = _differences({rank: json.loads(one) for rank, one in answers.items()})
             if lines:

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -289,38 +288,6 @@ def resumable(output: Path) -> str:
     if last is None:
         return "no checkpoint was written before"
     return f"resume from {last.folder} (--resume_from_checkpoint latest)"
-
-
-def check_shared(folder: Path) -> None:
-    """Raise if checkpoints are used and ranks of other machines do not see the output folder.
-
-    Each rank writes its part of a checkpoint; ranks that see different folders would resume at different steps.
-
-    Raises:
-        DataError: A rank does not see a file written by rank 0.
-    """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    # A new name: network file systems cache failed look-ups.
-    names = [f".seen-{uuid.uuid4().hex}"]
-    if dist.get_rank() == 0:
-        (folder / names[0]).touch()
-    dist.broadcast_object_list(names, src=0)
-    mark = folder / names[0]
-    seen: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(seen, mark.exists())
-    if dist.get_rank() == 0:
-        mark.unlink()
-    blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
-    if blind:
-        raise DataError(
-            f"output_dir {str(folder)!r} on rank {', '.join(blind)} is not the folder of rank 0",
-            expected="a folder that all nodes share, because every rank writes its part of a checkpoint there",
-            hint="--output_dir on a file system that all nodes mount, or a run without --save_steps and "
-            "--resume_from_checkpoint",
-        )
 
 
 def _named(folder: Path) -> Sealed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,6 +75,49 @@ def check(config: RecipeConfig) -> None:
             f"{folder} holds {', '.join(models)}, and no complete checkpoint to resume from",
             expected="a complete checkpoint, or a folder without a trained model: the run would train another one",
             hint="--overwrite_output_dir true replaces the model; --save_steps makes a run resumable",
+        )
+
+
+def check_shared(
+    folder: Path,
+    flag: str = "output_dir",
+    part: str = "part of a checkpoint",
+    otherwise: str = "a run without --save_steps and --resume_from_checkpoint",
+) -> None:
+    """Reject a folder, into which each rank writes its part, that ranks of other machines do not see.
+
+    They would resume at different steps, or lack the latents that the others make.
+
+    Args:
+        folder: The folder; rank 0 creates it.
+        flag: The flag that names it.
+        part: What each rank writes.
+        otherwise: The remedy where there is no shared folder.
+
+    Raises:
+        DataError: A rank does not see a file written by rank 0.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    # A new name: network file systems cache failed look-ups.
+    names = [f".seen-{uuid.uuid4().hex}"]
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).touch()
+    dist.broadcast_object_list(names, src=0)
+    mark = folder / names[0]
+    seen: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, mark.exists())
+    if dist.get_rank() == 0:
+        mark.unlink()
+    blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise DataError(
+            f"{flag} {str(folder)!r} on rank {', '.join(blind)} is not the folder of rank 0",
+            expected=f"a folder that all nodes share, because every rank writes its {part} there",
+            hint=f"--{flag} on a file system that all nodes mount, or {otherwise}",
         )
 
 

@@ -221,7 +221,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
 
     warn_of_lost_steps(config, trainer.model)
     if config.save_steps is not None or checkpoints.resumes(config):
-        checkpoints.check_shared(folder)
+        outputs.check_shared(folder)
     found = checkpoints.find(config, world_size=trainer.args.world_size, rows=len(trainer.train_dataset))
     offload = _offloading(config)
     try:

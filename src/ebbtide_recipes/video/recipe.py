@@ -224,6 +224,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             folder,
         )
         same = True
+    same = _everywhere(config, folder, same)
     if not same and not (source.vae_identity() and source.text_identity()):
         raise DataError(
             f"{source.name} has no VAE or no text encoder, and {folder} does not hold the latents of these clips",
@@ -264,6 +265,21 @@ def _make(config: VideoConfig, source: Source, making: Making, clips: Sequence[C
         if state.is_main_process:
             latents.finish(clips, folder, source, making)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
+
+
+def _everywhere(config: VideoConfig, folder: Path, same: bool) -> bool:
+    """Return whether all processes see the latents; else each makes a share, in a folder that all see.
+
+    Raises:
+        DataError: The folder is not the same on all nodes.
+    """
+    from accelerate.utils import gather_object
+
+    if all(gather_object([same])):
+        return True
+    flag = "output_dir" if config.latents_dir is None else "latents_dir"
+    outputs.check_shared(folder, flag, "share of the latents", "a copy of made latents on each: --latents_dir")
+    return False
 
 
 def _check_others(config: VideoConfig, folder: Path, others: Sequence[Path], *, logs: bool) -> None:

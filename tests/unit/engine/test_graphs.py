@@ -8,11 +8,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ebbtide.base.actions import Site
 from ebbtide.engine import Block, Engine, Expr, recipe
@@ -95,6 +97,47 @@ def test_a_retained_graph_does_not_keep_on_the_device_what_blocks_behind_have_re
             del y
             assert_nothing_left(engine)
     assert peaks[True] - peaks[False] < 2 * block_bytes
+
+
+def test_a_backward_for_each_weight_copies_what_it_reads() -> None:
+    """A zero-bubble schedule takes the gradient of the input first, and then of one weight after another."""
+    x, weights = leaf(64, 64), [leaf(64, 64, parameter=True) for _ in range(24)]
+    device, nodes = FakeDevice(1e9, 1e9), list[Any]()
+    with open_engine("offload", device=device, window_bytes=6 * x.nbytes) as engine:
+        y: Tensor = x
+        engine.begin_pass()
+        for index in range(4):
+            with block(engine, y, weights=weights, index=index):
+                for w in weights[6 * index : 6 * index + 6]:
+                    product = y @ w
+                    nodes.append(product.grad_fn)
+                    y = product.tanh()
+        engine.end_pass()
+        offloaded = engine.stats().offloaded_bytes
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert 12 * x.nbytes < device.in_bytes <= offloaded
+        for node, w in zip(nodes, weights, strict=True):
+            torch.autograd.grad([GradientEdge(node, 0)], [w], torch.ones_like(w), retain_graph=True)
+        assert device.in_bytes <= 2 * offloaded
+
+
+def test_a_retained_graph_is_prefetched_again_from_its_second_block_on() -> None:
+    x, w = leaf(64, 64), leaf(64, 64, parameter=True)
+    runs, prefetched = list[Any](), list[Any]()
+    with open_engine("offload", rate=1e9, window_bytes=3 * x.nbytes) as engine:
+        y: Tensor = x
+        engine.begin_pass()
+        for index in range(4):
+            with block(engine, y, weights=[w], index=index) as run:
+                y = (y @ w).tanh().sin().sin()
+            runs.append(run)
+        engine.end_pass()
+        first = grads(y, x, w, retain_graph=True)
+        prefetch = engine.tier.prefetch
+        engine.tier.prefetch = lambda slots: (prefetched.extend(slots), prefetch(slots))[1]  # type: ignore[method-assign]
+        assert equal(first, grads(y, x, w, retain_graph=True))
+        stored = [e.slot for reference in runs[0].entries if (e := reference()) is not None and e.slot is not None]
+        assert set(map(id, stored)) & set(map(id, prefetched))
 
 
 @POLICY

@@ -574,6 +574,19 @@ def test_passes_that_overlap_or_were_dropped_are_not_timed() -> None:
     assert [span.seconds for span in scene.told] == [3.0] and scene.skipped == 1
 
 
+def test_passes_with_several_backwards_are_not_timed() -> None:
+    """As the weights' gradients of a zero-bubble schedule: a span would end before them."""
+    scene = Spans()
+    scene.clock.ahead = True
+    for several in (True, False):
+        runs = scene.full(Pass(), 1.0)
+        scene.backward(runs)
+        if several:
+            scene.backward(runs)
+    scene.full(Pass(), 1.0)
+    assert len(scene.told) == scene.skipped == 1
+
+
 def test_passes_whose_backwards_come_one_pass_late_are_not_timed() -> None:
     """As in a pipeline: what ends after their forwards is the backward of the pass before."""
     scene = Spans()
@@ -612,6 +625,24 @@ def test_backward_beyond_the_first_block_is_the_epilogue() -> None:
     (step,) = scene.found
     assert [block.backward_seconds for block in step.blocks] == [3.0, 2.0]
     assert step.epilogue_seconds == 15.0
+
+
+def test_a_further_backward_is_time_of_its_blocks_and_the_optimizer_is_not() -> None:
+    scene, one = Scene(), Pass()
+    runs = scene.forward(one, "a", "b")
+    scene.timer.backward_begins(runs[1])
+    scene.spend(2.0)
+    scene.timer.backward_begins(runs[0])
+    scene.spend(2.0)
+    scene.timer.backward_leaves(runs[0])
+    scene.spend(1.0)  # an embedding
+    scene.timer.backward_ends()
+    scene.backward(runs[:1], seconds=3.0)  # the gradient of a weight, and none of the input
+    scene.spend(5.0)  # the optimizer
+    scene.forward(Pass(), "a", "b")
+    (step,) = scene.found
+    assert [block.backward_seconds for block in step.blocks] == [5.0, 2.0]
+    assert step.epilogue_seconds == 6.0
 
 
 def test_a_block_that_shows_after_the_first_ends_what_was_beyond_it() -> None:
