@@ -212,13 +212,6 @@ MUTANTS = (
         ("tests/unit/wrap/test_replay.py",),
     ),
     Mutant(
-        "memo: what was stored in a narrower type is stored again",
-        "ebbtide/engine/replay.py",
-        " or (self._narrow and self._known_value(tensor, memo.layout) is not None):",
-        ":",
-        ("tests/unit/wrap/test_replay.py",),
-    ),
-    Mutant(
         "memo: a plan does not hear that a cast is of an input",
         "ebbtide/engine/replay.py",
         "block_input=candidate.block_input",

@@ -17,7 +17,7 @@ from ebbtide.engine.inputs import CAST, BlockInputs, name_of
 from ebbtide.engine.layout import Layout, byte_view, checksum, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
-from ebbtide.engine.narrow import Narrow, narrowed, narrower
+from ebbtide.engine.narrow import narrowed, narrower
 from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.sites import Known, Sites
@@ -53,7 +53,6 @@ class Admission(RunRecord):
         self.replays = False  # uses memos: see [Note: memo]
         self._memo: Memo | None = None  # of the tensor that is saved now
         self._seen: set[weakref.ref[Entry]] = set()
-        self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
         self._sites = Sites(block, engine.known_sites.setdefault(block.name, Known()))
         self.weights = Weights(engine.weights, block.weights)
@@ -91,9 +90,8 @@ class Admission(RunRecord):
         engine = self.engine
         entry = engine.index.find(storage, at, layout.first, layout.last)
         if entry is None:
-            known = self._known_value(tensor, layout) if self._narrow else None
-            entry = known or self._admit(tensor, layout, storage, at, outer)
-            engine.index.remember(storage, entry, same_bytes=known is None)
+            entry = self._admit(tensor, layout, storage, at, outer)
+            engine.index.remember(storage, entry)
         else:
             if (
                 engine.weights.move
@@ -116,16 +114,6 @@ class Admission(RunRecord):
             self._memo = memo_of(tensor, self.engine.empty(tensor))
         if self._memo is not None:
             self._memo.candidate, self._memo.decision = candidate, None
-
-    def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
-        """Return the entry of the same value under another storage: what was narrowed is saved again later."""
-        node = tensor.grad_fn
-        if node is None or tensor._is_view() or tensor._version:
-            return None
-        ticket = self._narrow.get((id(node), tensor.output_nr))
-        if ticket is None or ticket.layout != layout or ticket.entry.empty.device != tensor.device:
-            return None
-        return ticket.entry
 
     def _admit(
         self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, at: Version, outer: Outer | None
@@ -211,7 +199,7 @@ class Admission(RunRecord):
     ) -> None:
         """Record in the measured step what was saved and what was done with it."""
         engine = self.engine
-        narrow = narrower(self.builder, entry, tensor, base)
+        narrow = narrower(entry, tensor, base)
         narrowed = entry.recipe is not None and entry.recipe is not recipe
         timer.saw(
             self,
@@ -219,7 +207,7 @@ class Admission(RunRecord):
             candidate,
             tensor.untyped_storage(),
             movable=engine.may_move(tensor),
-            narrow_bytes=None if narrow is None else narrow.nbytes,
+            narrow_bytes=None if narrow is None else base.numel() * narrow.itemsize,
             prepare=None
             if recipe is None
             else functools.partial(engine.recomputer, self.block.name, entry, recipe, base),
@@ -257,7 +245,7 @@ class Admission(RunRecord):
                 entry.fingerprint = engine.trust.fingerprint(base, self.compared)
                 return
         if engine.may_move(tensor):
-            narrow = narrower(self.builder, entry, tensor, base)
+            narrow = narrower(entry, tensor, base)
             if narrow is not None and self._offload_narrowed(entry, base, narrow):
                 return
             entry.action = OFFLOAD
@@ -278,7 +266,7 @@ class Admission(RunRecord):
         self.tally.add_narrowed(entry.nbytes, entry.action)
         self.pass_.add_site(entry.site, entry.nbytes, entry.action)
 
-    def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> bool:
+    def _offload_narrowed(self, entry: Entry, base: torch.Tensor, dtype: torch.dtype) -> bool:
         """Offload a tensor in the type that it was cast up from; False, and nothing is done, if that would change it.
 
         Values that were written into it after the cast, without a new version, may not fit into that type.
@@ -286,12 +274,12 @@ class Admission(RunRecord):
         Args:
             entry: The tensor's.
             base: The tensor.
-            narrow: As ``narrower`` returned it.
+            dtype: That type.
         """
         engine, wide = self.engine, base.dtype
         if entry.site in engine.trust.demoted:
             return False
-        small = narrowed(base, narrow.dtype)
+        small = narrowed(base, dtype)
         widened = Expr(_caster(wide), (), key=("cast", wide))
         if not engine.trust.holds((self.block.name, None), entry, widened, base, lambda: small.to(wide)):
             return False
@@ -300,14 +288,11 @@ class Admission(RunRecord):
         inner.action = OFFLOAD
         engine.offload(self, inner, small, written=True)
         ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
-        if self.builder is not None:  # no operand: it has neither the layout nor the version of what was cast up
-            self.builder.hold(narrow.node)
         action = inner.action  # KEEP where the store refused it
         self.tally.add_narrowed(inner.nbytes, action)
         self.pass_.add_site(inner.site, -inner.nbytes, RECOMPUTE, 0)
         self.pass_.add_site(inner.site, inner.nbytes, action)
         self._note_entry(inner)
-        self._narrow[id(narrow.node), narrow.output_nr] = ticket
         entry.action, entry.recipe = RECOMPUTE, Expr(widened.fn, (ticket,), key=("cast", wide))
         entry.fingerprint = engine.trust.fingerprint(base, self.compared)
         return True

@@ -161,10 +161,6 @@ class Builder:
         self._cut: list[tuple[int, int]] = []  # values without a recipe because that was too deep
         self._alive: list[Node] = []  # an id is valid only while its node is alive
 
-    def hold(self, node: Node) -> None:
-        """Keep a node alive: an id is valid only so long."""
-        self._alive.append(node)
-
     def note_ticket(self, node: Node, output_nr: int, ticket: Ticket | LightTicket) -> None:
         """Remember the ticket of a value."""
         self._alive.append(node)

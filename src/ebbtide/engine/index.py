@@ -54,14 +54,8 @@ class StorageIndex:
         entries, size = [entry for reference in known[1] if (entry := reference()) is not None], storage.nbytes()
         return sum(e.nbytes for e in entries if e.at == version and e.nbytes < size)
 
-    def remember(self, storage: torch.UntypedStorage, entry: Entry, *, same_bytes: bool = True) -> None:
-        """Let ``find`` find an entry while its storage lives.
-
-        Args:
-            storage: The storage.
-            entry: Stands for it.
-            same_bytes: The storage, while it lives, is where the entry's bytes are.
-        """
+    def remember(self, storage: torch.UntypedStorage, entry: Entry) -> None:
+        """Let ``find`` find an entry, which stands for a storage, while that storage lives."""
         known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
             while self._dead:  # forget storages that died
@@ -80,5 +74,5 @@ class StorageIndex:
         else:
             alive = [r for r in known[1] if r() is not None]
             known[1][:] = [weakref.ref(entry), *alive]  # the latest first: the one of the whole storage comes last
-        if same_bytes and entry.storage_ref is None:
+        if entry.storage_ref is None:
             entry.storage_ref = known[0]

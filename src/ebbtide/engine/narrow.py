@@ -1,44 +1,26 @@
-"""Store tensors that were cast up in their original type: bf16 cast up for a norm crosses the link as bf16."""
+"""Store tensors that were cast up in their original type: bf16 cast up for a norm crosses the link as bf16.
+
+[Note: narrow]
+The bytes in the narrow type are those of the tensor that was cast up, as it is when it is saved. They do not stand for
+what it was cast from, though the graph says so: somebody may have written into it after the cast, without a version, as
+a reduction among ranks does. If that is saved too, it is stored itself.
+"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import CAST, AccumulateGrad
 from ebbtide.engine.tickets import Entry
 from ebbtide.engine.views import shows
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
 
 NARROWER = {
     torch.float32: (torch.bfloat16, torch.float16),
     torch.float64: (torch.bfloat16, torch.float16, torch.float32),
 }
 """Types whose values a wider type holds exactly: a tensor cast up from one is stored in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Narrow:
-    """Where a tensor was cast up from.
-
-    Attributes:
-        node: The autograd node of the value that was cast up.
-        output_nr: Which of its outputs.
-        dtype: Its type.
-        nbytes: Bytes of the tensor in that type.
-    """
-
-    node: Node
-    output_nr: int
-    dtype: torch.dtype
-    nbytes: int
 
 
 def narrowed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -52,17 +34,16 @@ def narrowed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return halves.clone(memory_format=torch.contiguous_format).as_strided(value.shape, value.stride())
 
 
-def narrower(builder: Builder | None, entry: Entry, tensor: torch.Tensor, base: torch.Tensor) -> Narrow | None:
-    """Return where a tensor was cast up from, if that type holds all its values; else None.
+def narrower(entry: Entry, tensor: torch.Tensor, base: torch.Tensor) -> torch.dtype | None:
+    """Return the type that a tensor was cast up from, if that type holds all its values; else None.
 
     Args:
-        builder: Of the block's forward; None: it is over.
         entry: The tensor's.
         tensor: The tensor that was saved.
         base: What it is a view of, or it itself: dense, and alone in its storage.
     """
     node = base.grad_fn
-    if builder is None or node is None or type(node).name(node) != CAST or base._version:
+    if node is None or type(node).name(node) != CAST or base._version:
         return None
     if not entry.base_layout.covers(entry.nbytes) or not (base is tensor or shows(tensor, node)):
         return None
@@ -70,6 +51,4 @@ def narrower(builder: Builder | None, entry: Entry, tensor: torch.Tensor, base: 
     if source is None or type(source) is AccumulateGrad:
         return None
     dtype = source._input_metadata[number].dtype
-    if dtype not in NARROWER.get(base.dtype, ()):
-        return None
-    return Narrow(source, number, dtype, base.numel() * dtype.itemsize)
+    return dtype if dtype in NARROWER.get(base.dtype, ()) else None

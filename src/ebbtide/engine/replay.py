@@ -32,9 +32,7 @@ class Replay(Admission):
                 same = entry.recipe is None or not engine.weights.move
                 return self._ticket_of(tensor, entry, memo.layout, storage) if same else None
         candidate = memo.candidate
-        if candidate is None or (self._narrow and self._known_value(tensor, memo.layout) is not None):
-            return None
-        return self._admit_known(tensor, storage, memo, candidate)
+        return None if candidate is None else self._admit_known(tensor, storage, memo, candidate)
 
     def _admit_known(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo, candidate: Candidate

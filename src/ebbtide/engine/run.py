@@ -143,7 +143,6 @@ class BlockRun(Replay):
         self.running.clear()
         self._sites.forget()
         self._seen.clear()
-        self._narrow.clear()
         self.weights.forget()
         self.is_open = False  # last: until then it is closed again after an interrupt
 

@@ -315,6 +315,15 @@ def what_was_cast_up_and_changed_through_data(v: Leaves, block: Opener, step: in
 
 
 @case
+def a_source_of_a_cast_up_that_was_changed_through_data(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        half = v["x"].bfloat16() @ v["half"]
+        wide = half.float()
+        wide.data[:3] = 0.0  # which both types hold
+        return [wide * wide, half.sin()]
+
+
+@case
 def a_cast_of_a_weight_that_a_function_changed(v: Leaves, block: Opener, step: int) -> list[Tensor]:
     with torch.no_grad():
         v["m"].mul_(float(step))  # nothing in the first step
