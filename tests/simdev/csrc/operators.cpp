@@ -107,7 +107,10 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   double kept = 1.0 - p;
   auto mask = at::empty(input.sizes(), input.options().dtype(at::kBool));
   mask.bernoulli_(kept);
-  return {input.mul(mask).mul_(kept == 0 ? 0.0 : 1.0 / kept), mask};
+  // As CUDA's kernel: half types are scaled in float32, and the scale is that of the probability in that type.
+  auto type = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (type == at::kFloat) kept = static_cast<float>(kept);
+  return {input.to(type).mul(mask).mul_(kept == 0 ? 0.0 : 1.0 / kept).to(input.scalar_type()), mask};
 }
 
 at::Tensor convolution(

@@ -14,6 +14,7 @@ from ebbtide.base.actions import Action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.modules import Running
 from ebbtide.engine.rules import rule_table
+from ebbtide.engine.rules.elements import _make_dropout
 from tests.helpers.engines import (
     REMAKE,
     ByTable,
@@ -307,6 +308,25 @@ def test_a_recomputed_batch_norm_counts_no_batch_twice() -> None:
     expected = nn.BatchNorm1d(6)
     expected(x * 2)
     assert torch.equal(norm.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+def test_a_device_scales_what_dropout_keeps_as_its_kernel_did(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It divides by the probability in the type in which it multiplies; autograd, for backward, in float64."""
+    scales: list[float] = []
+    monkeypatch.setattr(torch.ops.aten, "native_dropout_backward", lambda x, mask, scale: scales.append(scale))
+    x, wide = torch.empty(2, dtype=dtype, device="meta"), dtype if dtype is torch.float64 else torch.float32
+    unlike_autograd = 0
+    for p in (n / 1000 for n in range(1, 1000)):
+        _make_dropout(p, 0)(x, x.bool())
+        expected, found = 1 / torch.tensor(1 - p, dtype=wide), torch.tensor(scales.pop(), dtype=wide)
+        assert found == expected, p
+        unlike_autograd += bool(torch.tensor(1 / (1 - p), dtype=wide) != expected)
+    assert bool(unlike_autograd) is (dtype is not torch.float64)
+    _make_dropout(1.0, 0)(x, x.bool())
+    assert scales == [0.0]
 
 
 def test_random_operators_have_no_rule() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,14 +51,16 @@ def _make_cumsum(dim: int, place: torch.device, kind: torch.dtype) -> Fn | None:
 
 def _make_dropout(p: float, output_nr: int) -> Fn | None:
     """No random numbers are drawn: the mask was saved."""
-    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     if output_nr:
         return None
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    # Devices round 1 - p to the type in which they multiply, float32 for half types, and divide then: ATen, Dropout.cu.
+    scale32 = 0.0 if p == 1 else 1.0 / ctypes.c_float(1.0 - p).value
 
     def again(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu":  # scales the mask and rounds it; devices have one kernel for all
             return x * mask.to(x.dtype).mul_(scale)
-        return torch.ops.aten.native_dropout_backward(x, mask, scale)
+        return torch.ops.aten.native_dropout_backward(x, mask, scale if x.dtype is torch.float64 else scale32)
 
     return again
 
