@@ -235,6 +235,8 @@ class Restorer:
 
     def begin_block(self, run: RunRecord, task: int) -> None:
         """Begin a block's backward: cancel copy-outs that are not needed, and prefetch what comes next."""
+        if run.is_open:
+            run.backward_begins()
         run.task, run.unordered = task, run.order_key not in run.orders
         backward = self.watch(task)
         if backward.run is not None and backward.run.reads:
