@@ -21,7 +21,8 @@ from ebbtide.base.errors import ConfigError, undone_on_error
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
-from ebbtide.engine import Block, Engine, Rule, Stats
+from ebbtide.engine import Engine, Rule, Stats
+from ebbtide.engine.contexts import CONTEXT, ContextRun
 from ebbtide.engine.idle import IdleEngines
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
@@ -281,6 +282,7 @@ class offload_saved_tensors(ContextDecorator):
 
     Leave out its arguments, ``pin_memory`` and ``device_type``: host memory is pinned for any accelerator.
     Use it for code without blocks. It knows no model, so only parameters count as weights. Default: ``Offload()``.
+    It may stay open around whole steps, or decorate one: what is saved after a backward is another pass.
 
     Example::
 
@@ -321,7 +323,7 @@ class offload_saved_tensors(ContextDecorator):
         self._kept: dict[Hashable, IdleEngines] = {}  # idle engines of a plan, which lives no longer than this
 
     def stats(self) -> Stats:
-        """Return the figures of the latest context; the totals may include earlier contexts with the same settings."""
+        """Return the figures of the latest pass; the totals may include earlier contexts with the same settings."""
         return Stats() if self._latest is None else self._latest.stats()
 
     def __enter__(self) -> offload_saved_tensors:
@@ -336,7 +338,7 @@ class offload_saved_tensors(ContextDecorator):
         if (engine := idle.take()) is None:
             engine = _open_engine(self._policy, self._options)
             refuse_budget(self._policy, engine.tier)
-        hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
+        hooks = offloading(engine, CONTEXT, [], kind=ContextRun)
         engine.begin_pass()
         self._entered[get_ident()].append([(engine, hooks, idle)])
         with undone_on_error(self.__exit__):
@@ -346,10 +348,7 @@ class offload_saved_tensors(ContextDecorator):
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
         for engine, hooks, idle in self._entered[get_ident()].pop():
-            try:
-                hooks.close(error)
-            finally:
-                engine.end_pass()
+            hooks.close(error)
             idle.add(engine)  # of the settings and device at the time it was entered
 
     def _idle(self) -> IdleEngines:

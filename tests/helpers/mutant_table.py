@@ -27,6 +27,7 @@ ONE_LAYER = ("tests/unit/wrap/test_one_layer.py",)
 GENERATORS = ("tests/unit/wrap/test_generators.py",)
 STATE = ("tests/unit/wrap/test_state.py",)
 CHECKPOINTABLE = ("tests/unit/wrap/test_checkpointable.py",)
+CONTEXTS = ("tests/unit/engine/test_contexts.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
 
 MUTANTS = (
@@ -869,6 +870,27 @@ MUTANTS = (
         "for s in dict.fromkeys(slots) if",
         "for s in slots if",
         ("tests/unit/store/test_host.py",),
+    ),
+    Mutant(
+        "context: a backward inside it does not end its run",
+        "ebbtide/engine/restore.py",
+        "        if run.is_open:\n            run.backward_begins()\n",
+        "",
+        CONTEXTS,
+    ),
+    Mutant(
+        "context: a gradient that is recorded ends its run",
+        "ebbtide/engine/contexts.py",
+        "if not torch.is_grad_enabled():",
+        "if True:",
+        CONTEXTS,
+    ),
+    Mutant(
+        "rules: a device scales what dropout keeps as autograd does",
+        "ebbtide/engine/rules/elements.py",
+        "scale if x.dtype is torch.float64 else scale32",
+        "scale",
+        ("tests/unit/engine/test_rules.py",),
     ),
     Mutant(
         "cancel: a gradient inside a forward cancels its copies",

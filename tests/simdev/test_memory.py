@@ -263,3 +263,27 @@ def test_the_peak_hardly_depends_on_the_host_budget_if_there_is_a_disk(
         assert found.kept_bytes == found.total_refused_bytes == 0 < found.store["disk_written_bytes"]
     assert max(peaks) - min(peaks) <= 5 * MIB, peaks  # of a storage in one piece, the next may be there ahead
     assert not [record for record in caplog.records if "stays on the device" in record.message]
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal"])
+def test_a_context_around_a_whole_step_takes_no_more_than_one_around_its_forward(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its backward has read is released at once, as in ordinary training."""
+    monkeypatch.setattr("ebbtide.api._idle_engines", {})
+    device = torch.accelerator.current_accelerator()
+    layers = [torch.nn.Linear(256, 256), torch.nn.GELU()] * 10
+    model, x = torch.nn.Sequential(*layers).to(device), torch.randn(1024, 256, device=device)
+    context = ebbtide.offload_saved_tensors(policy=policy, min_bytes=0, window="1B")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    def around_its_forward() -> None:
+        with context:
+            loss = model(x).square().mean()
+        loss.backward()
+
+    plain, forward, whole = peak_of(step), peak_of(around_its_forward), peak_of(context(step))
+    print(f"{policy}: plain {plain}, around the forward {forward}, around the step {whole} bytes")
+    assert whole <= forward + rounded(x.nbytes) < plain

@@ -148,6 +148,9 @@ class RunRecord:
     def close(self) -> None:
         """Forget what only the block's forward needed."""
 
+    def backward_begins(self) -> None:
+        """A backward begins to read it while its forward is open: a gradient inside that forward, which goes on."""
+
     def backward_order(self) -> list[weakref.ref[Any]]:
         """Return the entries in the expected order of backward's reads.
 

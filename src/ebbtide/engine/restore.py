@@ -240,6 +240,8 @@ class Restorer:
         zero-bubble schedule has one for each weight, which reads a tensor or two of one block, and all of them would
         prefetch the same. A further backward through a whole graph does without the prefetch of its first block.
         """
+        if run.is_open:
+            run.backward_begins()
         backward = self.watch(task)
         again = run.task != -1 and backward.run is None
         run.task, run.unordered = task, run.order_key not in run.orders

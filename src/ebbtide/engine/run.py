@@ -134,6 +134,10 @@ class BlockRun(Replay):
         self._sites.position = self._sites.positions[self.running[-1].name if self.running else OUTSIDE]
         return left
 
+    def end(self, *, checkpointed: bool = False) -> None:
+        """End the block's forward, which may have raised."""
+        self.engine.end_block(self, checkpointed=checkpointed)
+
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.mark = None
@@ -247,9 +251,16 @@ class BlockRun(Replay):
         self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)
 
 
-def begin_block(engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
+def begin_block(
+    engine: Engine,
+    block: Block,
+    inputs: list[torch.Tensor],
+    *,
+    checkpointed: bool = False,
+    kind: type[BlockRun] = BlockRun,
+) -> BlockRun:
     """Begin a block's forward; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-    run = BlockRun(engine, block, engine.current_pass, inputs, checkpointed=checkpointed)
+    run = kind(engine, block, engine.current_pass, inputs, checkpointed=checkpointed)
     if engine.timer is not None:
         engine.timer.block_begins(run)
     run.replays = engine.replays and not (engine.timer is not None and engine.timer.measuring)

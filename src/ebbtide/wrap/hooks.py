@@ -24,13 +24,24 @@ class offloading:
     Not a generator: an interrupted one would hold the hooks open as long as the traceback lives.
     """
 
-    def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        block: Block,
+        inputs: list[torch.Tensor],
+        *,
+        checkpointed: bool = False,
+        kind: type[BlockRun] = BlockRun,
+    ) -> None:
         self._engine, self._block, self._inputs, self._checkpointed = engine, block, inputs, checkpointed
+        self._kind = kind
         self._run: BlockRun | None = None
         self._ended = False
 
     def __enter__(self) -> BlockRun:
-        run = self._run = begin_block(self._engine, self._block, self._inputs, checkpointed=self._checkpointed)
+        run = self._run = begin_block(
+            self._engine, self._block, self._inputs, checkpointed=self._checkpointed, kind=self._kind
+        )
         run.mark = self._engine.live_entries.mark  # the store stays open as long as the hooks
         saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
         return run
@@ -57,7 +68,7 @@ class offloading:
                 torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
             if not self._ended:
                 self._ended = True
-                self._engine.end_block(run, checkpointed=self._checkpointed)
+                run.end(checkpointed=self._checkpointed)
         finally:
             run.close()  # an open run references its own tickets
         self._run = None

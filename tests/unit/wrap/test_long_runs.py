@@ -22,6 +22,7 @@ from ebbtide.engine import Block
 from ebbtide.engine.passes import MOST_ORDERS, Pass, RunRecord
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
+from ebbtide.store.meter import HostMeter
 from tests.helpers.engines import REMAKE
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
@@ -35,6 +36,13 @@ Step = Callable[[nn.Module, int], None]
 
 def train(model: nn.Module, number: int) -> None:
     model(batch(5, number)).square().mean().backward()
+    model.zero_grad()
+
+
+def train_on_a_cast_up(model: nn.Module, number: int) -> None:
+    """Saves what is stored in the type that it was cast up from."""
+    wide = model(batch(5, number)).bfloat16().float()
+    (wide * wide).mean().backward()
     model.zero_grad()
 
 
@@ -76,18 +84,35 @@ def fail(model: nn.Module, number: int) -> None:
 def test_nothing_is_left_by_a_step(tmp_path: Path, target: str, policy: str, step: Step) -> None:
     place = DiskTier(str(tmp_path)) if target == "disk" else HostTier(NoDevice())
     model = stack()
-    counts: list[int] = []
     with enable_over(place, model, policy=policy, min_bytes=0):
-        for number in range(WARM + 5 * MORE):
-            step(model, number)
-            if number >= WARM:
-                gc.collect()
-                counts.append(len(gc.get_objects()))
-            if number >= WARM + MORE and _growth(counts) < MORE / 4:
-                break
-            time.sleep(0.02 if number >= WARM + MORE else 0.0)  # on a busy machine copies are under way for longer
+        counts = _counts(step, model)
     place.close()
     assert _growth(counts) < MORE / 4, counts
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "minimal", "auto"])
+def test_nothing_is_left_by_a_step_inside_an_open_context(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ebbtide.api, "open_tier", lambda *given, **options: HostTier(NoDevice()))
+    monkeypatch.setattr("ebbtide.store.meter.DeviceMeter", lambda device: HostMeter())
+    monkeypatch.setattr(ebbtide.api, "_idle_engines", {})
+    with ebbtide.offload_saved_tensors(policy=policy, min_bytes=0) as context:
+        counts = _counts(train_on_a_cast_up, stack())
+        assert context.stats().store_bytes == 0
+    assert _growth(counts) < MORE / 4, counts
+
+
+def _counts(step: Step, model: nn.Module) -> list[int]:
+    """Return how many objects there are after each step of a run that is warm."""
+    counts: list[int] = []
+    for number in range(WARM + 5 * MORE):
+        step(model, number)
+        if number >= WARM:
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        if number >= WARM + MORE and _growth(counts) < MORE / 4:
+            break
+        time.sleep(0.02 if number >= WARM + MORE else 0.0)  # on a busy machine copies are under way for longer
+    return counts
 
 
 def _growth(counts: list[int]) -> int:
