@@ -30,7 +30,6 @@ from ebbtide.base.errors import (
 from ebbtide.base.events import BUS
 from ebbtide.engine import Expr, NodeView
 from ebbtide.engine.engine import Engine
-from ebbtide.wrap import find_blocks
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
@@ -280,16 +279,7 @@ def failed_at_once(tiny: Any) -> None:
         tiny.step()
 
 
-def blocks_alone(tiny: Any) -> None:
-    block = next(module for module, _ in find_blocks(tiny.model, None))
-    block.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    calls: list[Any] = []
-    with torch.no_grad():
-        tiny.loss(tiny.model)
-    block(*calls[0])
-
-
-@pytest.mark.parametrize("use", [evaluated, frozen, failed_at_once, blocks_alone], ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", [evaluated, frozen, failed_at_once], ids=lambda use: use.__name__)
 def test_a_handle_with_nothing_to_offload_is_no_reason_for_a_warning(
     use: Callable[[Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
