@@ -25,6 +25,7 @@ def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None
     budgets = [planned(memory_budget=(100 + 500 + between) * MIB) for between in (100, 200, 300)]
     assert aims(rows)[len(modes) :] == budgets
     assert aims([*rows, *(row(mode, 1, [1.0]) for mode in modes)]) == aims(rows), "budgets follow from the first round"
+    assert aims(rows, ()) == modes
 
 
 def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
@@ -49,6 +50,19 @@ def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
     assert kept_promises(rows[:2]) == "No promise was put to the test."
     assert lines[3].endswith("| x |  |  |  |  |  |  |  |  |  | no |")
     assert total(rows[0]) == 400 * MIB
+
+
+def test_rounds_of_a_promise_count_alone_and_together() -> None:
+    promise, rows = planned(max_slowdown=0.05), []
+    for number, seconds in enumerate(([1.15, 1.15, 1.15], [1.01, 1.01, 1.01], [1.03, 1.03, 1.03])):
+        pair = [row("plain", 300, [1.0, 1.0, 1.0]), row(promise, 200, seconds)]
+        for each in pair:
+            each.notes["lockstep"] = number
+        rows += pair
+    assert kept_promises(rows) == (
+        "Of 3 promised runs the median was 0.0 points beyond, the worst 10.0."
+        " Of 1 promises, each over all its rounds, the median was 0.0 points beyond, the worst 0.0."
+    )
 
 
 def test_a_mode_is_named_by_its_arguments() -> None:
