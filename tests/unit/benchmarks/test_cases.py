@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import asdict
 from pathlib import Path
@@ -155,11 +156,20 @@ def test_memory_that_may_not_be_compacted_is_no_error(tmp_path: Path, monkeypatc
     assert not compact_memory()
 
 
-def test_cases_in_lockstep_take_each_step_together() -> None:
+def test_cases_in_lockstep_take_each_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case writes when it may take a step; a failing case leaves its steps to the others."""
+    limits: list[float] = []
+
+    class Timer(threading.Timer):
+        def __init__(self, interval: float, function: Callable[[], object]) -> None:
+            limits.append(interval)
+            super().__init__(interval, function)
+
+    monkeypatch.setattr(threading, "Timer", Timer)
     modes = ("plain", "ebbtide keep", "no such mode")
     tried = [Case(mode=mode, model="tiny", tokens=32, steps=3, gate_tokens=16, lockstep=True) for mode in modes]
-    plain, keep, unknown = run_in_lockstep(tried)
+    plain, keep, unknown = run_in_lockstep(tried, limit_seconds=300.0)
+    assert len(limits) >= 3 + 2 * 3 and set(limits) == {300.0}, "many steps take no longer than one"
     assert (plain.status, keep.status) == ("ok", "ok")
     assert len(plain.seconds) == len(keep.seconds) == 3 and plain.allocated_bytes > 0
     assert unknown.seconds == [] and unknown.status == "its process died: out of memory, most likely"
