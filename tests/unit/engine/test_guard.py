@@ -184,7 +184,7 @@ def test_a_comparison_that_failed_in_a_closure_leaves_the_weights_as_they_are() 
     results = [False, True]
 
     def await_comparisons() -> None:
-        if results.pop(0):
+        if results and results.pop(0):
             raise RestoreError("a device found a difference")
 
     own, weight = guard(await_comparisons), parameter(4)
