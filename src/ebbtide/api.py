@@ -104,6 +104,7 @@ class Handle:
         """Remove the hooks and close the store: at once or, if a graph needs it, after that graph's backward.
 
         With a graph that is dropped, the store's memory is freed, and its disk in seconds. May be called repeatedly.
+        A failed comparison that no optimizer step has awaited, one of an accelerator's last, raises ``RestoreError``.
         """
         attachment = self._attachment
         if attachment is not None:
@@ -113,6 +114,7 @@ class Handle:
         self._engine.close()
         if attachment is not None:
             log_saved(self._engine, attachment.calls)
+        self._engine.guard.await_last()
 
     def __repr__(self) -> str:
         state = "closed" if self._attachment is None else "enabled" if self.enabled else "disabled"
@@ -180,9 +182,8 @@ def enable_activation_offloading(
 
     Raises:
         ConfigError: A value cannot be used; DataError: the plan file cannot be read.
-        StrategyError: The model is not wrapped as ``strategy`` says.
-        BlocksError: The model has no parameters, or a glob matches nothing.
-        TargetError: The machine has no such target; DiskError: the path is unusable.
+        StrategyError: The model is not wrapped as ``strategy`` says; TargetError: the machine has no such target.
+        BlocksError: The model has no parameters, or a glob matches nothing; DiskError: the path is unusable.
         ConflictError: The model is already offloaded; EbbtideError: torch is older than the tested versions.
 
     Source: recomputing from saved operands: Checkmate, arXiv:1910.02653; offloading them: SSDTrain, arXiv:2408.10013.
@@ -201,7 +202,7 @@ def enable_activation_offloading(
             pairs = planned_blocks(model, pairs, {name for name, _ in chosen.actions})
         chosen.check_blocks((block.name, block.kind) for _, block in pairs)
     home, filters = accelerator_of(model), {"tensor_filter": tensor_filter, "keep_filter": keep_filter}
-    engine = _open_engine(chosen, options, home, weights_move=weights_move(model), **filters)
+    engine = _open_engine(chosen, options, home, weights_move=weights_move(model), lasts=True, **filters)
     let_kept_blocks_run_plain(engine)
     with undone_on_error(engine.tier.close):
         watch = Watch(model, engine, chosen=blocks is not None, then=warn_of_unplanned)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Expr, NodeView
+from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.trust import Trust
 from tests.gpu.test_first_light import _batch, _model, _same, _step
@@ -130,6 +132,39 @@ def test_comparing_recipes_stops_the_host_nowhere(monkeypatch: pytest.MonkeyPatc
                     assert _same(plain, _step(model, x))
             assert handle.stats().recomputed_bytes > 0 and handle.stats().demoted_sites == ()
         assert (sum(found) == 0) is (limit > 0) and len(found) > 16, found
+
+
+@pytest.mark.parametrize("end", ["closure", "close", "closed before"])
+def test_a_difference_in_the_last_backward_is_an_error_before_its_gradients_are_used(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    factors, x = [2.0], torch.ones(256, WIDTH, device=DEVICE)
+
+    def rule(n: NodeView) -> Expr | None:
+        operand = n.operand("", 0)
+        return None if operand is None else Expr(lambda v: v * factors[-1], (operand,), key=("doubled",))
+
+    monkeypatch.setattr("ebbtide.api._custom_rules", {"DoubledBackward": rule})
+    monkeypatch.setattr(Trust, "begin_block", lambda *given, **named: Compared.FULL)
+    model = nn.Sequential(Unsteady()).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks=["0"])
+    with handle, configured(kernel_delay_us=300):
+        for _ in range(STEPS):
+            optimizer.step(lambda: _step(model, x)[0])
+        assert handle.stats().recomputed_bytes > 0 and not handle.stats().demoted_sites
+        factors.append(3.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RestoreError, match="differs from what was saved"):
+            if end == "closure":
+                optimizer.step(lambda: _step(model, x)[0])
+            else:
+                loss = model(x).square().mean()
+                if end == "close":
+                    loss.backward()
+                handle.close()
+                loss.backward()
+    assert _same(before, [*model.parameters()])
 
 
 def counted(call: Callable[..., Any], found: list[int]) -> Callable[..., Any]:

@@ -63,6 +63,7 @@ class Engine:
         rules: Node name → rule that recomputes its output; default: the built-in rules.
         tensor_types: Types of tensors that have a storage of their own; any other is a wrapper, or stays.
         trust: Compares recomputes; default: one that compares bytes.
+        lasts: Whether a model holds it from step to step, so that optimizer steps await its comparisons.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Engine:
         rules: dict[str, Rule] | None = None,
         tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor,),
         trust: Trust | None = None,
+        lasts: bool = False,
     ) -> None:
         leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
-        self.number = next(_NUMBERS)
+        self.number, self.lasts = next(_NUMBERS), lasts
         self.lock = threading.RLock()
         self.trust = trust or Trust(bus, always_full=options.verify)
         guard = self.guard = WeightGuard(self.lock, self.trust.await_comparisons)
@@ -116,7 +118,7 @@ class Engine:
         Backwards that raised and a pass that nobody ended end now, or with the block that is open: a closed engine
         holds no part of the model.
         """
-        self._closed = True
+        self._closed, self.lasts = True, False
         try:
             with self.lock:
                 latest = self.current_pass.latest

@@ -4,10 +4,10 @@
 Autograd lets a weight change between forward and backward if no operator saved it, and some writes do not change the
 version counter (see [Note: fingerprints]). So a weight that a recipe or a checkpointed block will read is *watched*:
 
-- torch's optimizers announce their steps. A watched weight that is about to change is copied first, and its readers use
-  the copy: two losses with a step between their backwards, or a discriminator that is stepped before the generator's
-  backward, train as without ebbtide. In ordinary training no weight is watched when the optimizer steps, and none is
-  copied.
+- torch's optimizers announce their steps, and a step's closure announces the update that follows each of its runs. A
+  watched weight that is about to change is copied first, and its readers use the copy: two losses with a step between
+  their backwards, or a discriminator that is stepped before the generator's backward, train as without ebbtide. In
+  ordinary training no weight is watched when the optimizer steps, and none is copied.
 - Any other change is found when the weight is read, by version and by fingerprint, and is an error.
 """
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import RLock
 from typing import Any
 
@@ -95,6 +96,10 @@ _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped, and so have made their state."""
 
 
+def _live_guards() -> list[WeightGuard]:
+    return [guard for reference in tuple(_guards) if (guard := reference()) is not None]
+
+
 @functools.cache
 def _listen_to_optimizers() -> None:
     """Have torch announce optimizer steps, once in a process.
@@ -104,22 +109,63 @@ def _listen_to_optimizers() -> None:
     """
 
     @untraced
-    def before(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        for guard in [reference() for reference in tuple(_guards)]:
-            if guard is not None:
-                guard.before_step(weight for group in optimizer.param_groups for weight in group["params"])
+    def before(
+        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        for guard in _live_guards():
+            guard.before_step(_weights_of(optimizer))
+        if not any(map(_is_closure, (*args[1:], *kwargs.values()))):
+            return None
+        stepping = weakref.ref(optimizer)  # which may keep its closure
+        return (
+            (args[0], *(_announcing(value, stepping) for value in args[1:])),
+            {name: _announcing(value, stepping) for name, value in kwargs.items()},
+        )
 
     @untraced
     def after(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         first = optimizer not in _stepped
         _stepped.add(optimizer)
-        for guard in [reference() for reference in tuple(_guards)]:
-            if guard is not None:
-                guard.steps += 1
-                guard.optimizers += first
+        for guard in _live_guards():
+            guard.steps += 1
+            guard.optimizers += first
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _weights_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (weight for group in optimizer.param_groups for weight in group["params"])
+
+
+def _is_closure(argument: Any) -> bool:
+    """Whether an argument of an optimizer's step is a closure, whatever its name: any callable but a model or class."""
+    return callable(argument) and not isinstance(argument, (type, torch.nn.Module))
+
+
+def _announcing(argument: Any, stepping: weakref.ref[torch.optim.Optimizer]) -> Any:
+    """Return an argument of an optimizer's step; a closure also announces the update that follows each of its runs.
+
+    A closure (Lightning's, LBFGS's) runs forward and backward when the step has begun and been announced already.
+
+    Args:
+        argument: The argument.
+        stepping: The optimizer.
+    """
+    if not _is_closure(argument):
+        return argument
+
+    @untraced
+    @functools.wraps(argument)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        result = argument(*args, **kwargs)
+        if (optimizer := stepping()) is not None:
+            for guard in _live_guards():
+                guard.steps += 1  # it may run once more in this step, after an update
+                guard.before_step(_weights_of(optimizer))
+        return result
+
+    return closure
 
 
 class WeightGuard:
@@ -127,14 +173,15 @@ class WeightGuard:
 
     Args:
         lock: The engine's.
-        await_comparisons: Called before an optimizer steps: raises if what its gradients were computed from was wrong.
+        await_comparisons: Called before an optimizer changes weights: raises if what its gradients were computed from
+            was wrong.
     """
 
     def __init__(self, lock: RLock, await_comparisons: Callable[[], None]) -> None:
         self._lock, self._await_comparisons = lock, await_comparisons
         self._watched: set[weakref.ref[Watched]] = set()
         self._forget = self._watched.discard  # which nothing interrupts; one object for all references
-        self.steps = 0  # optimizer steps of this process since the guard was made
+        self.steps = 0  # optimizer steps of this process since the guard was made, and runs of their closures
         self.optimizers = 0  # of these, first steps
         self._logged = False
         _listen_to_optimizers()
@@ -174,6 +221,12 @@ class WeightGuard:
             for watched in these:
                 if watched.tensor.layout is torch.strided:
                     self._watched.add(weakref.ref(watched, self._forget))
+
+    def await_last(self) -> None:
+        """Await comparisons that no optimizer step follows; not while an exception is handled: that one comes first."""
+        if sys.exc_info()[0] is None:
+            with self._lock:
+                self._await_comparisons()
 
     def before_step(self, weights: Iterable[torch.Tensor]) -> None:
         """Copy those of an optimizer's weights that are watched: it is about to change them."""

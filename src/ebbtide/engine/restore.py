@@ -68,6 +68,7 @@ class _Engine(Protocol):
     lock: threading.RLock
     trust: Trust
     timer: StepTimer | None
+    lasts: bool
 
     def close_if_idle(self) -> None: ...
 
@@ -310,9 +311,11 @@ class Restorer:
             if engine is not None and engine.timer is not None:
                 engine.timer.backward_ends(raised=not all_read)
                 self._timer = None
-            self._trust.end_backward()
-            if engine is not None:
-                engine.close_if_idle()
+            try:  # of an engine that may end now, no optimizer step awaits comparisons
+                self._trust.end_backward(wait=all_read and (engine is None or not engine.lasts))
+            finally:
+                if engine is not None:
+                    engine.close_if_idle()
 
     def _keep(self, backward: Backward | None, block: str, entry: Entry, content: torch.Tensor) -> None:
         """Compare what was recomputed with what was saved, and keep it until the backward ends."""

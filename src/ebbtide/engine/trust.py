@@ -9,8 +9,8 @@ A recipe is built from the graph; bitwise equality is verified:
   plan does not count, so beyond some bytes per step the host does wait.
 - Later recomputes are compared with a fingerprint of the dropped tensor before anything is computed from them: on the
   host every time (a sample; all bytes in one block in 50 steps of its kind); on an accelerator only in those blocks,
-  all bytes, with the result read at the latest before a torch optimizer steps. A difference is an error, and the site
-  is offloaded from then on.
+  all bytes, with the result read at the latest before a torch optimizer changes a weight, or when the handle is
+  closed. A difference is an error, and the site is offloaded from then on.
 
 A verdict belongs to a block, its numerics, a site, the operators and the element types. Numbers and lengths that change
 from step to step make no new ones.
@@ -236,9 +236,11 @@ class Trust:
         elif not same:
             raise failed()
 
-    def end_backward(self) -> None:
-        """Read what a device has answered by now; nothing is waited for."""
+    def end_backward(self, *, wait: bool = False) -> None:
+        """Read what a device has answered by now; ``wait`` for the rest."""
         self._unread_bytes = 0
+        if wait:
+            return self.await_comparisons()
         self._send()
         for key in [key for key, (letter, _) in self._unanswered.items() if letter.arrived]:
             self._learn(key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 import weakref
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import ebbtide
 from ebbtide.base.errors import RestoreError
@@ -152,6 +155,190 @@ def test_comparisons_are_awaited_before_an_optimizer_steps() -> None:
     with pytest.raises(RestoreError, match="a device found a difference"):
         torch.optim.SGD([weight], lr=1.0).step()
     assert torch.equal(weight, value) and watched.same is True
+
+
+class Computes:
+    """A closure that is an object."""
+
+    def __init__(self, weight: nn.Parameter, order: list[str]) -> None:
+        self.weight, self.order = weight, order
+
+    def __call__(self) -> Tensor:
+        self.order.append("closure")
+        self.weight.grad = torch.ones_like(self.weight)
+        return torch.ones(())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", ["function", "object", "partial"])
+def test_what_a_closure_computed_is_awaited_before_the_update(kind: str, by_name: bool) -> None:
+    weight, order = parameter(4), list[str]()
+    own, computes = guard(lambda: order.append("await")), Computes(weight, order)
+    closure: Any = {"function": lambda: computes(), "object": computes, "partial": functools.partial(computes)}[kind]
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    found: Any = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert order == ["await", "closure", "await"] and found == 1 and own.optimizers == 1
+
+
+def test_a_comparison_that_failed_in_a_closure_leaves_the_weights_as_they_are() -> None:
+    results = [False, True]
+
+    def await_comparisons() -> None:
+        if results and results.pop(0):
+            raise RestoreError("a device found a difference")
+
+    own, weight = guard(await_comparisons), parameter(4)
+    before = weight.detach().clone()
+    with pytest.raises(RestoreError, match="a device found a difference"):
+        torch.optim.SGD([weight], lr=1.0).step(Computes(weight, []))
+    assert torch.equal(weight, before) and not results and not own._watched
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_watched_in_a_closure_is_copied_before_the_update(fused: bool) -> None:
+    own, weight, watched = guard(), parameter(8, 8), list[Watched]()
+    before = weight.detach().clone()
+
+    def closure() -> float:
+        watched.append(own.watch(weight, weight._version, compared=Compared.NOT))
+        weight.grad = torch.ones_like(weight)
+        return 0.0
+
+    torch.optim.SGD([weight], lr=1.0, fused=fused).step(closure)
+    assert watched[0].copied and watched[0].same is True and torch.equal(watched[0].tensor, before)
+    assert not torch.equal(weight, before)
+
+
+def test_each_run_of_a_closure_is_awaited_and_an_update_after_it_counts() -> None:
+    order, weight = list[str](), parameter(4)
+    own = guard(lambda: order.append("await"))
+    model = ModelWeights(lambda: [weight], move=False, steps=lambda: own.steps)
+    versions = list[int | None]()
+
+    def closure() -> Tensor:
+        if not versions:
+            model.begin_pass(tuple)
+        versions.append(model.version(weight))
+        order.append("closure")
+        weight.grad = 2 * weight.detach()
+        return weight.detach().square().sum()
+
+    class Writes(torch.optim.LBFGS):
+        """Moves no version, as a fused optimizer."""
+
+        def _add_grad(self, step_size: Any, direction: Any) -> None:
+            weight.data.add_(direction, alpha=float(step_size))
+
+    Writes([weight], max_iter=4, lr=0.1).step(closure)
+    assert order == ["await", *["closure", "await"] * 4]
+    assert versions == [weight._version, None, None, None], "an update came between"
+
+
+def test_a_closure_that_raises_is_not_awaited_and_the_next_step_is() -> None:
+    order, weight = list[str](), parameter(4)
+    own, computes = guard(lambda: order.append("await")), Computes(weight, order)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def closure() -> None:
+        order.append("raised")
+        raise KeyError("batch")
+
+    with pytest.raises(KeyError, match="batch"):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(computes)  # type: ignore[arg-type]
+    assert order == ["await", "raised", "await", "closure", "await"] and own.optimizers == 1
+
+
+class Outer(torch.optim.Optimizer):
+    """Lets another optimizer step, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure=closure)
+
+
+class Again(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["outer", "super"])
+def test_optimizers_that_let_others_step_are_awaited_after_the_closure(kind: str) -> None:
+    order, weight = list[str](), parameter(4)
+    own = guard(lambda: order.append("await"))
+    plain = torch.optim.SGD([weight], lr=1.0)  # torch hooks a class when it is used
+    optimizer = Outer(plain) if kind == "outer" else Again([weight], lr=1.0)
+    assert optimizer.step(Computes(weight, order)) == 1
+    assert order == ["await", "await", "closure", "await", "await"] and own.steps > 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_of_the_users_that_replaces_the_closure_keeps_its_effect(late: bool) -> None:
+    order, weight = list[str](), parameter(4)
+    computes, optimizer = Computes(weight, order), torch.optim.SGD([weight], lr=1.0)
+
+    def replaced(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        def around() -> Any:
+            order.append("around")
+            return args[1]()
+
+        return (args[0], around), kwargs
+
+    handle = (optimizer.register_step_pre_hook if late else register_optimizer_step_pre_hook)(replaced)
+    if not late:
+        _global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
+    own = guard(lambda: order.append("await"))
+    try:
+        optimizer.step(computes)  # type: ignore[arg-type]
+    finally:
+        handle.remove()
+    assert order == ["await", "around", "closure", "await"] and own.steps == 2
+
+
+def test_a_closure_leaves_nothing_behind_even_if_the_optimizer_keeps_it() -> None:
+    class Keeps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.kept = closure
+            return super().step(closure)
+
+    own, weight = guard(), parameter(4)
+    computes, optimizer = Computes(weight, []), Keeps([weight], lr=1.0)
+    computes.note = "its own"  # type: ignore[attr-defined]
+    optimizer.step(computes)
+    assert optimizer.kept.note == "its own" and optimizer.kept.__wrapped__ is computes
+    gone = [weakref.ref(computes), weakref.ref(optimizer)]
+    gc.disable()
+    try:
+        del computes, optimizer
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert own.steps > 0
+
+
+def test_a_model_or_a_class_that_an_optimizer_takes_is_no_closure() -> None:
+    class Takes(torch.optim.SGD):
+        def step(self, *given: Any, **named: Any) -> Any:
+            return given, named
+
+    own, model = guard(), nn.Linear(2, 2)
+    given, named = Takes(model.parameters(), lr=1.0).step(None, model, kind=nn.Linear, number=3)
+    assert given[0] is None and given[1] is model and named == {"kind": nn.Linear, "number": 3} and own.steps == 1
+
+
+def test_a_guard_that_dies_in_a_closure_is_not_asked() -> None:
+    order, weight = list[str](), parameter(4)
+    own, alive = [guard(lambda: order.append("dead"))], guard(lambda: order.append("alive"))
+
+    def closure() -> Any:
+        own.clear()
+        return Computes(weight, order)()
+
+    torch.optim.SGD([weight], lr=1.0).step(closure)
+    assert sorted(order[:2]) == ["alive", "dead"] and order[2:] == ["closure", "alive"] and alive.steps == 2
 
 
 def test_a_weight_has_a_version_only_while_nothing_changed_it_in_this_pass() -> None:

@@ -84,6 +84,31 @@ def test_two_losses_with_a_step_between_their_backwards(optimizer: str) -> None:
     check(lambda: only_biases(Stack(Mlp(), Mlp(), Mlp()), OPTIMIZERS[optimizer]), two_losses, steps=5)
 
 
+def two_losses_of_a_closure(model: Any, number: int) -> Tensor:
+    """Compute both losses in the closure of a step; the backward of one comes after it."""
+    x, losses = torch.randn(8, 16, requires_grad=True), list[Tensor]()
+
+    def closure() -> Tensor:
+        model.optimizer.zero_grad()
+        losses[:] = model(x).square().mean(), model(x).abs().mean()
+        losses[0].backward()
+        return losses[0]
+
+    model.optimizer.step(closure)
+    model.optimizer.zero_grad()
+    losses[1].backward()
+    model.optimizer.step()
+    return losses[0] + losses[1]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loss_of_a_closure_whose_backward_comes_after_the_step(optimizer: str) -> None:
+    def make() -> nn.Module:
+        return only_biases(Stack(Mlp(), Mlp(), Mlp()), OPTIMIZERS[optimizer])
+
+    check(make, two_losses_of_a_closure, steps=5)
+
+
 def test_copies_made_before_a_step_are_logged_once_and_released(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "ebbtide.engine"):
         train(lambda: Gan(OPTIMIZERS["fused"]), Gan.step, 3, policy="minimal")

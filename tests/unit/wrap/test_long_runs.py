@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks.nodevice import NoDevice
+from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Block
 from ebbtide.engine.passes import MOST_ORDERS, Pass, RunRecord
 from ebbtide.store.disk import DiskTier
@@ -32,6 +34,7 @@ from tests.unit.wrap.test_replay import WIDTH, batch, stack
 WARM, MORE = 36, 24
 
 Step = Callable[[nn.Module, int], None]
+Unread = Callable[[Any], None]
 
 
 def train(model: nn.Module, number: int) -> None:
@@ -233,6 +236,70 @@ def test_a_closed_handle_closes_its_store_once_no_graph_is_left() -> None:
     del dropped
     handle.close()
     assert place._closed
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Unread:
+    """A function that gives an engine a failed comparison; as if on a device, its result arrives when it is awaited."""
+    monkeypatch.setattr("ebbtide.engine.trust._Letter.arrived", property(lambda self: False))
+
+    def give(engine: Any) -> None:
+        engine.trust.require(torch.tensor(False), lambda: RestoreError("a device found a difference"))
+
+    return give
+
+
+def test_comparisons_that_no_optimizer_awaited_are_read_when_the_handle_is_closed(unread: Unread) -> None:
+    model, place = stack(), HostTier(NoDevice())
+    handle = enable_over(place, model, policy="offload", min_bytes=0)
+    unread(handle._engine)
+    train(model, 0)  # whose backward waits for nothing
+    with pytest.raises(RestoreError, match="a device found a difference"):
+        handle.close()
+    assert place._closed and not handle.enabled and "forward" not in vars(model)
+    handle.close()
+
+
+@pytest.mark.parametrize("inside", ["with", "except", "finally"])
+def test_a_handle_that_an_exception_closes_awaits_nothing(unread: Unread, inside: str) -> None:
+    place = HostTier(NoDevice())
+    handle = enable_over(place, stack(), policy="offload", min_bytes=0)
+    unread(handle._engine)
+    with pytest.raises(ZeroDivisionError) as caught:
+        if inside == "with":
+            with handle:
+                raise ZeroDivisionError
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            if inside == "except":
+                handle.close()
+            raise
+        finally:
+            handle.close()
+    assert place._closed and caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("which", ["a closed handle", "a context"])
+def test_a_backward_whose_engine_may_end_with_it_awaits_its_comparisons(
+    unread: Unread, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, place = stack(), HostTier(NoDevice())
+    if which == "a context":
+        monkeypatch.setattr("ebbtide.api.open_tier", lambda *given, **options: place)
+        monkeypatch.setattr("ebbtide.api._idle_engines", {})
+        with ebbtide.offload_saved_tensors(min_bytes=0) as context:
+            loss = model(batch(5, 0)).sum()
+        engine = context._latest
+    else:
+        handle = enable_over(place, model, policy="offload", min_bytes=0)
+        loss = model(batch(5, 0)).sum()
+        handle.close()
+        engine = handle._engine
+    unread(engine)
+    with pytest.raises(RestoreError, match="a device found a difference"):
+        loss.backward()
+    assert place._closed is (which == "a closed handle") and not place.used_bytes
 
 
 def leave_by_an_exception(tier: DiskTier | HostTier) -> ebbtide.Handle:
