@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ebbtide.base.actions import Action
@@ -179,8 +180,8 @@ class _Task:
                 if not self.machine.stores_on_disk:
                     stack.enter_context(FusedAttention())
                 simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-                # The output is dropped before backward, as in most loops; no mode sees what loss.backward() calls.
-                torch.autograd.backward(self._loss(twin, arguments))
+                loss = self._loss(twin, arguments)  # the output is dropped before backward, as in most loops
+                torch.autograd.backward(get_gradient_edge(loss))  # of a tensor it would run without function modes
                 timer.hand_over()
         except NEEDS_VALUES as error:
             raise ConfigError(
