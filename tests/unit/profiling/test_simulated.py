@@ -457,7 +457,7 @@ def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:
 
 
 class Attends(nn.Module):
-    """Attention of four heads over 4096 tokens, 192 wide."""
+    """Attention of four heads over 2048 tokens, 192 wide."""
 
     def __init__(self, value: int, dropout: float = 0.0, *, masked: bool = False, again: bool = False) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ class Attends(nn.Module):
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         split = [linear(x).unflatten(-1, (4, -1)).transpose(1, 2) for linear in self.into]
-        mask = torch.ones(4096, 4096, dtype=torch.bool).tril() if self.masked else None
+        mask = torch.ones(2048, 2048, dtype=torch.bool).tril() if self.masked else None
         attend = nn.functional.scaled_dot_product_attention
         return attend(*split, mask, dropout_p=self.dropout, is_causal=mask is None)
 
@@ -486,12 +486,11 @@ ATTENTION: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", ATTENTION)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_saves_no_softmax_of_fused_attention(kind: str, dtype: torch.dtype) -> None:
+def test_a_gpu_saves_no_softmax_of_fused_attention(kind: str) -> None:
     with torch.device("meta"):
-        net = nn.Sequential(*(ATTENTION[kind]() for _ in range(3))).to(dtype)
-        x = torch.zeros(1, 4096, 64, dtype=dtype)
-    two_softmaxes = 2 * 4 * 4096 * 4096 * 4
+        net = nn.Sequential(*(ATTENTION[kind]() for _ in range(3))).bfloat16()
+        x = torch.zeros(1, 2048, 64, dtype=torch.bfloat16)
+    two_softmaxes = 2 * 4 * 2048 * 2048 * 4
     for machine in (CPU, H200):
         profile = simulate_model(net, x, machine, job=Job(optimizer_state=0.0), options=Options(min_bytes=0))
         units = [unit for block in profile.blocks for unit in block.units]
