@@ -42,7 +42,9 @@ TENSOR_TYPES = (torch.Tensor, FakeTensor)
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised by operators whose result, or its shape, depends on the values of fake tensors."""
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+"""Types whose products take the rate of half precision."""
+
 _FREE = {"set_", "detach", "detach_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 REAL_BYTES = 16 * 1024**2
 """Results of operators on real tensors are real up to this size."""
@@ -148,7 +150,7 @@ class FakeMachine(Clock, TorchDispatchMode):
         machine = self._machine
         nbytes = sum(x.numel() * x.itemsize for x in (*read, *made))
         flops, attends = _flops(func, name, args, kwargs, result)
-        half = bool(read) and read[0].dtype in _HALF
+        half = bool(read) and read[0].dtype in HALF
         rate = machine.flop_per_second if half else machine.flop32_per_second
         if attends and half:
             rate = machine.attention_flop_per_second

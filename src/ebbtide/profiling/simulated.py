@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ebbtide.base.actions import Action
@@ -29,6 +30,7 @@ from ebbtide.engine.trust import Trust
 from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import BlockProfile, Profile, Rates
+from ebbtide.profiling.attention import FusedAttention
 from ebbtide.profiling.faketensors import NEEDS_VALUES, TENSOR_TYPES, FakeMachine, FakeTensorTier, without_bytes
 from ebbtide.profiling.repeats import Marks, NotAlike, Repeats
 from ebbtide.profiling.step_profile import profile_of
@@ -175,8 +177,11 @@ class _Task:
                 stack.enter_context(mode)
                 stack.callback(_shard_gradients(modules, self.job.shards))
                 stack.enter_context(simulated)
+                if not self.machine.stores_on_disk:
+                    stack.enter_context(FusedAttention())
                 simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-                self._loss(twin, arguments).backward()  # the output is dropped before backward, as in most loops
+                loss = self._loss(twin, arguments)  # the output is dropped before backward, as in most loops
+                torch.autograd.backward(get_gradient_edge(loss))  # of a tensor it would run without function modes
                 timer.hand_over()
         except NEEDS_VALUES as error:
             raise ConfigError(

@@ -12,7 +12,7 @@ from ebbtide.profiling import faketensors
 from ebbtide.profiling.faketensors import _flops
 
 BATCH, HEADS, QUERIES, KEYS, WIDTH, VALUE = 2, 8, 16, 32, 24, 12
-FUSED = ["_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"]
+FUSED = [f"_scaled_dot_product_{kernel}_attention" for kernel in ("efficient", "flash", "cudnn")]
 
 
 def _qkv(shared: int) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide.planner.machines import Machine
+from ebbtide.profiling.attention import FusedAttention
 from ebbtide.profiling.faketensors import REAL_BYTES, FakeMachine, FakeTensorTier, without_bytes
 
 MACHINE = Machine(
@@ -82,6 +83,22 @@ def test_causal_attention_needs_half_of_the_pairs(machine: FakeMachine) -> None:
         seconds.append(took(machine, before))
     assert seconds[0] == pytest.approx(4 * 2 * 512 * 512 * 64 / 1e7)
     assert seconds[1] == pytest.approx(seconds[0] / 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_over_values_of_another_width_costs_the_flop_of_fused_attention(
+    machine: FakeMachine, causal: bool
+) -> None:
+    query, value = (fake(1, 2, 512, width, dtype=torch.bfloat16).requires_grad_() for width in (192, 128))
+    pairs = 2 * 512 * 512 / (2 if causal else 1)
+    with FusedAttention():
+        before = machine.timestamp(None)
+        result = torch.nn.functional.scaled_dot_product_attention(query, query, value, is_causal=causal)
+        assert took(machine, before) == pytest.approx(2 * pairs * (192 + 128) / 1e7)
+        gradient = torch.empty_like(result)
+        before = machine.timestamp(None)
+        result.backward(gradient)
+    assert took(machine, before) == pytest.approx(2 * pairs * (3 * 192 + 2 * 128) / 1e7, rel=0.1)
 
 
 def test_what_lives_counts_until_it_dies(machine: FakeMachine) -> None:

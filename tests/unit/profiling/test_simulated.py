@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests.helpers.models import NAMES, PRECISIONS, Tiny, build, outputs_of
 from tests.helpers.oracle import differences
 
 H200 = MACHINES["h200"]
+CPU = dataclasses.replace(H200, name="cpu", stores_on_disk=True)
+"""What is measured here is not a GPU's attention."""
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -38,7 +41,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def on_paper(tiny: Tiny, **given: Any) -> Profile:
-    return simulate_model(tiny.model, tiny.inputs, H200, options=Options(min_bytes=0), loss=loss_of, **given)
+    return simulate_model(tiny.model, tiny.inputs, CPU, options=Options(min_bytes=0), loss=loss_of, **given)
 
 
 def measured(tiny: Tiny) -> Profile:
@@ -451,3 +454,46 @@ def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:
         Net(), torch.zeros(4, 64), dataclasses.replace(H200, stores_on_disk=True), options=Options(min_bytes=0)
     )
     assert on_disk.store_bytes is None
+
+
+class Attends(nn.Module):
+    """Attention of four heads over 2048 tokens, 192 wide."""
+
+    def __init__(self, value: int, dropout: float = 0.0, *, masked: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.sizes, self.dropout, self.masked, self.again = (192, 192, value), dropout, masked, again
+        self.into = nn.ModuleList(nn.Linear(64, 4 * size) for size in self.sizes)
+        self.out = nn.Linear(4 * value, 64)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        split = [linear(x).unflatten(-1, (4, -1)).transpose(1, 2) for linear in self.into]
+        mask = torch.ones(2048, 2048, dtype=torch.bool).tril() if self.masked else None
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(*split, mask, dropout_p=self.dropout, is_causal=mask is None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "other width": lambda: Attends(128),
+    "other width, mask": lambda: Attends(128, masked=True),
+    "dropout": lambda: Attends(192, 0.1),
+    "torch's layer": lambda: nn.TransformerEncoderLayer(64, 4, 64, dropout=0.1, batch_first=True),
+    "checkpointed": lambda: Attends(128, 0.1, again=True),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_a_gpu_saves_no_softmax_of_fused_attention(kind: str) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(ATTENTION[kind]() for _ in range(3))).bfloat16()
+        x = torch.zeros(1, 2048, 64, dtype=torch.bfloat16)
+    two_softmaxes = 2 * 4 * 2048 * 2048 * 4
+    for machine in (CPU, H200):
+        profile = simulate_model(net, x, machine, job=Job(optimizer_state=0.0), options=Options(min_bytes=0))
+        units = [unit for block in profile.blocks for unit in block.units]
+        fused = machine is H200
+        assert any("Softmax" in unit.site.node for unit in units) != (fused or kind == "checkpointed")
+        assert (simulate(profile, checkpointed(profile, 0, Action.KEEP)).peak_bytes < two_softmaxes) == fused
