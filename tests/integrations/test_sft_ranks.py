@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2 minimal": {**FULL, **OURS, "gradient_checkpointing": True},
     "fsdp2 weights stay": {"fsdp_strategy": "shard_grad_op", **OURS},
     "fsdp2 lora": {**FULL, **LORA},
-    "fsdp2 lora auto": {**FULL, **LORA, **OURS, "save": True},
+    "fsdp2 lora auto": {**FULL, **LORA, **OURS, "save": True, "overwrite_output_dir": True},
     "ddp": {"max_steps": 4, "save_steps": 2},
     "ddp auto": {**OURS, "max_steps": 4},
     "saving": {**FULL, **OURS, "max_steps": 4, "save_steps": 2},
@@ -46,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(model: Path, folder: Path) -> dict[str, CaseResult]:
     cases = {name: (recipe_case, (str(model), str(folder / name), changes)) for name, changes in CASES.items()}
+    shutil.copytree(model, folder / "fsdp2 lora auto")  # of an earlier run, which this one overwrites
     going_on = {**CASES["saving"], "resume_from_checkpoint": str(folder / "saving" / "checkpoint-2")}
     cases["going on"] = (recipe_case, (str(model), str(folder / "going on"), going_on))
     return run_cases(cases, 2, timeout_seconds=90)
@@ -96,6 +98,7 @@ def test_sharded_adapters_are_saved_alone(results: dict[str, CaseResult], folder
         names = list(file.keys())
         assert names and all("lora_" in name for name in names)
         assert any(file.get_tensor(name).abs().sum() > 0 for name in names if "lora_B" in name)
+    assert not {"model.safetensors", "config.json"} & {path.name for path in (folder / "fsdp2 lora auto").iterdir()}
 
 
 def test_only_the_main_rank_writes_the_record(results: dict[str, CaseResult], folder: Path) -> None:

@@ -15,6 +15,7 @@ from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import RECIPE, main
 from ebbtide_recipes.skeleton.steps import _duration
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict:
@@ -454,6 +455,48 @@ def test_an_earlier_run_is_not_overwritten_unasked(tiny_model: Path, tmp_path: P
         train(tiny_model, tmp_path, max_steps=2)
     assert (tmp_path / "run.jsonl").read_bytes() == record
     assert train(tiny_model, tmp_path, max_steps=2, overwrite_output_dir=True)["summary"]["steps"] == 2
+
+
+KINDS: dict[str, dict] = {"full": {}, "lora": {"train_type": "lora", "lora_rank": 2}}
+
+
+@pytest.mark.parametrize(("first", "second"), [("lora", "full"), ("full", "lora")])
+def test_the_model_of_an_overwritten_run_is_no_part_of_the_new_one(
+    tiny_model: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    once: dict = {"max_steps": 1, "save": True}
+    train(tiny_model, tmp_path / "alone", **once, **KINDS[second])
+    train(tiny_model, tmp_path / "both", **once, **KINDS[first], save_steps=1)
+    train(tiny_model, tmp_path / "both", **once, **KINDS[second], save_steps=1, overwrite_output_dir=True)
+    alone, both = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("alone", "both"))
+    assert alone.keys() == both.keys() and all(alone[name].equal(both[name]) for name in alone)
+    weights = [sorted(path.name for path in (tmp_path / name).glob("*model*")) for name in ("alone", "both")]
+    assert weights[0] == weights[1]
+    assert (tmp_path / "both" / "checkpoint-1" / "ebbtide.json").is_file()
+
+
+def test_the_model_of_an_overwritten_run_stays_until_the_new_one_is_saved(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("in a step")
+
+    train(tiny_model, tmp_path, max_steps=1, save=True, **KINDS["lora"])
+    before = {path: path.read_bytes() for path in tmp_path.glob("adapter_*")}
+    overwrites: dict = {"save": True, "save_steps": 1, "overwrite_output_dir": True}
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="in a step"):
+        patched.setattr(RecordedTrainer, "training_step", fails)
+        train(tiny_model, tmp_path, **overwrites)
+    train(tiny_model, tmp_path, max_steps=1, **{**overwrites, "save": False})
+    assert len(before) == 2 and {path: path.read_bytes() for path in before} == before
+    resumes: dict = {"max_steps": 2, "resume_from_checkpoint": "latest"}
+    with pytest.raises(DataError, match=r"holds adapter_model.safetensors, and this run saves all weights"):
+        train(tiny_model, tmp_path, **resumes, save=True)
+    train(tiny_model, tmp_path, **resumes, **overwrites)
+    assert not any(path.exists() for path in before) and (tmp_path / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.parametrize(

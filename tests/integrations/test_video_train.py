@@ -195,6 +195,24 @@ def test_adapters_are_saved_as_the_pipeline_loads_them(pipeline: Path, tmp_path:
     assert scales == [{"default_0": 6.0}] * 8  # lora_alpha over lora_rank, as it was trained
 
 
+def test_the_parts_of_an_overwritten_run_are_removed_when_the_new_ones_are_saved(tmp_path: Path) -> None:
+    def models() -> set[str]:
+        found = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors")}
+        return {str(path) for path in found if path.parts[0] != "latents"}
+
+    once: dict[str, Any] = {**SMALL, "max_steps": 1, "save": True}
+    train(tmp_path, **once, distill=True, ema_decay=0.5)
+    whole = {f"{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "transformer_ema", "critic")}
+    assert models() == whole
+    train(tmp_path, **once, train_type="lora", lora_rank=2, ema_decay=0.5, overwrite_output_dir=True)
+    adapters = "pytorch_lora_weights.safetensors"
+    assert models() == {adapters, f"lora_ema/{adapters}"}
+    assert not any((tmp_path / part).exists() for part in ("transformer", "transformer_ema", "critic"))
+    train(tmp_path, **once, overwrite_output_dir=True)
+    assert models() == {"transformer/diffusion_pytorch_model.safetensors"}
+    assert (tmp_path / "transformer" / "config.json").is_file()
+
+
 def test_latents_are_made_once_and_refused_by_another_vae(pipeline: Path, tmp_path: Path) -> None:
     made = tmp_path / "latents"
     options = {"latents_dir": str(made), **SMALL}

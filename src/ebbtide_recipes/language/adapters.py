@@ -195,6 +195,7 @@ def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
 def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) -> None:
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import TrainableTokensWrapper
 
     try:
         # A copy of the config: PEFT writes the modules it finds into its argument.
@@ -206,8 +207,15 @@ def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) ->
             hint="all-linear takes every linear module but the head",
         ) from error
     head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    if isinstance(head, TrainableTokensWrapper):
+        raise ConfigError(
+            f"the output embeddings, {name}, would have single tokens trained by trainable_token_indices",
+            expected="tokens of input embeddings that are not tied to the output embeddings: TRL computes losses from "
+            "the latter, and PEFT's replacement lacks the bias that it reads",
+            hint="leave trainable_token_indices out",
+        )
     if isinstance(head, BaseTunerLayer):
-        name = next(name for name, module in model.named_modules() if module is head)
         raise ConfigError(
             f"the output embeddings, {name}, would have adapters",
             expected="other modules: TRL computes losses from the weights of these, so they would not be trained",

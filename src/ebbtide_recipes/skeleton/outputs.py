@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,27 @@ _SOURCES = ("model", "adapters", "teacher", "critic")
 
 _MODELS = ("*.safetensors", "*.bin", "transformer/*.safetensors", "transformer/*.bin")
 """Files of a trained model, at the places where a recipe saves its own."""
+
+_SAVED = {
+    True: ((".", "adapter_model"), (".", "pytorch_lora_weights"), ("lora_ema", "pytorch_lora_weights")),
+    False: (
+        (".", "model"),
+        (".", "pytorch_model"),
+        ("transformer", "diffusion_pytorch_model"),
+        ("transformer_ema", "diffusion_pytorch_model"),
+        ("critic", "diffusion_pytorch_model"),
+    ),
+}
+"""For adapters (true) and whole models: the places where recipes save weights, and how the names of these begin."""
+
+_NAME_END = re.compile(r"(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+"""How the names of weights end: one file, or shards and their index."""
+
+_SETTINGS = {
+    True: ("adapter_config.json", "chat_template.jinja"),
+    False: ("config.json", "generation_config.json", "chat_template.jinja"),
+}
+"""Files next to weights that the save of another model may leave, and that loading it would read."""
 
 
 def only_latents(config: RecipeConfig) -> bool:
@@ -69,6 +92,19 @@ def check(config: RecipeConfig) -> None:
             f"{folder} holds {others}, and no record of a run by ebbtide",
             expected="a folder without weights of other programs, which this run would replace or remove",
             hint="choose another --output_dir, or pass --overwrite_output_dir true",
+        )
+    other = [
+        path.name
+        for place, weights in _saved(folder, adapters=not config.trains_adapters)
+        for path in weights
+        if place == folder
+    ]
+    if other and config.save:
+        raise DataError(
+            f"{folder} holds {', '.join(other)}, and this run saves "
+            f"{'adapters' if config.trains_adapters else 'all weights'}",
+            expected="a folder without a model of the other kind, which would be loaded together with the new one",
+            hint="move it, or pass --overwrite_output_dir true, which removes it when the new model is saved",
         )
     if models and checkpoints.resumes(config) and checkpoints.find(config) is None:
         raise DataError(
@@ -142,6 +178,15 @@ def _weights(config: RecipeConfig, folder: Path) -> tuple[list[str], list[str]]:
     checkpointed = sorted(path.name for path in checkpoints.written(folder))
     models = sorted({str(path.relative_to(folder)) for pattern in _MODELS for path in folder.glob(pattern)})
     return checkpointed, models * config.save
+
+
+def _saved(folder: Path, *, adapters: bool) -> Iterator[tuple[Path, list[Path]]]:
+    """Return the places in an output folder with weights under the names that recipes save, and these files."""
+    for name, begin in _SAVED[adapters]:
+        place = folder / name
+        found = [path for path in place.glob(f"{begin}*") if _NAME_END.fullmatch(path.name.removeprefix(begin))]
+        if found:
+            yield place, sorted(found)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -225,3 +270,21 @@ def clear(config: RecipeConfig, folder: Path) -> None:
             checkpoints.remove(path)
         for path in records_aside(folder).values():
             path.unlink()
+
+
+def clear_model(config: RecipeConfig, folder: Path) -> None:
+    """Delete the model of an overwritten run, just before that of this run is written.
+
+    It may be of the other kind, or in other files, and then both would be loaded as one. Settings are deleted only with
+    the weights next to them; any other file stays.
+    """
+    if not config.overwrite_output_dir:
+        return
+    for adapters, settings in _SETTINGS.items():
+        for place, weights in _saved(folder, adapters=adapters):
+            # Weights last: the next run finds what a killed one leaves.
+            for path in (*(place / name for name in settings), *weights):
+                path.unlink(missing_ok=True)
+            if place != folder:
+                with suppress(OSError):  # it has other files
+                    place.rmdir()

@@ -20,7 +20,7 @@ from ebbtide.base.events import BUS
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
 from ebbtide.wrap.generators import generators, restore, states
-from ebbtide_recipes.skeleton import checkpoints, launch, sharding
+from ebbtide_recipes.skeleton import checkpoints, launch, outputs, sharding
 from ebbtide_recipes.skeleton.resuming import ResumedTrainer
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument
@@ -126,14 +126,21 @@ class RecordedTrainer(ResumedTrainer):
         finally:
             restore(drawn_from, before, states(drawn_from))
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def remove_replaced(self, folder: Path) -> None:
+        """Remove the model of an overwritten run, if this run's is written into the folder next, and no checkpoint."""
+        if self.config is not None and self.args.should_save and folder == outputs.place(self.config):
+            outputs.clear_model(self.config, folder)
+
+    def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the model's own ``use_cache``: transformers' trainer has set it to false."""
+        # Not earlier: gathering sharded weights may fail.
+        self.remove_replaced(Path(output_dir or str(self.args.output_dir)))
         fields = _fields(self.model)
         trained = fields.pop("use_cache", None)
         fields.update(self._own)
         try:
             with _settings_as_published():
-                super()._save(*args, **kwargs)
+                super()._save(output_dir, *args, **kwargs)
         finally:
             fields["use_cache"] = trained
 

@@ -30,11 +30,16 @@ pytestmark = [
 ]
 
 
-def llama(device: str = "meta") -> LlamaForCausalLM:
+def llama(device: str = "meta", *, tied: bool = False) -> LlamaForCausalLM:
     with torch.device(device):
         return LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+                vocab_size=64,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                tie_word_embeddings=tied,
             )
         )
 
@@ -105,6 +110,20 @@ def test_adapters_of_the_head_are_refused_on_the_outline(kind: type[LanguageConf
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ConfigError, match="the output embeddings, lm_head, would have adapters"):
         adapters.chosen(kind(train_type="lora", adapters=str(tmp_path)), llama())
+
+
+@pytest.mark.parametrize("kind", [SftConfig, GrpoConfig])
+@pytest.mark.parametrize(("tied", "indices"), [(True, [5, 6]), (False, {"lm_head": [5, 6]})])
+def test_single_tokens_of_the_head_are_refused_on_the_outline(
+    kind: type[LanguageConfig], tied: bool, indices: object, tmp_path: Path
+) -> None:
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "trainable_token_indices": indices}
+    config = kind(train_type="adapter", adapter_config=written(tmp_path, settings))
+    found = "the output embeddings, lm_head, would have single tokens trained by trainable_token_indices; .*\nhint: "
+    with pytest.raises(ConfigError, match=found):
+        adapters.chosen(config, llama(tied=tied))
+    file = written(tmp_path, {**settings, "trainable_token_indices": [5, 6]})
+    assert adapters.chosen(kind(train_type="adapter", adapter_config=file), llama()).trainable_token_indices == [5, 6]
 
 
 def test_a_file_says_how_and_where(tmp_path: Path) -> None:

@@ -233,3 +233,90 @@ def test_making_latents_elsewhere_leaves_the_output_folder_alone(tmp_path: Path)
     after = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after.pop(log).startswith(before.pop(log)) and "latents are made" in log.read_text()
     assert after == before and not (tmp_path / "out" / ".lock").exists()
+
+
+MODEL = ("config.json", "generation_config.json", "chat_template.jinja", "model.safetensors")
+SHARDS = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "pytorch_model.bin")
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+FILMS = ("pytorch_lora_weights.safetensors", "lora_ema/pytorch_lora_weights.safetensors")
+PARTS = [f"{part}/{name}" for part in ("transformer", "transformer_ema", "critic")
+         for name in ("config.json", "diffusion_pytorch_model.safetensors")]  # fmt: skip
+
+
+def write(folder: Path, *names: str) -> set[str]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"earlier {name}")
+    return set(names)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_model_of_an_overwritten_run_is_removed_and_no_other_file(tmp_path: Path) -> None:
+    write(tmp_path, *MODEL, *SHARDS, *ADAPTERS, *FILMS, *PARTS)
+    others = write(
+        tmp_path, "run.jsonl", "README.md", "vae.safetensors", "model-best.safetensors", "model.py", "tokenizer.json",
+        "checkpoint-2/config.json", "checkpoint-2/model.safetensors", "latents/model.safetensors", "critic/notes.txt",
+        "lora_ema/adapter_model.safetensors", "transformer/model.safetensors", "samples/step-000002.png",
+    )  # fmt: skip
+    outputs.clear_model(SftConfig(), tmp_path)
+    assert files(tmp_path) == {*MODEL, *SHARDS, *ADAPTERS, *FILMS, *PARTS} | others
+    outputs.clear_model(SftConfig(overwrite_output_dir=True), tmp_path)
+    assert files(tmp_path) == others
+    assert not (tmp_path / "transformer_ema").exists()  # nothing else was in it
+
+
+def test_settings_without_weights_are_those_of_no_saved_model(tmp_path: Path) -> None:
+    others = write(tmp_path, *MODEL[:3], "adapter_config.json", "transformer/config.json")
+    outputs.clear_model(SftConfig(overwrite_output_dir=True), tmp_path)
+    assert files(tmp_path) == others
+    write(tmp_path, "adapter_model.safetensors")
+    outputs.clear_model(SftConfig(overwrite_output_dir=True), tmp_path)
+    assert files(tmp_path) == others - {"adapter_config.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("train_type", "saved", "found"),
+    [
+        ("lora", MODEL, "model.safetensors"),
+        ("lora", SHARDS, "model-00001-of-00002.safetensors, model.safetensors.index.json, pytorch_model.bin"),
+        ("full", ADAPTERS, "adapter_model.bin, adapter_model.safetensors"),
+    ],
+)
+def test_a_model_of_the_other_kind_is_not_saved_next_to_one_unasked(
+    check, tmp_path: Path, train_type: str, saved: tuple[str, ...], found: str
+) -> None:
+    write(tmp_path / "out", "run-1.jsonl", *saved)
+    kind = "adapters" if train_type == "lora" else "all weights"
+    with pytest.raises(DataError, match=f"/out holds {found}, and this run saves {kind}; .*\nhint: move it, or pass"):
+        check(train_type=train_type)
+    check(train_type="full" if train_type == "lora" else "lora")
+    check(train_type=train_type, save=False)
+    check(train_type=train_type, overwrite_output_dir=True)
+
+
+@pytest.mark.parametrize(
+    ("should_save", "place", "config", "removed"),
+    [
+        (True, ".", {}, True),
+        (False, ".", {}, False),  # another rank
+        (True, "checkpoint-2", {}, False),
+        (True, ".", {"overwrite_output_dir": False}, False),
+        (True, ".", None, False),  # a trainer outside a run
+    ],
+)
+def test_only_the_main_rank_removes_a_model_and_only_for_the_saved_one(
+    tmp_path: Path, should_save: bool, place: str, config: dict | None, removed: bool
+) -> None:
+    from ebbtide_recipes.skeleton.trainer import RecordedTrainer
+
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        write(folder, *ADAPTERS)
+    before = files(tmp_path)
+    values = {"output_dir": str(tmp_path), "overwrite_output_dir": True, **(config or {})}
+    made = None if config is None else SftConfig(**values)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(config=made, args=SimpleNamespace(should_save=should_save))
+    RecordedTrainer.remove_replaced(trainer, tmp_path / place)  # type: ignore[arg-type]
+    assert files(tmp_path) == before - ({*ADAPTERS} if removed else set())
