@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,32 @@ def test_other_families_lose_what_they_lose_without_offloading(family: str, tmp_
 
 def test_samples_do_not_change_what_is_trained(plain: list[float], tmp_path: Path) -> None:
     assert train(tmp_path, samples=1, sample_steps=1, sampler_steps=2) == plain
+
+
+def test_ltx_is_trained_at_the_shift_of_its_scheduler(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": str(video_pipelines.write(tmp_path / "pipeline", "ltx")), "max_steps": 1}
+    options |= {**SMALL, "latents_dir": str(tmp_path / "latents")}
+    tokens = 2 * 4 * 8
+    shift = math.exp(0.95 + (tokens - 256) * (2.05 - 0.95) / (4096 - 256))
+    plain = train(tmp_path / "plain", **options)
+    assert train(tmp_path / "same", **options, flow_shift=shift) == pytest.approx(plain, rel=1e-6)
+    assert train(tmp_path / "other", **options, flow_shift=3.0) != pytest.approx(plain, rel=1e-3)
+
+
+def test_a_vae_that_draws_does_not_change_what_is_trained(tmp_path: Path) -> None:
+    """As LTX 0.9.1's does; a checkpoint at a step that is sampled resumes exactly, too."""
+    from diffusers import AutoencoderKLLTXVideo as Vae
+
+    folder = video_pipelines.write(tmp_path / "pipeline", "ltx")
+    drawing = {"timestep_conditioning": True, "decoder_inject_noise": [True] * 5}
+    Vae.from_config({**Vae.load_config(folder / "vae"), **drawing}).save_pretrained(folder / "vae")
+    options: dict[str, Any] = {"model": str(folder), **SMALL, "num_frames": 9, "height": 32, "max_steps": 4}
+    options |= {"latents_dir": str(tmp_path / "latents"), "lr_scheduler_type": "constant"}
+    plain = train(tmp_path / "plain", **options)
+    shown = {"samples": 1, "sample_steps": 1, "sampler_steps": 2, "save_steps": 2}
+    assert train(tmp_path / "shown", **options, **shown) == plain
+    assert train(tmp_path / "half", **{**options, "max_steps": 2}, **shown) == plain[:2]
+    assert train(tmp_path / "half", **options, **shown, resume_from_checkpoint="latest") == plain[2:]
 
 
 def test_adapters_are_saved_as_the_pipeline_loads_them(pipeline: Path, tmp_path: Path) -> None:

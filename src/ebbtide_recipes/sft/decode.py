@@ -138,7 +138,7 @@ def _opened(path: str, kind: str) -> Generator[Any]:
     """Open a file with PyAV, with a clear error."""
     av = require("av", extra="media", use=f"reading {kind}s")
     try:
-        with av.open(path) as container:
+        with av.open(path, metadata_errors="replace") as container:  # titles in an old encoding
             if not getattr(container.streams, kind):
                 raise DataError(f"{path} holds no {kind}", expected=f"a file with {kind}", hint="remove the row")
             yield container

@@ -117,12 +117,17 @@ class RecordedTrainer(ResumedTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as transformers does; training draws the same numbers as without an evaluation."""
-        # An iterator over batches draws a seed, and completions are sampled.
+        with self.generators_restored():  # an iterator over batches draws a seed, and completions are sampled
+            return super().evaluate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def generators_restored(self) -> Iterator[None]:
+        """Restore the default generators at the end: training draws the same numbers as without what runs meanwhile."""
         device = self.args.device
         drawn_from = generators([device] if device.type != "cpu" else [])
         before = states(drawn_from)
         try:
-            return super().evaluate(*args, **kwargs)
+            yield
         finally:
             restore(drawn_from, before, states(drawn_from))
 

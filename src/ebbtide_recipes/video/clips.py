@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from ebbtide_recipes.video.listings import IMAGES
 
 _CODECS = (("libx264", {"crf": "18"}), ("mpeg4", {"qscale": "3"}))
 """Encoders in the order of preference, with their options."""
+_ROUNDED_SECONDS = 0.001
+"""Times in .mkv and .webm are whole milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +166,12 @@ def _pictures(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
 
 def _image(path: Path) -> torch.Tensor:
     import numpy
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as opened:
             return torch.from_numpy(numpy.array(ImageOps.exif_transpose(opened).convert("RGB")))
-    except (UnidentifiedImageError, OSError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"image {path} cannot be read: {error}", expected="an image", hint="take it out") from error
 
 
@@ -177,7 +180,7 @@ def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
     import av
 
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), metadata_errors="replace") as container:  # titles in an old encoding
             kinds = sorted({stream.type for stream in container.streams})
             if not kinds:
                 raise _broken(path, "nothing in it is whole")
@@ -189,13 +192,17 @@ def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
                 )
             stream = container.streams.video[0]
             taken, began = 0, None
-            for frame in container.decode(stream):
+            frames: Iterator[Any] = container.decode(stream)
+            pairs: Iterable[tuple[Any, Any]] = itertools.pairwise(itertools.chain(frames, (None,)))
+            if rate is None:  # times do not matter: no frame is decoded that nobody reads
+                pairs = ((frame, None) for frame in frames)
+            for frame, following in pairs:
                 image = torch.from_numpy(frame.to_ndarray(format="rgb24")).rot90(round(frame.rotation / 90))
                 if rate is None or frame.time is None:
                     yield image
                     continue
                 began = frame.time if began is None else began  # what was cut out of another may begin late
-                while taken / rate < _until(frame, stream) - began - 1e-6:
+                while taken / rate < _until(frame, following, stream) - began - 1e-6:
                     taken += 1
                     yield image
     except av.error.FFmpegError as error:
@@ -210,7 +217,12 @@ def _broken(path: Path, found: str) -> DataError:
     )
 
 
-def _until(frame: Any, stream: Any) -> float:
-    """Return the time until which a frame is shown."""
+def _until(frame: Any, following: Any, stream: Any) -> float:
+    """Return the time until which a frame is shown: that of the following frame, if there is one."""
+    # A block of .mkv or .webm has no duration: FFmpeg fills in that of the mean rate.
     shown = float(frame.duration * frame.time_base) if frame.duration else 1.0 / float(stream.average_rate or 25)
-    return float(frame.time) + shown
+    until = float(frame.time) + shown
+    if following is None or following.time is None:
+        return until
+    # Its time may be rounded up: at a constant rate the duration says better how long the frame is shown.
+    return min(following.time, max(until, following.time - _ROUNDED_SECONDS))

@@ -67,11 +67,11 @@ class Distillation(Denoiser):
         return self
 
     def forward(
-        self, latents: torch.Tensor, text: Text, timestep: torch.Tensor | None = None
+        self, latents: torch.Tensor, text: Text, timestep: Sequence[float] | None = None
     ) -> dict[str, torch.Tensor]:
         """Return the losses of a batch: ``loss`` is their sum; or with a timestep the student's prediction."""
         if timestep is not None:
-            return {"prediction": self.predict(self.transformer, latents, timestep, text)}
+            return self.prediction_at(latents, timestep, text)
         text = self.dropped(text)
         latents = latents.float()
         with torch.set_grad_enabled(self.student_learns and torch.is_grad_enabled()):
@@ -95,7 +95,7 @@ class Distillation(Denoiser):
     def _student_loss(self, made: torch.Tensor, text: Text) -> torch.Tensor:
         """Return a loss whose gradient is the direction from the critic's estimate to the teacher's."""
         with torch.no_grad():
-            sigmas = self.draws.sigmas(len(made), made.device)
+            sigmas = self.draws.sigmas(made, self.scheduler)
             noisy = mix(made, torch.randn_like(made), sigmas)
             with without_dropout(self.critic):
                 theirs = _clean(noisy, self.predict(self.critic, noisy, sigmas * STEPS, text), sigmas)

@@ -56,6 +56,8 @@ class Family:
     """Whether the pipeline that embeds captions cannot be made without its VAE."""
     velocity: ClassVar[bool] = True
     """Whether the target is flow matching's velocity; else the v-prediction of a diffusion scheduler."""
+    even_levels: ClassVar[bool] = False
+    """Whether its pipeline gives the scheduler noise levels at equal distances; else the scheduler chooses them."""
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
@@ -144,6 +146,7 @@ class HunyuanVideo(Family):
     text = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
     text_length = 256
     size = (129, 720, 1280)
+    even_levels = True
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
@@ -179,6 +182,7 @@ class Ltx(Family):
     text_length = 128
     frame_rate = 25.0
     size = (161, 512, 704)
+    even_levels = True
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition

@@ -7,6 +7,8 @@ resumed run draws the same numbers; activation checkpointing repeats blocks, nev
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ class Draws:
         logit_mean: Of the logit-normal density; above 0 there is less noise, as in diffusers' scripts.
         logit_std: Of the logit-normal density.
         mode_scale: Of the density ``mode``.
-        shift: Moves noise levels up: ``shift * s / (1 + (shift - 1) * s)``; 1 leaves them.
+        shift: Moves noise levels up: ``shift * s / (1 + (shift - 1) * s)``; 1 leaves them, ``None``: the scheduler's.
         caption_dropout: Share of the clips that are trained with the empty caption.
     """
 
@@ -37,18 +39,19 @@ class Draws:
     logit_mean: float = 0.0
     logit_std: float = 1.0
     mode_scale: float = 1.29
-    shift: float = 3.0
+    shift: float | None = None
     caption_dropout: float = 0.0
 
-    def sigmas(self, count: int, device: torch.device) -> torch.Tensor:
-        """Draw ``count`` noise levels between 0 and 1, as float32."""
+    def sigmas(self, latents: torch.Tensor, scheduler: Any) -> torch.Tensor:
+        """Draw a noise level between 0 and 1 for each clip of a batch ``[B, C, F, H, W]``, as float32."""
         from diffusers.training_utils import compute_density_for_timestep_sampling
 
         drawn = compute_density_for_timestep_sampling(
-            self.scheme, count, self.logit_mean, self.logit_std, self.mode_scale, device=device
+            self.scheme, len(latents), self.logit_mean, self.logit_std, self.mode_scale, device=latents.device
         )
         levels = 1.0 - drawn  # diffusers draws places in the scheduler's timesteps, which descend
-        return self.shift * levels / (1 + (self.shift - 1) * levels)
+        shift = shift_of(scheduler, latents.shape[2:].numel()) if self.shift is None else self.shift
+        return shift * levels / (1 + (shift - 1) * levels)
 
 
 class Denoiser(nn.Module):
@@ -108,9 +111,14 @@ class Denoiser(nn.Module):
         cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in text.items()}
         return self.family.predict(part, latents.to(dtype), timestep, cast, self.condition).float()
 
+    def prediction_at(self, latents: torch.Tensor, timestep: Sequence[float], text: Text) -> dict[str, torch.Tensor]:
+        """Return the trained transformer's prediction at given timesteps, as ``forward`` does for samples."""
+        times = torch.tensor(timestep, device=latents.device)
+        return {"prediction": self.predict(self.transformer, latents, times, text)}
+
     def flow_loss(self, part: Any, latents: torch.Tensor, text: Text) -> torch.Tensor:
         """Return flow matching's loss of a transformer, at noise levels that are drawn here."""
-        sigmas = self.draws.sigmas(len(latents), latents.device)
+        sigmas = self.draws.sigmas(latents, self.scheduler)
         noise = torch.randn_like(latents)
         predicted = self.predict(part, mix(latents, noise, sigmas), sigmas * STEPS, text)
         return nn.functional.mse_loss(predicted, noise - latents)
@@ -136,7 +144,7 @@ class FineTuning(Denoiser):
     """A transformer and its loss."""
 
     def forward(
-        self, latents: torch.Tensor, text: Text, timestep: torch.Tensor | None = None
+        self, latents: torch.Tensor, text: Text, timestep: Sequence[float] | None = None
     ) -> dict[str, torch.Tensor]:
         """Return the loss of a batch, or with a timestep the prediction.
 
@@ -145,10 +153,10 @@ class FineTuning(Denoiser):
         Args:
             latents: ``[B, C, F, H, W]``.
             text: The captions' tensors.
-            timestep: ``[B]``; then ``latents`` are noisy already.
+            timestep: ``[B]``; then ``latents`` are noisy already. Numbers: a tensor would be rounded to FSDP's type.
         """
         if timestep is not None:
-            return {"prediction": self.predict(self.transformer, latents, timestep, text)}
+            return self.prediction_at(latents, timestep, text)
         text = self.dropped(text)
         latents = latents.float()
         if self.family.velocity:
@@ -182,9 +190,20 @@ def mix(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> tor
     return (1 - level) * latents + level * noise
 
 
-def shift_of(scheduler: Any) -> float:
-    """Return the shift of a pipeline's scheduler; 3 if it depends on the size of the clip."""
+def shift_of(scheduler: Any, tokens: int) -> float:
+    """Return the shift of a pipeline's scheduler for a clip of so many latents."""
+    mu, config = dynamic_shift(scheduler, tokens), scheduler.config
+    if mu is None:
+        return float(config.get("flow_shift") or config.get("shift") or 1.0)
+    return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
+
+
+def dynamic_shift(scheduler: Any, tokens: int) -> float | None:
+    """Return what diffusers calls ``mu``: a shift that grows with the latents of a clip; ``None``: it is fixed."""
     config = scheduler.config
-    if config.get("use_dynamic_shifting"):
-        return 3.0
-    return float(config.get("flow_shift") or config.get("shift") or 1.0)
+    if not config.get("use_dynamic_shifting"):
+        return None
+    from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
+
+    names = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+    return calculate_shift(tokens, *(config.get(name, default) for name, default in names.items()))

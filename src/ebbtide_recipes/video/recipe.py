@@ -330,9 +330,9 @@ def _module(config: VideoConfig, source: Source, others: Sequence[Source], datas
     """Load the transformers and wrap them in their loss."""
     from ebbtide_recipes.video.distill import Distillation
     from ebbtide_recipes.video.families import GUIDANCE, Condition
-    from ebbtide_recipes.video.objective import Draws, FineTuning, shift_of
+    from ebbtide_recipes.video.objective import Draws, FineTuning
 
-    dtype, scheduler = _dtype(config), source.scheduler()
+    dtype = _dtype(config)
     shared: dict[str, Any] = {
         "family": source.family,
         "condition": Condition(
@@ -345,10 +345,10 @@ def _module(config: VideoConfig, source: Source, others: Sequence[Source], datas
             logit_mean=config.logit_mean,
             logit_std=config.logit_std,
             mode_scale=config.mode_scale,
-            shift=config.flow_shift or shift_of(scheduler),
+            shift=config.flow_shift,
             caption_dropout=config.caption_dropout,
         ),
-        "scheduler": scheduler,
+        "scheduler": source.scheduler(),
         "empty": dataset.text(""),
     }
     transformer = source.transformer(dtype).train()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,8 @@ import torch
 
 from ebbtide.base.events import BUS
 from ebbtide_recipes.video import clips
-from ebbtide_recipes.video.families import Text
-from ebbtide_recipes.video.objective import STEPS, mix
+from ebbtide_recipes.video.families import Family, Text
+from ebbtide_recipes.video.objective import STEPS, dynamic_shift, mix
 from ebbtide_recipes.video.source import Source, phase
 
 LOGGER = logging.getLogger("ebbtide.video")
@@ -58,14 +60,21 @@ class Sampling:
 
 
 def sample(
-    predict: Predict, scheduler: Any, empty: Text, prompt: Prompt, sampling: Sampling, device: torch.device
+    predict: Predict,
+    family: Family,
+    scheduler: Any,
+    empty: Text,
+    prompt: Prompt,
+    sampling: Sampling,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return latents ``[1, C, F, H, W]`` that the pipeline's scheduler makes from noise.
 
-    The noise has its own generator, so that training draws the same numbers with samples and without.
+    The noise has its own generator, so that all samples of a prompt begin with the same.
 
     Args:
         predict: Returns the transformer's prediction of latents, timesteps and text.
+        family: The transformer's.
         scheduler: The pipeline's.
         empty: Tensors of the empty caption, for guidance.
         prompt: The input.
@@ -73,7 +82,7 @@ def sample(
         device: The transformer's.
     """
     scheduler = type(scheduler).from_config(scheduler.config)  # a new one: schedulers are stateful
-    set_timesteps(scheduler, sampling.steps, tokens=prompt.shape[1] * prompt.shape[2] * prompt.shape[3], device=device)
+    set_timesteps(scheduler, family, sampling.steps, tokens=math.prod(prompt.shape[1:]), device=device)
     generator, latents, text = _beginning(prompt, sampling, device)
     without = {name: value[None].to(device) for name, value in empty.items()}
     previous: Any = None
@@ -125,22 +134,16 @@ def _beginning(prompt: Prompt, sampling: Sampling, device: torch.device) -> tupl
     return generator, noise, {name: value[None].to(device) for name, value in prompt.text.items()}
 
 
-def set_timesteps(scheduler: Any, steps: int, *, tokens: int, device: torch.device) -> None:
+def set_timesteps(scheduler: Any, family: Family, steps: int, *, tokens: int, device: torch.device) -> None:
     """Set a scheduler's timesteps as its family's pipeline does."""
     import numpy
-    from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 
-    if type(scheduler).__name__ != "FlowMatchEulerDiscreteScheduler":
-        scheduler.set_timesteps(steps, device=device)
-        return
-    sigmas = numpy.linspace(1.0, 1 / steps, steps)
-    config = scheduler.config
-    if not config.get("use_dynamic_shifting"):
-        scheduler.set_timesteps(sigmas=sigmas, device=device)
-        return
-    names = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
-    shift = calculate_shift(tokens, *(config.get(name, default) for name, default in names.items()))
-    scheduler.set_timesteps(sigmas=sigmas, mu=shift, device=device)
+    mu = dynamic_shift(scheduler, tokens)
+    shift = {} if mu is None else {"mu": mu}
+    if family.even_levels and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
+        scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 1 / steps, steps), device=device, **shift)
+    else:
+        scheduler.set_timesteps(steps, device=device, **shift)
 
 
 def decode(

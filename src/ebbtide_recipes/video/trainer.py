@@ -157,18 +157,22 @@ class VideoTrainer(RecordedTrainer):
         if not self.showing.prompts or step == self._shown_at:
             return
         self._shown_at = step
+        with self.generators_restored():  # some schedulers and VAEs draw from them
+            self._show(step)
+
+    def _show(self, step: int) -> None:
         training, model = self.module.training, self.model_wrapped if self.is_fsdp_enabled else self.model
 
         def predict(latents: torch.Tensor, timestep: torch.Tensor, text: Any) -> torch.Tensor:
             with self.compute_loss_context_manager():
-                return model(latents, text, timestep=timestep)["prediction"].float()
+                return model(latents, text, timestep=timestep.tolist())["prediction"].float()
 
         model.eval()
         sampling, device = self.showing.sampling, self.args.device
         if isinstance(self.module, Distillation):
             make = partial(samples.sample_student, predict, self.module.student_steps)
         else:
-            make = partial(samples.sample, predict, self.module.scheduler, self.module.empty)
+            make = partial(samples.sample, predict, self.module.family, self.module.scheduler, self.module.empty)
         BUS.emit("phase", name="sample", edge="begin", step=None)
         try:
             with torch.no_grad(), self._averaged(), _resharded(model):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import av
 import numpy
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin
 
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.sft import decode
@@ -20,6 +21,22 @@ CLIP = shapes.Drawn(shape="circle", color="red", ground="navy", way="right")
 
 def film(frames: int = 9, height: int = 32, width: int = 48) -> torch.Tensor:
     return shapes.draw(CLIP, frames, height, width)
+
+
+def record(
+    path: Path, images: torch.Tensor, *, rate: int, codec: str = "mpeg4", times: Iterable[int] | None = None
+) -> Path:
+    """Write a video, with the times of its frames counted in the rate."""
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "abcdefgh"
+        stream = container.add_stream(codec, rate=rate)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        for time, image in zip(range(len(images)) if times is None else times, images, strict=True):
+            frame = av.VideoFrame.from_ndarray(image.numpy(), format="rgb24")
+            frame.pts = time
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
 
 
 def sound(path: Path) -> Path:
@@ -42,13 +59,7 @@ def test_what_is_written_is_read_back_nearly(tmp_path: Path) -> None:
 
 
 def test_webm_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "clip.webm"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libvpx-vp9", rate=8)
-        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
-        for image in film():
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image.numpy(), format="rgb24")))
-        container.mux(stream.encode())
+    path = record(tmp_path / "clip.webm", film(), rate=8, codec="libvpx-vp9")
     assert clips.shape_of(path, most=20, rate=None) == clips.Shape(frames=9, height=32, width=48)
     assert (clips.read(path, frames=9, rate=None).float() - film().float()).abs().mean() < 8
 
@@ -64,17 +75,36 @@ def test_a_rate_skips_or_repeats_frames(tmp_path: Path, rate: float, taken: int)
 
 def test_a_rate_counts_from_the_first_frame(tmp_path: Path) -> None:
     """A clip cut out of a longer video begins later than at 0."""
-    path, began = tmp_path / "cut.mkv", 32
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=16)
-        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
-        for number, image in enumerate(film()):
-            frame = av.VideoFrame.from_ndarray(image.numpy(), format="rgb24")
-            frame.pts = began + number
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    path = record(tmp_path / "cut.mkv", film(), rate=16, times=range(32, 41))
     assert clips.shape_of(path, most=99, rate=16.0).frames == 9
     assert torch.equal(clips.read(path, frames=9, rate=16.0), clips.read(path, frames=9, rate=None))
+
+
+@pytest.mark.parametrize("rate", [16.0, 8.0, 32.0])
+def test_a_frame_is_shown_until_the_next_one_comes(tmp_path: Path, rate: float) -> None:
+    """Recordings of a screen have no frame while nothing moves, and their .mkv and .webm no durations."""
+    times = (0, 1, 2, 3, 19, 20)
+    path = record(tmp_path / "screen.mkv", film(6), rate=16, times=times)
+    whole = clips.read(path, frames=6, rate=None)
+    shown = [sum(time <= sample * 16 / rate for time in times) - 1 for sample in range(int(20 * rate / 16))]
+    assert torch.equal(clips.read(path, frames=len(shown), rate=rate), whole[shown])
+
+
+@pytest.mark.parametrize("fps", [24, 30, 60])
+def test_times_in_whole_milliseconds_keep_a_constant_rate(tmp_path: Path, fps: int) -> None:
+    path = record(tmp_path / "clip.mkv", film(24), rate=fps)
+    whole = clips.read(path, frames=24, rate=None)
+    assert torch.equal(clips.read(path, frames=24, rate=fps), whole)
+    assert torch.equal(clips.read(path, frames=12, rate=fps / 2), whole[::2])
+
+
+def test_titles_in_an_old_encoding_are_no_error(tmp_path: Path) -> None:
+    path = record(tmp_path / "clip.mp4", film(), rate=8)
+    content = path.read_bytes()
+    assert content.count(b"abcdefgh") == 1
+    path.write_bytes(content.replace(b"abcdefgh", "éàüöäçèê".encode("latin-1")))
+    assert clips.read(path, frames=9, rate=None).shape == film().shape
+    assert decode.video(str(path), None)[0].shape == tuple(film().shape)
 
 
 def test_a_folder_of_images_is_a_clip(tmp_path: Path) -> None:
@@ -138,6 +168,20 @@ def test_an_image_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(DataError, match=r"a\.png cannot be read"):
         clips.read(tmp_path / "a.png", frames=1, rate=None)
+
+
+def test_an_image_that_pillow_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(film(1)[0].numpy()).save(tmp_path / "a.png")
+    text = PngImagePlugin.PngInfo()
+    text.add_text("comment", "x" * 1000, zip=True)
+    Image.fromarray(film(1)[0].numpy()).save(tmp_path / "b.png", pnginfo=text)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(DataError, match=r"a\.png cannot be read: .*decompression bomb"):
+        clips.read(tmp_path / "a.png", frames=1, rate=None)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    monkeypatch.setattr(PngImagePlugin, "MAX_TEXT_CHUNK", 100)
+    with pytest.raises(DataError, match=r"b\.png cannot be read: Decompressed data too large"):
+        clips.read(tmp_path / "b.png", frames=1, rate=None)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (16, 48), (40, 24)])

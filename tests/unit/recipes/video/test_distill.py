@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import ebbtide
 from ebbtide_recipes.video import samples
@@ -45,6 +47,21 @@ def gradients(part: torch.nn.Module) -> list[torch.Tensor | None]:
 
 def same(first: list[Any], second: list[Any]) -> bool:
     return all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def showing(module: Distillation, folder: Path) -> Any:
+    """Return as much of a trainer as makes samples."""
+    trainer: Any = object.__new__(VideoTrainer)
+    trainer.module = trainer.model = module
+    trainer.average, trainer._shown_at, trainer.is_fsdp_enabled = None, -1, False
+    trainer.state = SimpleNamespace(global_step=3)
+    trainer.args = SimpleNamespace(device=CPU, should_save=True, output_dir=folder)
+    trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: None)
+    prompt = samples.Prompt(caption="a kite", text=dict(text_of(SOURCE)), shape=(48, 3, 4, 4))
+    trainer.showing = SimpleNamespace(
+        prompts=[prompt], sampling=samples.Sampling(rate=8.0), source=SOURCE, dtype=torch.float32
+    )
+    return trainer
 
 
 def test_in_a_critics_step_the_student_has_no_gradients() -> None:
@@ -150,7 +167,7 @@ def test_a_logit_mean_above_0_is_less_noise_as_in_diffusers(mean: float) -> None
     torch.manual_seed(0)
     places = compute_density_for_timestep_sampling("logit_normal", 4000, mean, 1.0)
     theirs = scheduler.timesteps[(places * 1000).long()] / 1000
-    ours = Draws(logit_mean=mean, shift=3.0).sigmas(4000, torch.device("cpu"))
+    ours = Draws(logit_mean=mean).sigmas(torch.empty(4000, 1, 1, 1, 1), scheduler)
     assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=0.02)
 
 
@@ -193,6 +210,31 @@ def test_a_group_without_gradients_has_no_norm() -> None:
     assert norm > 0 and [group[0] for group in asked] == [next(module.critic.parameters())]
 
 
+def test_samples_are_made_at_the_timesteps_of_the_scheduler_where_inputs_are_cast(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FSDP casts the tensors among the outermost module's inputs; bfloat16 has no 757."""
+    module, seen = module_of(), list[float]()
+
+    def cast(_module: object, arguments: Any, options: Any) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda part: part.bfloat16() if part.is_floating_point() else part, (arguments, options)
+        )
+
+    def predict(part: Any, latents: torch.Tensor, timestep: torch.Tensor, *_: object) -> torch.Tensor:
+        seen.append(timestep.item())
+        return latents
+
+    module.student_steps = (1000, 757)
+    module.register_forward_pre_hook(cast, with_kwargs=True)
+    monkeypatch.setattr(type(module.family), "predict", lambda _family, *arguments: predict(*arguments))
+    trainer = showing(module, tmp_path)
+    trainer.compute_loss_context_manager = nullcontext  # type: ignore[method-assign]
+    trainer.args.should_save = False
+    trainer.show()
+    assert seen == [1000.0, 757.0]
+
+
 @pytest.mark.parametrize("what", ["write", "vae"])
 def test_samples_that_cannot_be_written_end_no_training_and_a_failing_vae_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, what: str
@@ -200,18 +242,10 @@ def test_samples_that_cannot_be_written_end_no_training_and_a_failing_vae_does(
     def failing(*_arguments: object, **_options: object) -> Any:
         raise OSError(errno.EIO, "a bad block")
 
+    trainer = showing(module_of(), tmp_path)
     met: list[bool] = []
-    trainer = object.__new__(VideoTrainer)
-    trainer.module = trainer.model = module_of()
-    trainer.average, trainer._shown_at, trainer.is_fsdp_enabled = None, -1, False
-    trainer.state = SimpleNamespace(global_step=3)  # type: ignore[assignment]
-    trainer.args = SimpleNamespace(device=CPU, should_save=True, output_dir=tmp_path)  # type: ignore[assignment]
-    trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: met.append(True))
-    prompt, sampling = SimpleNamespace(reference=None, caption="a kite"), SimpleNamespace(rate=8.0)
-    source = SimpleNamespace(vae_config={} if what == "vae" else None, vae=failing)
-    trainer.showing = SimpleNamespace(  # type: ignore[assignment]
-        prompts=[prompt], sampling=sampling, source=source, dtype=torch.float32
-    )
+    trainer.accelerator.wait_for_everyone = lambda: met.append(True)
+    trainer.showing.source = SimpleNamespace(vae_config={} if what == "vae" else None, vae=failing)
     monkeypatch.setattr(samples, "sample_student", lambda *_: torch.zeros(1, 3, 2, 4, 4))
     monkeypatch.setattr(samples.clips, "write", failing)
     if what == "vae":

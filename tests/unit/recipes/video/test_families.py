@@ -23,6 +23,8 @@ from tests.helpers import video_pipelines
 from tests.unit.recipes.video.parts import CPU, quiet, text_of
 
 SAMPLED = [name for name in video_pipelines.FAMILIES if name != "cosmos"]  # its pipeline needs a guard for prompts
+EULER = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+UNIPC = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
 @pytest.fixture(params=video_pipelines.FAMILIES)
@@ -105,19 +107,28 @@ def test_adapters_stay_in_float32_where_shards_may_have_two_types(
     assert types == {(False, torch.bfloat16), (True, trained)}
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_samples_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [*((name, None) for name in SAMPLED), ("wan", EULER), ("ltx", UNIPC)],
+    ids=[*SAMPLED, "wan, euler", "ltx, unipc"],
+)
+def test_samples_are_those_of_the_pipeline(name: str, scheduler: Any, tmp_path: Path) -> None:
     source = Source(video_pipelines.write(tmp_path, name))
+    if scheduler is not None:
+        scheduler.save_pretrained(tmp_path / "scheduler")
+        index = json.loads((tmp_path / "model_index.json").read_text())
+        index["scheduler"] = ["diffusers", type(scheduler).__name__]
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
     module, text = module_of(source), text_of(source)
     shape = tuple(latents_of(source).shape[1:])
     one = {key: value[0] for key, value in text.items()}
 
     def predict(latents: torch.Tensor, timestep: torch.Tensor, text: Any) -> torch.Tensor:
         with torch.no_grad():
-            return module(latents, text, timestep=timestep)["prediction"]
+            return module(latents, text, timestep=timestep.tolist())["prediction"]
 
     prompt = samples.Prompt(caption="", text=one, shape=shape)
-    ours = samples.sample(predict, source.scheduler(), one, prompt, samples.Sampling(steps=3), CPU)
+    ours = samples.sample(predict, source.family, source.scheduler(), one, prompt, samples.Sampling(steps=3), CPU)
     assert torch.equal(ours, _theirs(source, tmp_path, text, shape))
 
 
@@ -139,6 +150,25 @@ def _theirs(source: Source, folder: Path, text: Any, shape: Any) -> torch.Tensor
     if source.family.name == "ltx":
         return kind._unpack_latents(made, *shape[1:])
     return made.transpose(1, 2) if source.family.name == "cogvideox" else made
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+@pytest.mark.parametrize("size", [(4, 16, 16), (16, 16, 16), (21, 16, 22)])
+def test_ltx_is_trained_at_the_shift_of_its_sampler(kind: str, size: tuple[int, int, int], tmp_path: Path) -> None:
+    """It grows with the latents of a clip."""
+    from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
+
+    scheduler = Source(video_pipelines.write(tmp_path, "ltx")).scheduler()
+    scheduler.register_to_config(time_shift_type=kind)
+    clips = torch.empty(64, 1, *size)
+
+    def drawn(shift: float | None) -> torch.Tensor:
+        torch.manual_seed(4)
+        return objective.Draws(shift=shift).sigmas(clips, scheduler)
+
+    mu = calculate_shift(clips[0].numel(), 256, 4096, 0.95, 2.05)  # as the pipeline calls it
+    assert torch.allclose(drawn(None), scheduler.time_shift(mu, 1.0, drawn(1.0)))
+    assert not torch.allclose(drawn(None), drawn(3.0))  # a shift that is set is used
 
 
 def test_captions_are_embedded_by_the_pipelines_own_encoders(source: Source) -> None:
