@@ -140,7 +140,8 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
     by_base: dict[str, list[str]] = {}
     for name, base in base_of.items():
         by_base.setdefault(base, []).append(name)
-    host = _host_model(model)
+    base_model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    host = base_model if hasattr(base_model, "base_model_prefix") and hasattr(base_model, "config") else None
     # A checkpoint of the adapted model itself has its names.
     direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if base_of.get(k, k) != k}
     direct |= {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
@@ -152,7 +153,7 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
     else:
         found = {k: list[Source]([SourceLayout.of(k, e.shape, e.dtype)]) for k, e in entries.items() if k in by_base}
         unexpected = [key for key in entries if key not in by_base]
-    plan = NameMap(unexpected=_not_ignored(host, unexpected, wanted))
+    plan = NameMap(unexpected=_not_ignored(base_model, unexpected, hosted=host is not None))
     by_base |= {name: [name] for name in adapters & direct.keys()}
     for name, source in direct.items():
         found.setdefault(base_of.get(name, name), []).append(source)
@@ -303,12 +304,6 @@ def word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _host_model(model: nn.Module) -> Any | None:
-    """Return the transformers model in ``model``, if it is one or adapts one."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
-    return base if hasattr(base, "base_model_prefix") and hasattr(base, "config") else None
-
-
 def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[str]:
     """Leave out tensors that no checkpoint needs to have: by the model's library, of adapters, of older torches."""
     # load_state_dict takes checkpoints without this counter of batch norms.
@@ -318,9 +313,9 @@ def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[s
     return [name for name in base if not any(re.search(p, base_name(name)) for p in patterns)]
 
 
-def _not_ignored(host: Any | None, unexpected: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """Leave out tensors that the model's library declares unused."""
-    patterns: list[str] = list(getattr(host, "_keys_to_ignore_on_load_unexpected", None) or [])
-    if host is not None:  # buffers that older versions saved and that are computed now
+def _not_ignored(base: nn.Module, unexpected: Sequence[str], *, hosted: bool) -> list[str]:
+    """Leave out tensors that the model's library, transformers (``hosted``) or diffusers, declares unused."""
+    patterns: list[str] = list(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or [])
+    if hosted:  # buffers that older versions saved and that are computed now
         patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return [key for key in unexpected if not any(re.search(p, key) for p in patterns)]
