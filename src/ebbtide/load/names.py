@@ -38,12 +38,14 @@ class NameMap:
 
     ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
     its library knows it by. ``twins`` has a tensor's other sources, by its first name: they must be equal.
+    ``dtypes`` has the dtype of each tensor before the model is sharded, by its first name.
     """
 
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     bases: dict[str, str] = field(default_factory=dict[str, str])
     twins: dict[str, list[SourceLayout]] = field(default_factory=dict[str, list[SourceLayout]])
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     missing: list[str] = field(default_factory=list[str])
     kept: list[str] = field(default_factory=list[str])
     """Parameters and persistent buffers that the checkpoint lacks and that have values in the model."""
@@ -224,6 +226,7 @@ def _assign(
             )
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
+            plan.dtypes[first] = tensor.dtype
             same += [twin for other in others for twin in found[other]]
             if twins := [twin for twin in same if isinstance(twin, SourceLayout)]:
                 plan.twins[first] = twins
