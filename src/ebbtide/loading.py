@@ -60,7 +60,8 @@ def load_sharded(
         source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
             sends the others their slices; ``"initialize"``: ``weights`` is ignored, the model gets its own initial
             values; ``"auto"``: chosen by what the ranks see.
-        dtype: Of floating-point parameters, converted slice by slice; default: as the model was built.
+        dtype: Of floating-point parameters, converted slice by slice; default: as the model was built. Weights that
+            ``shard`` widens are rounded to it first.
         device: Where shards are; default: the mesh's device, or the accelerator if there is one.
         optimizer: Built from the parameters on meta; it gets the new ones.
         missing: ``"error"``, or ``"initialize"`` the weights missing in the checkpoint; tensors with values keep

@@ -25,6 +25,7 @@ class Way:
     family: str = "Qwen3ForCausalLM"
     version: int = 2
     precision: str = "no"
+    stored: str = "bfloat16"
     dtype: str = "bfloat16"
     efficient: bool = False
     adapters: bool = False
@@ -63,14 +64,14 @@ def _accelerator(way: Way) -> Iterator[Any]:
         os.environ.update(before)
 
 
-def write_model(folder: str, family: str = "Qwen3ForCausalLM", *, tied: bool = False) -> None:
-    """Save a tiny decoder in bf16, in several files."""
+def write_model(folder: str, family: str = "Qwen3ForCausalLM", *, tied: bool = False, dtype: str = "bfloat16") -> None:
+    """Save a tiny decoder in several files."""
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(7)
     sizes = {"hidden_size": TINY.width, "intermediate_size": TINY.inner, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": tied}
     cls = getattr(transformers, family)
-    cls(cls.config_class(**sizes, **heads)).to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    cls(cls.config_class(**sizes, **heads)).to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="40KB")
 
 
 def prepared(way: Way, folder: str, ours: bool) -> tuple[nn.Module, list[float], dict[str, Any]]:

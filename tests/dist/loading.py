@@ -246,6 +246,10 @@ def _weights(setup: Setup, folder: str, plain: nn.Module) -> Any:
             return folder
         case "first":
             return folder if first else folder + "-not-here"
+        case "states":  # what a trainer of another machine saves
+            Path(folder + "-states").mkdir(exist_ok=True)
+            torch.save({}, folder + "-states/rng_state_1.pth")
+            return folder if first else folder + "-states"
         case "state dict":
             return plain.state_dict() if first else None
         case "itself" | "themselves":

@@ -18,6 +18,7 @@ USUAL = (
     (2, Setup(host=True, dtype="float32")),
     (2, Setup(wrapper="tp", tensor=2)),
     (2, Setup(seeing="first", dtype="float32", tied=True)),
+    (2, Setup(seeing="states")),
     (2, Setup(seeing="state dict")),
     (2, Setup(seeing="itself", tied=True, optimizer=True)),
     (2, Setup(adapters="before")),

@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 WAYS = (
     Way(),
     Way(precision="bf16"),
+    Way(precision="bf16", stored="float32"),
+    Way(precision="bf16", stored="float32", version=1),
     Way(efficient=True, dtype="float32"),
     Way(checkpointing=True),
     Way(adapters=True, storage="bfloat16"),
@@ -37,10 +39,11 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, CaseResult]]:
-    folder = str(tmp_path_factory.mktemp("model"))
-    write_model(folder)
-    cases = {name: (compare_prepared, (way, folder)) for name, way in CASES.items()}
-    cases |= {f"refused {name}": (refused, (name, folder)) for name in REFUSED}
+    folders = {stored: str(tmp_path_factory.mktemp(stored)) for stored in ("bfloat16", "float32")}
+    for stored, folder in folders.items():
+        write_model(folder, dtype=stored)
+    cases = {name: (compare_prepared, (way, folders[way.stored])) for name, way in CASES.items()}
+    cases |= {f"refused {name}": (refused, (name, folders["bfloat16"])) for name in REFUSED}
     yield run_cases(cases, 2, timeout_seconds=120.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,11 @@ INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
 _SAMPLES, _SAMPLE_BYTES = 128, 4096
 _PICKLED = (".bin", ".pt", ".pth")
+_STATES = re.compile(
+    r"((device_)?rng_state|rollout|optimizer|scheduler|scaler|sampler|dl_state_dict|training_args)(_\d+)?\.(bin|pt|pth)"
+)
+"""Pickled files without weights: of transformers' ``Trainer``, accelerate and the recipes. Every rank writes some of
+them, into a folder of its own machine."""
 _DISTRIBUTED = ".distcp"
 
 
@@ -90,7 +96,7 @@ def is_present(path: str | os.PathLike[str]) -> bool:
     try:
         if where.is_dir():
             ends = (".safetensors", INDEX_SUFFIX, *_PICKLED, _DISTRIBUTED)
-            return any(name.endswith(ends) for name in os.listdir(where))
+            return any(name.endswith(ends) and not _STATES.fullmatch(name) for name in os.listdir(where))
         return where.exists()
     except OSError:
         return False
@@ -201,7 +207,7 @@ def _front(folder: Path) -> Path:
         if found := next((folder / name for name in names if (folder / name).is_file()), None):
             return found
         indices = sorted(folder.glob(f"*{suffix}{INDEX_SUFFIX}"))
-        files = sorted(folder.glob(f"*{suffix}"))
+        files = sorted(file for file in folder.glob(f"*{suffix}") if not _STATES.fullmatch(file.name))
         if len(indices) == 1 or (not indices and len(files) == 1):
             return (indices or files)[0]
         if indices or files:

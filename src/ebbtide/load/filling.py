@@ -15,8 +15,8 @@ from ebbtide.load.layout import Box, Conversion, Piece, SourceLayout
 from ebbtide.load.names import NameMap
 from ebbtide.load.targets import Target
 
-_COMPARED = 1024**2
-"""Most elements in memory while a weight is compared with another tensor of the checkpoint that it is, too."""
+_PART = 1024**2
+"""Most elements in memory while a weight is compared with another tensor of the checkpoint that it is, or rounded."""
 
 
 class SliceSource(Protocol):
@@ -87,6 +87,7 @@ class Filling:
         self._scaled: list[Target] = []
         self._sliced: list[tuple[SourceLayout, Target]] = []
         self._twins: list[tuple[SourceLayout, SourceLayout, Target]] = []
+        self._before: dict[str, torch.dtype] = {}
         self._tied = {name for names in plan.tied.values() if len(names) > 1 for name in names}
         self._conversions: dict[int, tuple[Conversion, list[tuple[str, Target]]]] = {}
         for name, source in plan.sources.items():
@@ -99,6 +100,8 @@ class Filling:
                     continue
             elif target is None or not target.boxes:
                 continue  # another rank holds it
+            else:
+                self._before[target.name] = plan.dtypes[name]
             if isinstance(source, SourceLayout):
                 self._sliced.append((source, target))
                 self._twins += [(source, twin, target) for twin in plan.twins.get(name, ())]
@@ -129,12 +132,14 @@ class Filling:
             DataError: The source cannot be read, a weight has two values there, or a conversion fails.
         """
         source.read(self._pieces(), done)
+        for layout, target in self._sliced:
+            self._round(target, layout.dtype)
         for first, twin, target in self._twins:
-            views = ((part, part.of(v, origin=box.start)) for box, v in target.boxes for part in box.parts(_COMPARED))
-            for part, view in views:
-                other = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+            dtype = self._passed(target, twin.dtype)
+            for part, view in _parts(target):
+                other = torch.empty(view.shape, dtype=dtype, device=view.device)
                 source.read(twin.pieces(part, other), done)
-                if not torch.allclose(other, view, rtol=0, atol=0, equal_nan=True):
+                if not torch.allclose(other.to(view.dtype), view, rtol=0, atol=0, equal_nan=True):
                     raise _two_values(first.keys, twin.keys, tied=target.name in self._tied)
         for layout, target in self._quantised:
             tensor = self._four.empty(target.name)
@@ -160,6 +165,19 @@ class Filling:
                     self._four.quantise(target, self._four.empty(target.name).copy_(made[name]))
                 else:
                     target.fill(made[name])
+                    self._round(target, made[name].dtype)
+
+    def _passed(self, target: Target, found: torch.dtype) -> torch.dtype:
+        """Return the dtype that values pass through: the model's, if it cannot hold them and ``shard`` widened it."""
+        before, now = self._before.get(target.name, found), target.local.dtype
+        widened = before.is_floating_point and before.itemsize < now.itemsize
+        return before if widened and found != before and found.itemsize >= before.itemsize else now
+
+    def _round(self, target: Target, found: torch.dtype) -> None:
+        """Round a target's values as ``from_pretrained`` does before a model is sharded."""
+        if (dtype := self._passed(target, found)) != target.local.dtype:
+            for _, view in _parts(target):
+                view.copy_(view.to(dtype))
 
     def _read_tensors(
         self, source: SliceSource, keys: Iterable[str], done: Callable[[int], None]
@@ -178,6 +196,11 @@ class Filling:
         for layout, target in sorted(self._sliced, key=place):
             for box, view in target.boxes:
                 yield from layout.pieces(box, view)
+
+
+def _parts(target: Target) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield small boxes of a tensor that are this rank's, with their views."""
+    return ((part, part.of(view, origin=box.start)) for box, view in target.boxes for part in box.parts(_PART))
 
 
 def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Initialiser) -> None:

@@ -47,14 +47,17 @@ class Box:
         return Box(start=start, size=size) if all(n > 0 for n in size) else None
 
     def parts(self, most: int) -> Iterator[Box]:
-        """Yield boxes of whole rows that together are this one, each of at most ``most`` elements, or one row."""
-        if not self.size:
+        """Yield boxes that together are this one, each of at most ``most`` elements."""
+        if self.numel <= most:
             yield self
             return
-        rows = max(most // max(math.prod(self.size[1:]), 1), 1)
-        for begin in range(0, self.size[0], rows):
-            size = (min(rows, self.size[0] - begin), *self.size[1:])
-            yield Box(start=(self.start[0] + begin, *self.start[1:]), size=size)
+        dim = next(d for d, n in enumerate(self.size) if n > 1)
+        step = max(most * self.size[dim] // self.numel, 1)
+        for begin in range(0, self.size[dim], step):
+            start, size = list(self.start), list(self.size)
+            start[dim] += begin
+            size[dim] = min(step, size[dim] - begin)
+            yield from Box(start=tuple(start), size=tuple(size)).parts(most)
 
     def of(self, tensor: torch.Tensor, *, origin: Sequence[int] | None = None) -> torch.Tensor:
         """Return the view of a tensor that this box is; ``origin`` is where the tensor itself begins."""

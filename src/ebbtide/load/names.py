@@ -38,12 +38,14 @@ class NameMap:
 
     ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
     its library knows it by. ``twins`` has a tensor's other sources, by its first name: they must be equal.
+    ``dtypes`` has the dtype of each tensor before the model is sharded, by its first name.
     """
 
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     bases: dict[str, str] = field(default_factory=dict[str, str])
     twins: dict[str, list[SourceLayout]] = field(default_factory=dict[str, list[SourceLayout]])
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     missing: list[str] = field(default_factory=list[str])
     kept: list[str] = field(default_factory=list[str])
     """Parameters and persistent buffers that the checkpoint lacks and that have values in the model."""
@@ -140,7 +142,8 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
     by_base: dict[str, list[str]] = {}
     for name, base in base_of.items():
         by_base.setdefault(base, []).append(name)
-    host = _host_model(model)
+    base_model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    host = base_model if hasattr(base_model, "base_model_prefix") and hasattr(base_model, "config") else None
     # A checkpoint of the adapted model itself has its names.
     direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if base_of.get(k, k) != k}
     direct |= {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
@@ -152,7 +155,7 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
     else:
         found = {k: list[Source]([SourceLayout.of(k, e.shape, e.dtype)]) for k, e in entries.items() if k in by_base}
         unexpected = [key for key in entries if key not in by_base]
-    plan = NameMap(unexpected=_not_ignored(host, unexpected, wanted))
+    plan = NameMap(unexpected=_not_ignored(base_model, unexpected, hosted=host is not None))
     by_base |= {name: [name] for name in adapters & direct.keys()}
     for name, source in direct.items():
         found.setdefault(base_of.get(name, name), []).append(source)
@@ -223,6 +226,7 @@ def _assign(
             )
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
+            plan.dtypes[first] = tensor.dtype
             same += [twin for other in others for twin in found[other]]
             if twins := [twin for twin in same if isinstance(twin, SourceLayout)]:
                 plan.twins[first] = twins
@@ -303,12 +307,6 @@ def word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _host_model(model: nn.Module) -> Any | None:
-    """Return the transformers model in ``model``, if it is one or adapts one."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
-    return base if hasattr(base, "base_model_prefix") and hasattr(base, "config") else None
-
-
 def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[str]:
     """Leave out tensors that no checkpoint needs to have: by the model's library, of adapters, of older torches."""
     # load_state_dict takes checkpoints without this counter of batch norms.
@@ -318,9 +316,9 @@ def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[s
     return [name for name in base if not any(re.search(p, base_name(name)) for p in patterns)]
 
 
-def _not_ignored(host: Any | None, unexpected: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """Leave out tensors that the model's library declares unused."""
-    patterns: list[str] = list(getattr(host, "_keys_to_ignore_on_load_unexpected", None) or [])
-    if host is not None:  # buffers that older versions saved and that are computed now
+def _not_ignored(base: nn.Module, unexpected: Sequence[str], *, hosted: bool) -> list[str]:
+    """Leave out tensors that the model's library, transformers (``hosted``) or diffusers, declares unused."""
+    patterns: list[str] = list(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or [])
+    if hosted:  # buffers that older versions saved and that are computed now
         patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return [key for key in unexpected if not any(re.search(p, key) for p in patterns)]

@@ -347,6 +347,10 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
         attached[id(target.old)], target_of[id(value)] = value, target
     rename(model, attached)
     with torch.no_grad():
+        for unit in _flat_units(model):
+            # accelerate (1.x) widens a flat parameter into new memory; the first forward would write the old one back.
+            if unit._handle._use_orig_params:
+                unit._handle._use_sharded_views()
         for param in fsdp2_params(model):
             param.reset_sharded_param()  # it may pad or pin a copy: only one shard at a time is there twice
             if (target := target_of.get(id(param.sharded_param))) is not None:

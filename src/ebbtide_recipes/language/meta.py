@@ -182,18 +182,5 @@ def fill_sharded(trainer: Trainer, weights: Found) -> None:
         accelerator.state.fsdp_plugin.param_init_fn = empty_module(accelerator.device)
         return accelerator.prepare_model(model)
 
-    narrow = {name: p.dtype for name, p in trainer.model.named_parameters() if p.is_meta}
     filled = load_sharded(trainer.model, weights, shard=shard, unexpected="ignore", allow_pickle=True)
-    _round(filled, narrow)
     trainer.model = trainer.model_wrapped = filled  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
-    """Round weights that accelerate widened before loading, as if widened afterwards."""
-    from ebbtide.load.targets import held_by
-
-    with torch.no_grad():
-        for name, target in held_by(model).items():
-            before = narrow.get(name, target.local.dtype)
-            if before.itemsize < target.local.dtype.itemsize:
-                target.local.copy_(target.local.to(before))

@@ -297,6 +297,24 @@ def test_a_folder_without_weights_is_not_seen(tmp_path: Path) -> None:
     assert is_present(tmp_path)
 
 
+STATES = (
+    "rng_state.pth", "rng_state_8.pth", "device_rng_state_8.pth", "rollout_8.pt", "optimizer.pt", "optimizer_1.bin",
+    "scheduler.pt", "scaler.pt", "sampler.bin", "dl_state_dict.bin", "training_args.bin",
+)  # fmt: skip
+
+
+def test_what_a_trainer_saves_beside_weights_is_no_checkpoint(tmp_path: Path) -> None:
+    """Every rank writes some of it into a folder of its own machine, and another machine may have the weights."""
+    for name in STATES:
+        torch.save({"a": torch.ones(1)}, tmp_path / name)
+        assert not is_present(tmp_path), name
+    with pytest.raises(DataError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    torch.save({"b": torch.ones(1)}, tmp_path / "of_my_own.pt")
+    assert is_present(tmp_path) and open_checkpoint(tmp_path, allow_pickle=True).entries.keys() == {"b"}
+    assert open_checkpoint(tmp_path / "optimizer.pt", allow_pickle=True).entries.keys() == {"a"}
+
+
 class _Evil:
     """Runs code when it is unpickled."""
 

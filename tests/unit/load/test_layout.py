@@ -90,6 +90,16 @@ def test_a_range_of_elements_is_tiled_by_its_boxes(shape: list[int], data: st.Da
     assert torch.equal(found, whole.flatten()[begin:end])
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=3), st.integers(1, 30))
+def test_the_parts_of_a_box_are_all_of_it_and_small(shape: list[int], most: int) -> None:
+    box, counts = Box(start=(7,) * len(shape), size=tuple(shape)), torch.zeros(shape)
+    for part in box.parts(most):
+        assert part.numel <= most
+        part.of(counts, origin=box.start).add_(1)
+    assert counts.eq(1).all()
+
+
 def test_an_adapter_inside_another_has_the_base_models_name() -> None:
     from ebbtide.load.names import base_name
 

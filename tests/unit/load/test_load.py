@@ -24,6 +24,12 @@ from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
 from ebbtide.load import Saving, filling
 from ebbtide.load import load as load_module
+from ebbtide.load.filling import Filling, Values
+from ebbtide.load.fourbit import FourBit
+from ebbtide.load.header import CheckpointEntry
+from ebbtide.load.layout import Conversion
+from ebbtide.load.names import NameMap
+from ebbtide.load.targets import targets_of
 from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
 from tests.helpers.pages import asked_for_huge_pages
@@ -93,7 +99,7 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_refused(
     with pytest.raises(DataError, match=r"embed\.weight and head\.weight differ.*one tied weight"):
         ebbtide.load_sharded(meta(tied=True), values)
     same["head.weight"][-1, -1] += 1  # in the last of several parts that are compared
-    monkeypatch.setattr(filling, "_COMPARED", 3 * values["embed.weight"].shape[1] + 1)
+    monkeypatch.setattr(filling, "_PART", 3 * values["embed.weight"].shape[1] + 1)
     with pytest.raises(DataError, match=r"embed\.weight and head\.weight differ.*one tied weight"):
         ebbtide.load_sharded(meta(tied=True), same)
 
@@ -284,6 +290,89 @@ def test_another_dtype_is_that_of_parameters(path: Path, values: dict[str, torch
     model = ebbtide.load_sharded(meta(), path, dtype=dtype)
     assert torch.equal(model.head.weight, values["head.weight"].to(dtype))
     assert torch.equal(model.norm.running_mean, values["norm.running_mean"])
+
+
+def widened(model: nn.Module) -> None:
+    """Shard a model as accelerate does for mixed precision: its weights become float32."""
+    model.float()
+
+
+@pytest.mark.parametrize("given", ["a file", "values", "a model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_and_buffers_that_shard_widens_are_rounded_first(
+    tmp_path: Path, values: dict[str, torch.Tensor], dtype: torch.dtype, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a model that was loaded in its own dtype and then widened."""
+    values["head.weight"] = values["embed.weight"].to(dtype).float()  # equal once both are rounded
+    real = Model(tied=True, rotary="silent")
+    real.load_state_dict(values)
+    save_file(values, tmp_path / "model.safetensors")
+    weights: Any = {"a file": tmp_path, "values": values, "a model": real}[given]
+    model = meta(tied=True, rotary="silent" if given == "a model" else "").to(dtype)
+    monkeypatch.setattr(filling, "_PART", 3)  # less than a row
+    loaded = ebbtide.load_sharded(model, weights, shard=widened)
+    if given == "a model":
+        real.rotary.inv_freq.add_(1e-3)
+        loaded = ebbtide.load_sharded(meta(tied=True, rotary="silent").to(dtype), real, shard=widened)
+        assert torch.equal(loaded.rotary.inv_freq, real.rotary.inv_freq.to(dtype).float())
+    wanted = real.to(dtype).float().state_dict()
+    assert not torch.equal(wanted["norm.running_mean"], values["norm.running_mean"])
+    found = loaded.state_dict()
+    assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in wanted.items()}
+    assert {k: torch.equal(v, wanted[k]) for k, v in found.items()} == dict.fromkeys(wanted, True)
+    assert loaded.head.weight is loaded.embed.weight
+    values["head.weight"][-1, -1] += 1
+    with pytest.raises(DataError, match="one tied weight"):
+        ebbtide.load_sharded(meta(tied=True).to(dtype), values, shard=widened)
+
+
+def test_the_dtype_before_shard_is_the_one_that_was_asked_for(path: Path, values: dict[str, torch.Tensor]) -> None:
+    """Or that of the model's library."""
+    model = meta()
+    model._keep_in_fp32_modules = ["head"]
+    loaded = ebbtide.load_sharded(model, path, dtype=torch.bfloat16, shard=widened)
+    assert torch.equal(loaded.head.weight, values["head.weight"])
+    assert torch.equal(loaded.embed.weight, values["embed.weight"].bfloat16().float())
+    loaded = ebbtide.load_sharded(meta().bfloat16(), path, dtype=torch.float32, shard=widened)
+    assert torch.equal(loaded.embed.weight, values["embed.weight"])
+
+
+def test_values_of_one_size_and_another_dtype_are_rounded(values: dict[str, torch.Tensor]) -> None:
+    values = {name: value.bfloat16() if value.is_floating_point() else value for name, value in values.items()}
+    values["head.weight"][0] = 1e5  # more than float16 holds
+    model = ebbtide.load_sharded(meta().half(), values, shard=widened)
+    assert model.head.weight[0].isinf().all()
+    assert torch.equal(model.head.weight, values["head.weight"].half().float())
+
+
+@pytest.mark.parametrize(
+    ("stored", "before", "after"),
+    [("bfloat16", "bfloat16", "float32"), ("bfloat16", "float32", "float64"), ("float32", "float32", "float32")]
+    + [("float32", "bfloat16", "bfloat16"), ("float32", "float32", "bfloat16"), ("float64", "float32", "bfloat16")],
+)
+def test_weights_are_gone_over_again_only_to_round_them(
+    values: dict[str, torch.Tensor], stored: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = [getattr(torch, name) for name in (stored, before, after)]
+    given = {k: v.to(dtypes[0]) if v.is_floating_point() else v for k, v in values.items()}
+    monkeypatch.setattr(filling, "_parts", None)
+    model = ebbtide.load_sharded(meta().to(dtypes[1]), given, shard=lambda m: m.to(dtypes[2]))
+    wanted = {k: v.to(dtypes[1]).to(dtypes[2]) if v.is_floating_point() else v for k, v in given.items()}
+    assert {k: torch.equal(v, wanted[k]) for k, v in model.state_dict().items()} == dict.fromkeys(wanted, True)
+
+
+def test_weights_that_are_converted_whole_are_rounded_too() -> None:
+    """By a conversion that cannot be followed slice by slice."""
+    value = torch.randn(3, 4)
+    plan = NameMap(tied={"weight": ("weight",)}, bases={"weight": "weight"}, dtypes={"weight": torch.bfloat16})
+    plan.sources["weight"] = Conversion(
+        keys=("a",), shapes={"weight": torch.Size((4, 3))}, convert=lambda tensors: {"weight": tensors["a"].t()}
+    )
+    model = meta_of(lambda: nn.Linear(3, 4, bias=False))
+    targets = targets_of(model, torch.device("cpu"))
+    entries = {"a": CheckpointEntry(shape=(3, 4), dtype=torch.float32)}
+    Filling(plan, targets, entries, FourBit(model, None)).fill(Values({"a": value}), lambda nbytes: None)
+    assert torch.equal(targets["weight"].local, value.t().bfloat16().float())
 
 
 def test_memory_formats_stay() -> None:

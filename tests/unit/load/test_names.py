@@ -186,3 +186,18 @@ def test_a_prefix_that_a_wrapper_added_is_named(prefix: str) -> None:
     with pytest.raises(DataError) as caught:
         ebbtide.load_sharded(meta(lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))), values)
     assert caught.value.hint == "the model's names begin with '0.': load the module inside, model.0"
+
+
+class Unused(nn.Linear):
+    """A model of a library that names what its checkpoints hold and it does not use, as diffusers does."""
+
+    _keys_to_ignore_on_load_unexpected = ("norm_added_q",)
+
+
+def test_what_the_models_library_declares_unused_is_left_out() -> None:
+    values = randomized(Unused(2, 2))
+    spare = {"norm_added_q.weight": torch.ones(2)}
+    loaded = ebbtide.load_sharded(meta(partial(Unused, 2, 2)), values | spare)
+    assert torch.equal(loaded.weight, values["weight"])
+    with pytest.raises(DataError, match=r"1 unexpected: rotary_emb\.inv_freq"):  # transformers' alone
+        ebbtide.load_sharded(meta(partial(Unused, 2, 2)), values | spare | {"rotary_emb.inv_freq": torch.ones(2)})
