@@ -1355,6 +1355,20 @@ MUTANTS = (
         SECOND_FORWARD,
     ),
     Mutant(
+        "votes: a rank without tokens votes only where a forward has shown a collective",
+        "ebbtide/wrap/checkpointable.py",
+        "seen.input_bytes or not self._alone(block, module)  # a rank",
+        "seen.input_bytes or groups  # a rank",
+        ("tests/unit/wrap/test_agreement.py",),
+    ),
+    Mutant(
+        "inputs: what is inside a wrapper counts only where it needs a gradient itself",
+        "ebbtide/engine/inputs.py",
+        "if given.requires_grad:  # what",
+        "if t.requires_grad:  # what",
+        ("tests/unit/engine/test_wrappers.py",),
+    ),
+    Mutant(
         "second forward: only the first blocks of a kind are looked at from outside",
         "ebbtide/wrap/checkpointable.py",
         "(first or self._looks[kind]",
