@@ -37,7 +37,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 class Block(nn.Module):
-    """Saves several tensors of the size of its input."""
+    """Saves several tensors that no rule covers: it is worth a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         y = self.up(x)
-        for _ in range(4):
-            y = torch.sin(y * torch.sigmoid(y))
+        for _ in range(6):
+            y = torch.lgamma(y)
         for other in others:
             y = y * (other.dequantized() if isinstance(other, Quantized) else other)
         return x + self.down(y)
