@@ -1364,9 +1364,16 @@ MUTANTS = (
     Mutant(
         "inputs: what is inside a wrapper counts only where it needs a gradient itself",
         "ebbtide/engine/inputs.py",
-        "if given.requires_grad:  # what",
+        "if outer.requires_grad:  # what",
         "if t.requires_grad:  # what",
         ("tests/unit/engine/test_wrappers.py",),
+    ),
+    Mutant(
+        "wrappers: a distributed tensor gets a spec that its class makes anew",
+        "ebbtide/engine/wrappers.py",
+        "            if self.spec is not None:\n",
+        "            if False:\n",
+        ("tests/unit/wrap/test_wrapped_inputs.py",),
     ),
     Mutant(
         "second forward: only the first blocks of a kind are looked at from outside",

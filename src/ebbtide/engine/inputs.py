@@ -41,14 +41,14 @@ class BlockInputs:
         self.storages: dict[int, torch.UntypedStorage] = {}
         trained: dict[int, int] = {}
         self.largest_bytes = 0
-        for given in tensors:
-            for t in plain_tensors([given]):
+        for outer in tensors:
+            for t in plain_tensors([outer]):
                 if t.layout == torch.strided and not t.is_nested:
                     storage = t.untyped_storage()
                     self.storages[id(storage)] = storage
                     if t.is_floating_point():
                         self.largest_bytes = max(self.largest_bytes, storage.nbytes())
-                    if given.requires_grad:  # what is inside a wrapper is made below autograd, and needs none itself
+                    if outer.requires_grad:  # what is inside a wrapper is made below autograd, and needs none itself
                         trained[id(storage)] = storage.nbytes()
         self.nbytes = sum(trained.values())
         self.values: dict[tuple[int, int], tuple[torch.autograd.graph.Node, torch.Tensor, int]] = {}

@@ -142,6 +142,7 @@ def test_the_bytes_of_an_input_are_those_inside_it(mesh: Any) -> None:
     x, gathered = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
     given = {
         "distributed": DTensor.from_local(x, mesh, [Shard(0)]),
+        "made of it": DTensor.from_local(x.detach(), mesh, [Shard(0)]).requires_grad_() * 2,
         "arriving": AsyncCollectiveTensor(gathered).requires_grad_(),
         "distributed, arriving": DTensor.from_local(AsyncCollectiveTensor(gathered), mesh, [Shard(0)]).requires_grad_(),
         "two": TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_() * 2,
@@ -149,7 +150,7 @@ def test_the_bytes_of_an_input_are_those_inside_it(mesh: Any) -> None:
     sizes = [BlockInputs([value]).nbytes for value in given.values()]
     assert dict(zip(given, sizes, strict=True)) == dict.fromkeys(given, 48) | {"two": 24}
     assert BlockInputs([value.detach() for value in given.values()]).nbytes == 0
-    assert BlockInputs([*given.values()]).nbytes == 2 * 48 + 24, "of one storage once"
+    assert BlockInputs([*given.values()]).nbytes == 3 * 48 + 24, "of one storage once"
 
 
 def test_a_change_between_two_saves_is_two_values(mesh: Any) -> None:

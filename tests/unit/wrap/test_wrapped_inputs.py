@@ -110,7 +110,10 @@ class Quantized(Tensor):
 def _distributed(model: Model, mesh: DeviceMesh, placement: Any, *, arriving: bool = False) -> None:
     for layer in model.layers:
         distribute_module(layer, mesh)
-    model.wrap = lambda x: DTensor.from_local(Arrives.apply(x) if arriving else x, mesh, [placement])
+    if arriving:
+        model.wrap = lambda x: DTensor.from_local(Arrives.apply(x), mesh, [placement])
+    else:  # what an operator makes: inside it nothing needs a gradient
+        model.wrap = lambda x: DTensor.from_local(x, mesh, [placement]) * 1.5
 
 
 def sharded(model: Model, mesh: DeviceMesh) -> None:
