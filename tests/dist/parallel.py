@@ -39,6 +39,7 @@ class Setup:
         shard: FSDP2 over the ranks that the style does not use.
         checkpointed: The call of every block is checkpointed.
         mixed: FSDP2's bfloat16 parameters.
+        compiled: Blocks are compiled in place, and FSDP2's weights stay gathered until the backward.
         schedule: A name of ``SCHEDULES``.
     """
 
@@ -46,6 +47,7 @@ class Setup:
     shard: bool = False
     checkpointed: bool = False
     mixed: bool = False
+    compiled: bool = False
     schedule: str = "one"
 
 
@@ -110,11 +112,15 @@ def _job(setup: Setup, enable: Enable) -> Job:
         model = Decoder(checkpointed=setup.checkpointed)
         whole = randomise(model)
         _parallelise(model, setup.style, mesh["tensor"])
+        if setup.compiled:
+            torch._dynamo.reset()  # of the model before, which would count as compiled too often
+            for layer in model.layers:
+                layer.compile(backend="aot_eager")
         if setup.shard:
             dtype = torch.bfloat16 if setup.mixed else None
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
             for layer in model.layers:
-                fully_shard(layer, mesh=mesh["shard"], mp_policy=policy)
+                fully_shard(layer, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=not setup.compiled)
             fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
         enable(model, strategy="fsdp2" if setup.shard else "single")
         return model, whole

@@ -51,6 +51,7 @@ class Setup:
         sharding: FSDP1's strategy.
         ddp: Enabled options of DDP.
         unused: Some weights are in no graph.
+        compiled: Blocks are compiled in place.
     """
 
     model: str = "decoder"
@@ -70,6 +71,7 @@ class Setup:
     sharding: str = "FULL_SHARD"
     ddp: tuple[str, ...] = ()
     unused: bool = False
+    compiled: bool = False
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...] = POLICIES) -> dict[str, Findings]:
@@ -81,6 +83,8 @@ def make_job(setup: Setup, enable: Enable) -> Job:
     """Build, wrap and enable according to a setup."""
 
     def make() -> tuple[nn.Module, dict[str, Tensor]]:
+        if setup.compiled:
+            torch._dynamo.reset()  # of the model before, which would count as compiled too often
         model, blocks = _build(setup)
         whole = randomise(model)
         # Some blocks are found by structure, some are named.
@@ -138,6 +142,8 @@ def _adapt(model: nn.Module) -> None:
 
 def _wrap(model: nn.Module, setup: Setup, blocks: list[str]) -> nn.Module:
     layers = [model.get_submodule(b) for b in blocks]
+    for layer in layers if setup.compiled else ():
+        layer.compile(backend="aot_eager")
     world = torch.distributed.get_world_size()
     shape = (setup.replicas, world // setup.replicas) if setup.replicas > 1 else (world,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -216,10 +222,15 @@ USUAL = (
     replace(DDP, schedule="accumulated", ddp=("gradient_as_bucket_view",)),
     replace(DDP, ddp=("static_graph",)),
     replace(DDP, ddp=("find_unused_parameters",), unused=True),
+    Setup(compiled=True, reshard=False),
 )
 """Combinations, on two ranks, in every run of the tests."""
 
 FURTHER = (
+    Setup(compiled=True, mixed=True),
+    replace(NESTED, compiled=True, frozen=True),
+    replace(NESTED, compiled=True, reshard=False, schedule="accumulated"),
+    replace(FSDP, compiled=True),
     Setup(units="experts"),
     Setup(units="together", frozen=True),
     replace(NESTED, reshard=False),

@@ -45,6 +45,10 @@ FOUR: dict[str, tuple[Compare, Any]] = {
         parallel.compare_setup,
         parallel.Setup(style="tensor", shard=True, checkpointed=True),
     ),
+    "tensor parallel and FSDP2, compiled": (
+        parallel.compare_setup,
+        parallel.Setup(style="tensor", shard=True, compiled=True),
+    ),
     "1F1B and FSDP2": (stages.compare_setup, stages.Setup(schedule="1F1B", shard=True)),
     "ZBVZeroBubble and FSDP2": (stages.compare_setup, stages.Setup(schedule="ZBVZeroBubble", shard=True)),
     **{sharded.spelled(s): (sharded.compare_setup, s) for s in sharded.ON_FOUR},
@@ -91,7 +95,7 @@ def test_what_a_rank_computes_is_bitwise_that_of_plain_training(results: dict[st
             # A tensor dropped by an outer checkpoint is none of ours; Auto's plan depends on measured times.
             expected = found.checkpointed == (2 if checkpointed else 0)
             assert expected or (policy in ("minimal", "auto") and not checkpointed), (name, policy, found)
-            if policy == "minimal" and not checkpointed:
+            if policy == "minimal" and not checkpointed and not getattr(CASES[name][1], "compiled", False):
                 assert found.recomputes + found.checkpointed > 0
             if policy == "minimal" and name in ("stream parallel, one", "stream parallel and FSDP2"):
                 assert found.checkpointed == _blocks(name), "inputs that are DTensors are inputs"

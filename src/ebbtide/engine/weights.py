@@ -34,6 +34,8 @@ class Weights:
         """Keys of all storages of weights; None where weights move: ``hold`` knows them."""
         self._passing: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that have bytes only while a part of the block runs. They may die, and others get their keys."""
+        self.gathered: Callable[[], list[torch.Tensor]] | None = None
+        """Returns weights that got their bytes unseen since its last call. Called for each storage that is unknown."""
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
         if model.move:
             self._note_nodes([*weights, *model.lasting()])
@@ -49,6 +51,7 @@ class Weights:
 
     def forget(self) -> None:
         """Release what only the block's forward needed."""
+        self.gathered = None
         self._nodes.clear()
 
     def include(self, tensor: torch.Tensor) -> bool:
@@ -68,7 +71,12 @@ class Weights:
         key, model = storage._cdata, self.model
         if key in model.keys or key in self._own or (model.move and model.lasts(key)):
             return True
-        return key in self._passing and self._passes(storage)
+        if key in self._passing and self._passes(storage):
+            return True
+        if self.gathered is None or not (weights := self.gathered()):
+            return False
+        self.see(weights)
+        return self._passes(storage)
 
     def _passes(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is that of a weight that has bytes only while a part of the block runs."""

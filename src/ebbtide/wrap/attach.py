@@ -1,10 +1,10 @@
 """Install the hooks around the blocks, and remove them.
 
 [Note: where the hooks stand] A block's ``forward`` is replaced on the instance. That is inside module hooks, so FSDP
-unshards before and reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint's hooks
-are innermost and ours see its inputs. Hooks opened *inside* a checkpointed function would silently cancel the
-checkpoint, so none are opened there: see [Note: checkpoints around blocks]. Hooks are never open while ``backward()``
-runs.
+unshards before and reshards after (not of compiled blocks: see [Note: compiled units]); and it is outside a ``forward``
+that checkpoints itself, so the checkpoint's hooks are innermost and ours see its inputs. Hooks opened *inside* a
+checkpointed function would silently cancel the checkpoint, so none are opened there: see [Note: checkpoints around
+blocks]. Hooks are never open while ``backward()`` runs.
 """
 
 from __future__ import annotations

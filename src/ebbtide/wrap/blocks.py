@@ -280,12 +280,18 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
     These have bytes in the forward and in the backward of ``module``. A unit nested below it is resharded again while
     the backward of ``module`` recomputes, so its weights do not count; nor do those of ZeRO-3.
     """
-    pending = [module]
-    while pending:
-        inner = pending.pop()
+    for inner in parts_of(module):
         yield from (p for p in inner.parameters(recurse=False) if not is_partitioned(p))
         yield from inner.buffers(recurse=False)
         yield from (w for w in _flattened(inner) if w.untyped_storage().nbytes())  # else a view of freed memory
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` and its submodules, down to the next FSDP units."""
+    pending = [module]
+    while pending:
+        inner = pending.pop()
+        yield inner
         pending.extend(c for c in inner.children() if not is_fsdp2(c) and not is_fsdp1(c))
 
 

@@ -6,6 +6,13 @@ change what others do who look at them: torch copies hooks with a module, moves 
 them into TorchScript, and forgoes its [Note: fused layers]. Hooks are installed for each run, by writing to the
 dictionaries that ``Module`` calls them from (checked with torch 2.13): ``register_forward_hook`` takes many times as
 long.
+
+[Note: compiled units]
+The module hooks of a compiled module run inside its compiled call, those of FSDP too. So a unit that is compiled in
+place, or lies in what ``torch.compile`` returned, has no bytes yet where our hooks around the compiled call begin. And
+compiled code may save weights as plain tensors: the local ones of DTensors, views from before a graph break, those of
+FSDP1. When such a block saves a storage that is not known, its units are looked at: those that were gathered meanwhile
+have other objects in their modules' dictionaries of parameters. Checked with torch 2.13.
 """
 
 from __future__ import annotations
@@ -26,12 +33,16 @@ from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed, checkpointedcall
-from ebbtide.wrap.blocks import gathered_for, weights_of
+from ebbtide.wrap.blocks import gathered_for, parts_of, weights_of
 from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled_inside, while_tracing
 from ebbtide.wrap.other_offloaders import Inside
+from ebbtide.wrap.strategy import is_fsdp1, is_fsdp2
 
 Part = tuple[weakref.ref[nn.Module], Callable[..., None], Callable[..., None], weakref.ref[nn.Module] | None]
 """A module of a block, its two hooks, and the layer around it that runs without modules. See [Note: module hooks]."""
+
+Unit = tuple[weakref.ref[nn.Module], weakref.ref[nn.Module], str]
+"""An FSDP unit in compiled code, a module that has one of its parameters, and the parameter's name there."""
 
 
 class ModuleHook(functools.partial[None]):
@@ -55,6 +66,7 @@ class Scope:
         self._traced = while_tracing(self.compiled.add)
         self._number = RemovableHandle(OrderedDict()).id  # of the hooks, in each module
         self._parts: list[Part] | None = None
+        self._units: list[Unit] = []  # see [Note: compiled units]
         self._hooked: list[Part] = []  # of the current run
         self._left: set[str] = set()  # modules that get no hooks any more
         self._run: BlockRun | None = None
@@ -93,7 +105,9 @@ class Scope:
         """Follow a run of the block, in the calling thread only: report its modules to the engine."""
         self._thread, self._run = threading.get_ident(), run
         if self._parts is None:
-            self._parts = self._find_parts()
+            self._parts, self._units = self._find_parts(), _compiled_units(self.module, self._left)
+        if self._units:
+            run.weights.gathered = _gathered(self._units)
         self._hooked, number = self._parts, self._number
         for held, before, after, around in self._hooked:
             part, layer = held(), None if around is None else around()
@@ -135,3 +149,39 @@ class Scope:
         running = run.leave()
         if leaf and run.notes and running is not None and isinstance(output, torch.Tensor) and run.builder is not None:
             run.builder.note_module(running, output)
+
+
+def _compiled_units(block: nn.Module, left: set[str]) -> list[Unit]:
+    """Return the FSDP units that gather their weights in compiled code. See [Note: compiled units].
+
+    Args:
+        block: The block.
+        left: Names of modules that run in compiled code, though nothing shows it.
+    """
+    compiled = [m for name, m in block.named_modules() if is_compiled_inside(m) or name in left]
+    units = dict.fromkeys(m for module in compiled for m in module.modules() if is_fsdp2(m) or is_fsdp1(m))
+    found: list[Unit] = []
+    for unit in units:
+        for part in parts_of(unit):
+            name = next((name for name, weight in part._parameters.items() if weight is not None), None)
+            if name is not None:
+                found.append((weakref.ref(unit), weakref.ref(part), name))
+                break
+    return found
+
+
+def _gathered(units: list[Unit]) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that returns the weights of the units that were gathered since it was last called."""
+    before: list[torch.Tensor | None] = [None] * len(units)
+
+    def gathered() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for number, (unit, owner, name) in enumerate(units):
+            module, holder = unit(), owner()
+            now = None if holder is None else holder._parameters.get(name)
+            if module is not None and now is not before[number]:
+                before[number] = now
+                found += weights_of(module)
+        return found
+
+    return gathered

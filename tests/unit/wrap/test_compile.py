@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ebbtide
 from ebbtide.base.errors import ConflictError
@@ -17,7 +23,7 @@ from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Tiny, build
 from tests.helpers.oracle import differences, step
 from tests.helpers.pairs import all_pairs
-from tests.helpers.parts import WIDTH, Model, Part, check_model, differing, gated_model, linear, training_step
+from tests.helpers.parts import WIDTH, Model, Part, check_model, differing, gated, gated_model, linear, training_step
 
 POLICIES = ["offload", "minimal", "auto"]
 pytestmark = [  # torch's own, while compiling
@@ -352,6 +358,120 @@ def test_a_gradient_inside_a_compiled_block(frames: list[str]) -> None:
     for policy in ("offload", "auto"):
         _check_compiled(make, policy)
     assert frames == []
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tensor"))
+    dist.destroy_process_group()
+
+
+class Halves(nn.Module):
+    """A block of two parts, which may be FSDP units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Part(gated, a=linear(), b=linear()), Part(gated, a=linear(), b=linear())
+        self.whole = self._whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).sin()) + x
+
+
+def _used_before_a_break(s: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = s.a.weight.detach()
+    torch._dynamo.graph_break()
+    return x + s.b((x @ weight.t()).sin())
+
+
+@torch._dynamo.disable
+def _in_eager_code(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.data.t()
+
+
+HALVES: dict[str, Callable[[], nn.Module]] = {
+    "a view": lambda: Part(_used_before_a_break, a=linear(), b=linear()),
+    "eager": lambda: Part(lambda s, x: x + s.b(_in_eager_code(x, s.a.weight).sin()), a=linear(), b=linear()),
+}
+
+
+def _sharded(how: str, mesh: DeviceMesh, *, reshard: bool) -> Model:
+    """Return a model whose blocks, or parts of them, are FSDP units and compiled code."""
+
+    def shard(*modules: nn.Module) -> None:
+        for module in modules:
+            fully_shard(module, mesh=mesh["shard"], reshard_after_forward=reshard)
+
+    model, layers = Model(HALVES.get(how, Halves)), list[nn.Module]()
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    for layer in model.layers:
+        halves = [] if how in HALVES else [layer.first, layer.last]
+        for half in halves:
+            parallelize_module(half, mesh["tensor"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+        match how:
+            case "in place, with nested units":
+                shard(*halves, layer)
+                layer.compile(backend="aot_eager")
+            case "parts in place":
+                for half in halves:
+                    half.compile(backend="aot_eager")
+                shard(*halves)
+            case "parts in a method":
+                layer.whole = compiled(layer.whole)
+                shard(*halves)
+            case "around the unit":
+                shard(layer)
+                layer = compiled(layer)
+            case "in the unit":
+                layer = compiled(layer)
+                shard(layer)
+            case _:
+                layer.compile(backend="aot_eager")
+                shard(layer)
+        layers.append(layer)
+    model.layers = nn.ModuleList(layers)
+    shard(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "reshard"),
+    [
+        ("in place", True),
+        ("in place", False),
+        ("in place, with nested units", True),
+        ("parts in place", False),
+        ("parts in a method", True),
+        ("around the unit", False),
+        ("in the unit", True),
+        *((how, False) for how in HALVES),
+    ],
+)
+def test_weights_that_a_unit_gathers_in_compiled_code_are_known(how: str, reshard: bool, mesh: DeviceMesh) -> None:
+    """Plain tensors are saved: the local ones of split weights, and views that show no parameter."""
+
+    def steps(model: Model) -> list[dict[str, torch.Tensor | None]]:
+        torch._dynamo.reset()
+        x = torch.ones(5, WIDTH)
+        found = [training_step(model, x) for _ in range(3)]
+        return [{k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in step.items()} for step in found]
+
+    torch.manual_seed(1)
+    expected = steps(_sharded(how, mesh, reshard=reshard))
+    torch.manual_seed(1)
+    model = _sharded(how, mesh, reshard=reshard)
+    with ebbtide.enable_activation_offloading(
+        model, policy="offload", min_bytes=0, window=1, blocks="layers.*"
+    ) as handle:
+        assert [differing(a, b) for a, b in zip(expected, steps(model), strict=True)] == [[]] * 3
+        sites = handle._engine.last_pass.sites
+        assert handle.stats().offloaded_bytes > 0
+        assert {nbytes // count for count, nbytes in sites.values()} == {5 * WIDTH * 4}, "no weight is among them"
+        assert_nothing_left(handle._engine)
 
 
 @pytest.mark.slow
