@@ -160,10 +160,9 @@ def test_a_difference_in_the_last_backward_is_an_error_before_its_gradients_are_
                 optimizer.step(lambda: _step(model, x)[0])
             else:
                 loss = model(x).square().mean()
-                if end == "close":
-                    loss.backward()
-                handle.close()
-                loss.backward()
+                calls: list[Callable[[], None]] = [loss.backward, handle.close]
+                for call in calls if end == "close" else reversed(calls):
+                    call()
     assert _same(before, [*model.parameters()])
 
 
