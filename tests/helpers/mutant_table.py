@@ -29,6 +29,8 @@ STATE = ("tests/unit/wrap/test_state.py",)
 CHECKPOINTABLE = ("tests/unit/wrap/test_checkpointable.py",)
 CONTEXTS = ("tests/unit/engine/test_contexts.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
+CASES = ("tests/unit/engine/test_cases_second_forward.py",)
+OUTSIDE = ("tests/unit/wrap/test_outside.py",)
 
 MUTANTS = (
     Mutant(
@@ -1056,8 +1058,8 @@ MUTANTS = (
     Mutant(
         "second forward: casts of an open region are not read",
         "ebbtide/wrap/checkpointedcall.py",
-        "self._context(cast is not None and cast() is None, forward)",
-        "self._context(True, forward)",
+        "self._context(cast is not None and cast() is None, self._early_stop, forward)",
+        "self._context(True, self._early_stop, forward)",
         ONE_LAYER,
     ),
     Mutant(
@@ -1290,6 +1292,69 @@ MUTANTS = (
         "            self._set_flags(self._flags, flags)\n",
         "",
         SECOND_FORWARD,
+    ),
+    Mutant(
+        "second forward: settings that its end would set back stay changed",
+        "ebbtide/wrap/checkpointed.py",
+        "            numerics.restore()\n",
+        "            numerics.undo()\n",
+        CASES,
+    ),
+    Mutant(
+        "second forward: the older interface of precisions keeps what it wrote",
+        "ebbtide/engine/numerics.py",
+        "            _write_older(self._before, now)\n",
+        "",
+        CASES,
+    ),
+    Mutant(
+        "second forward: autocast that its end would set back stays changed",
+        "ebbtide/wrap/checkpointed.py",
+        "if _casts(self._kinds) != casts:",
+        "if False:",
+        CASES,
+    ),
+    Mutant(
+        "second forward: a default device that its end would set back stays",
+        "ebbtide/wrap/checkpointed.py",
+        "if _default_device() is not default:",
+        "if False:",
+        CASES,
+    ),
+    Mutant(
+        "second forward: it is cut off whatever it leaves changed",
+        "ebbtide/wrap/checkpointable.py",
+        "            if alone:\n                return True\n",
+        "            if alone:\n                return False\n",
+        OUTSIDE,
+    ),
+    Mutant(
+        "second forward: what it leaves changed is looked at once",
+        "ebbtide/wrap/checkpointable.py",
+        "            if not outside.changed:\n                self._ended.add(place)\n",
+        "            self._ended.add(place)\n            if not outside.changed:\n",
+        OUTSIDE,
+    ),
+    Mutant(
+        "second forward: a block that communicates is looked at before it is cut off",
+        "ebbtide/wrap/checkpointable.py",
+        "            if after is alone:\n",
+        "            if after:\n",
+        OUTSIDE,
+    ),
+    Mutant(
+        "second forward: one that left something changed is an error",
+        "ebbtide/wrap/checkpointable.py",
+        "            if kind in self._left:\n                raise",
+        "            if True:\n                raise",
+        OUTSIDE,
+    ),
+    Mutant(
+        "second forward: the end of a block with another module is not looked at",
+        "ebbtide/wrap/checkpointable.py",
+        "            for places in (self._looked, self._ended):\n",
+        "            for places in (self._looked,):\n",
+        OUTSIDE,
     ),
     Mutant(
         "second forward: generators in attributes are not searched for",

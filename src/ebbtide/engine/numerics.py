@@ -9,6 +9,8 @@ set to ``"none"`` inherits from its backend, which inherits from generic, and th
 To restore a tree exactly, ``_own_precisions`` finds which nodes inherit. A node that nobody has written may have
 a value of its own that yields to the nodes above it (cuDNN's ``"tf32"``) and that no write brings back, so only nodes
 that must change are written. Torch 2.8 has the older interface only, whose settings are then read and written.
+The older interface also remembers what it last wrote, and its getters compare that with the tree. So where a program
+may have used it, as in ``NumericsChange.restore``, both are written.
 Checked with torch 2.8 to 2.13.
 """
 
@@ -85,12 +87,13 @@ class NumericsChange:
     """Applies other numerics, and restores the previous ones exactly. See [Note: numerics]."""
 
     def __init__(self) -> None:
+        self._before: Numerics = ()
         self._found: Numerics = ()
         self._written: list[int] = []  # parents first
 
     def apply(self, numerics: Numerics) -> None:
         """Apply ``numerics``. Costs one read of the settings if they are already in force."""
-        now = current_numerics()
+        self._before = now = current_numerics()
         if now == numerics:
             return
         size = len(_TREE)
@@ -105,6 +108,25 @@ class NumericsChange:
         for i in self._written:
             _settings()[i].write(self._found[i])
         self._written = []
+
+    def restore(self) -> None:
+        """Undo it, and what other code has changed since ``apply``, by either interface, and not set back."""
+        self.undo()
+        now = current_numerics()
+        if self._before and self._before != now:
+            _write_older(self._before, now)
+            NumericsChange().apply(self._before)
+
+
+def _write_older(numerics: Numerics, now: Numerics) -> None:
+    """Let the older interface show the same as ``numerics``, where it may have changed the tree."""
+    values = dict(zip(_TREE, numerics, strict=False))
+    changed = {node for node, one, other in zip(_TREE, numerics, now, strict=False) if one != other}
+    if changed & {("cuda", "matmul"), ("mkldnn", "matmul")}:
+        medium, high = values["mkldnn", "matmul"] == "bf16", values["cuda", "matmul"] == "tf32"
+        torch._C._set_float32_matmul_precision("medium" if medium else "high" if high else "highest")
+    if changed & (cudnn := {("cuda", "conv"), ("cuda", "rnn")}):
+        torch._C._set_cudnn_allow_tf32(all(values[node] == "tf32" for node in cudnn))
 
 
 def _own_precisions(found: Numerics) -> Numerics:

@@ -254,7 +254,8 @@ class Attachment:
                         context = ForwardContext(scope.module, run, called.tensors, state)
                         varies = self._checkpointable.varies(block, scope.module)
                         saved_bytes = self._seen_at.get(block.name, seen).unique_for(run.tally)
-                        output = run_checkpointed(called, context, run, saved_bytes, varies)
+                        ending = functools.partial(self._checkpointable.ending, block, scope.module, state)
+                        output = run_checkpointed(called, context, run, saved_bytes, varies, ending)
                     else:
                         output = self._followed_call(scope, run, called)
                 if measured and not checkpointed:

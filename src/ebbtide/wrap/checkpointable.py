@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.actions import BLOCK_ACTIONS, Action, NamesBlocks, Plan, checked_action
+from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Block
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
@@ -70,6 +71,12 @@ Varies = Callable[[], Callable[[str], object] | None]
 """Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
 ranks are needed, so the third forward that would show it must not run."""
 
+Unfinished = Callable[[bool], bool]
+"""Whether a second forward must run to its end: see ``Checkpointable.ending``."""
+
+Ending = Callable[[], Unfinished | None]
+"""``Checkpointable.ending`` of one block."""
+
 
 class Checkpointable:
     """Decides which blocks are checkpointed.
@@ -90,6 +97,8 @@ class Checkpointable:
         self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
+        self._ended: set[tuple[str, bool]] = set()  # blocks and modes of which a second forward may be cut off
+        self._left: set[str] = set()  # kinds that communicate, whose latest one left something changed
 
     def decide(
         self,
@@ -153,6 +162,34 @@ class Checkpointable:
         # In the backward, the modules may be in another mode.
         alone = not shared_groups() or self._alone(block, module)
         return lambda: partial(self._refuse, block.kind) if alone else None
+
+    def ending(self, block: Block, module: nn.Module, state: State | None) -> Unfinished | None:
+        """Return what looks at a second forward that begins now and is to be cut off. See [Note: cut off].
+
+        It is called at the last saved tensor, with False, and returns whether the forward must run to its end; and
+        after the forward, with True. None: this block was found to leave nothing changed.
+        """
+        kind, place = block.kind, (block.name, module.training)
+        if place in self._ended:
+            return None
+        outside = Outside(module, () if state is None else state.large_arrays)
+        alone = not shared_groups() or self._alone(block, module)
+
+        def unfinished(after: bool) -> bool:
+            if after is alone:
+                return False
+            if not outside.changed:
+                self._ended.add(place)
+                self._left.discard(kind)
+                return False
+            if alone:
+                return True
+            if kind in self._left:
+                raise _left_changed(block.name)
+            self._left.add(kind)
+            return False
+
+        return unfinished
 
     def _alone(self, block: Block, module: nn.Module) -> bool:
         return not has_collectives(module) and not self._collectives.groups(block, module)
@@ -223,7 +260,8 @@ class Checkpointable:
         parts, known = list(module.modules()), self._parts.get(block.name)
         if known is None or not known.same(parts):
             self._parts[block.name] = Modules(parts)
-            self._looked -= {(block.name, True), (block.name, False)}
+            for places in (self._looked, self._ended):
+                places -= {(block.name, True), (block.name, False)}
             self._collectives.forget(block)
 
     def _inspect(self, kind: str, module: nn.Module) -> None:
@@ -287,6 +325,14 @@ def _chosen(plan: Plan, block: Block, input_bytes: int, must_keep_bytes: int) ->
     """Whether a plan checkpoints a block with so many bytes."""
     action = plan.block_action(block.kind, block.index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
     return checked_action(action, BLOCK_ACTIONS, plan, "block_action") is Action.CHECKPOINT
+
+
+def _left_changed(block: str) -> RestoreError:
+    return RestoreError(
+        f"block {block!r} was checkpointed, and its second forward left an object outside of its modules changed",
+        expected="an object that is as before, although an exception ends the forward after its last saved tensor",
+        hint="change it back in `finally`, or use policy 'offload', which checkpoints nothing",
+    )
 
 
 class _Unseen:

@@ -5,13 +5,16 @@ restored: autocast, the default device, the states of torch's, Python's and nump
 the block's modules can reach (see [Note: state]: the parameters and adapters of that time, counters, memories),
 ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules are
 checked for changes: see [Note: watched weights].
+
+Afterwards all is as it was before, also what the end of the block would have set back: a second forward is cut off
+after its last saved tensor. What it changes outside of its modules is not restored: see [Note: cut off].
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,7 +29,7 @@ from ebbtide.engine.guard import changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.checkpointable import Varies
+from ebbtide.wrap.checkpointable import Ending, Unfinished, Varies
 from ebbtide.wrap.checkpointedcall import CheckpointedCall
 from ebbtide.wrap.generators import generators, restore, states
 from ebbtide.wrap.state import State
@@ -40,6 +43,11 @@ _KERNELS = [
 _ALLOWED = [get for get, _ in _KERNELS]
 REQUIRES_GRAD, _DEVICE, _TYPE = map(operator.attrgetter, ("requires_grad", "device", "type"))
 _HOST = ("cpu", "meta")
+
+_default_device: Callable[[], DeviceContext | None] = functools.partial(
+    getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None
+)
+"""Return what ``torch.set_default_device`` has set in this thread."""
 
 
 class ForwardContext:
@@ -65,17 +73,26 @@ class ForwardContext:
         self._moved = moved
         # Also of its weights: a block may move its inputs, or be called with none.
         devices = [x for x in {*map(_DEVICE, inputs), *map(_DEVICE, self._state.tensors)} if x.type not in _HOST]
-        self._kinds = {"cpu", run.device_type, *map(_TYPE, devices)}
+        self._kinds = list(filter(torch._C._is_autocast_available, {"cpu", run.device_type, *map(_TYPE, devices)}))
         self._generators, self._casts = generators(devices), _casts(self._kinds)
         self._random = states(self._generators)
         self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
 
-    def back(self, varies: Varies, region_over: bool, forward: Callable[[], object]) -> None:
+    def back(
+        self,
+        varies: Varies,
+        ending: Ending,
+        region_over: bool,
+        cut_off: bool,
+        forward: Callable[[Unfinished | None], object],
+    ) -> None:
         """Restore it for the second forward, and the current context afterwards.
 
         Args:
             varies: Called if a tensor of the modules has changed since.
+            ending: See ``Checkpointable.ending``.
             region_over: The region of autocast around the first forward is closed.
+            cut_off: The second forward ends with its last saved tensor.
             forward: Runs the second forward.
 
         Raises:
@@ -83,7 +100,7 @@ class ForwardContext:
         """
         instead = self._check_tensors(varies)
         now, flags = self._state.now(), list(map(REQUIRES_GRAD, self._leaves))
-        casts, caches = _casts(self._kinds), torch.is_autocast_cache_enabled()
+        casts, default = _casts(self._kinds), _default_device()
         randoms, kernels, numerics = states(self._generators), _attention_kernels(), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
@@ -94,21 +111,28 @@ class ForwardContext:
             numerics.apply(self._numerics)
             with ExitStack() as modes:
                 if self._casts != casts:
-                    for device_type, (enabled, dtype, cached) in self._casts.items():
-                        modes.enter_context(torch.autocast(device_type, dtype, enabled, cached))
+                    for device_type, enabled, dtype in zip(self._kinds, *self._casts[:2], strict=True):
+                        modes.enter_context(torch.autocast(device_type, dtype, enabled, self._casts[2]))
                 if self._device_mode is not None:
                     modes.enter_context(DeviceContext(self._device_mode.device))  # one that is entered twice stays
-                if region_over and any(enabled for enabled, _, _ in casts.values()):
+                if region_over and any(casts[0]):
                     # Another region, around the backward, would keep casts for the forward after the weights' update.
                     torch.set_autocast_cache_enabled(False)
-                forward()
+                unfinished = ending() if cut_off else None
+                forward(unfinished)
+                if unfinished is not None:
+                    unfinished(True)
         finally:
-            torch.set_autocast_cache_enabled(caches)
+            torch.set_autocast_cache_enabled(casts[2])
+            if _casts(self._kinds) != casts:
+                _set_casts(self._kinds, casts)
             now.restore(tensors=not self._moved)
             self._set_flags(flags, list(map(REQUIRES_GRAD, self._leaves)))
             restore(self._generators, randoms, states(self._generators))
             _set_attention_kernels(kernels, _attention_kernels())
-            numerics.undo()
+            numerics.restore()
+            if _default_device() is not default:
+                torch.set_default_device(default and default.device)
 
     def _check_tensors(self, varies: Varies) -> dict[int, torch.Tensor]:
         """Return id → replacement of tensors whose memory changed since: an optimizer's copy, the old ``p.data``."""
@@ -139,7 +163,9 @@ def _changed(shape: torch.Size, block: str, varies: Callable[[str], object] | No
     return changed_error("weight, buffer or attribute", shape, f"runs block {block!r} again")
 
 
-def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Varies) -> Any:
+def run_checkpointed(
+    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Varies, ending: Ending
+) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
 
     Args:
@@ -148,8 +174,9 @@ def run_checkpointed(called: Called, context: ForwardContext, run: BlockRun, sav
         run: The block's run.
         saved_bytes: Bytes that such a block saves without a checkpoint.
         varies: Called when its second forward differs.
+        ending: See ``Checkpointable.ending``.
     """
-    second = CheckpointedCall(run, called, functools.partial(context.back, varies), varies)
+    second = CheckpointedCall(run, called, functools.partial(context.back, varies, ending), varies)
     try:
         with saved_tensors_hooks(second.pack, second.unpack):
             return called.run()
@@ -165,14 +192,19 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _casts(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype, bool]]:
-    """Return by type of device whether autocast is on, its type, and whether it keeps what it casts."""
-    cached = torch.is_autocast_cache_enabled()
-    return {
-        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
-        for kind in kinds
-        if torch._C._is_autocast_available(kind)
-    }
+_Casts = tuple[list[bool], list[torch.dtype], bool]
+"""Of each type of device whether autocast is on, and its type; whether it keeps what it casts."""
+
+
+def _casts(kinds: Sequence[str]) -> _Casts:
+    enabled, dtypes = list(map(torch.is_autocast_enabled, kinds)), list(map(torch.get_autocast_dtype, kinds))
+    return enabled, dtypes, torch.is_autocast_cache_enabled()
+
+
+def _set_casts(kinds: Sequence[str], casts: _Casts) -> None:
+    for kind, enabled, dtype in zip(kinds, *casts[:2], strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def _device_mode() -> DeviceContext | None:

@@ -44,7 +44,7 @@ from ebbtide.engine.storages import plain_tensors
 from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
 from ebbtide.store.device import StreamHandle
 from ebbtide.wrap.called import Called, unflatten
-from ebbtide.wrap.checkpointable import Varies
+from ebbtide.wrap.checkpointable import Unfinished, Varies
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
 """Nodes with a saved tensor that need not be written when it is saved; it takes no gradient."""
@@ -125,6 +125,7 @@ class CheckpointedCall:
         self._leaves = [inputs.get(id(x), x) for x in called.leaves]
         self.run, self._forward, self._spec, self._context = run, called.forward, called.spec, context
         self._varies, self._rounds = varies, None
+        self._unfinished: Unfinished | None = None
         self._simulated = FakeTensor in map(type, called.tensors)  # else ``scan`` or the like traces its function
         self._dropped: list[weakref.ref[_Dropped] | None] = []  # None: a weight, which stays
         self._position = 0
@@ -263,7 +264,8 @@ class CheckpointedCall:
             args, kwargs = unflatten(iter([inputs.get(id(x), x) for x in self._leaves]), self._spec)
             cast = self.run.pass_.cast
 
-            def forward() -> None:
+            def forward(unfinished: Unfinished | None) -> None:
+                self._unfinished = unfinished
                 with saved_tensors_hooks(save, lambda tensor: tensor):
                     try:
                         self._forward(*args, **kwargs)
@@ -271,7 +273,7 @@ class CheckpointedCall:
                         if not self._early_stop or self._position < len(self._dropped):
                             raise
 
-            self._context(cast is not None and cast() is None, forward)
+            self._context(cast is not None and cast() is None, self._early_stop, forward)
 
     def _only_rounds(self, dropped: _Dropped, tensor: torch.Tensor) -> bool:
         """Whether a tensor differs from the first forward's because its kernels add up in another order each time.
@@ -290,11 +292,7 @@ class CheckpointedCall:
         return self._rounds
 
     def _third_differs(self, kept: dict[int, torch.Tensor]) -> bool:
-        """Run the forward once more; return whether it differs from the second one, and by rounding only.
-
-        Args:
-            kept: Position of a saved tensor → what the second forward saved there.
-        """
+        """Run the forward once more; return whether it differs from what the second kept, and by rounding only."""
         equal, near = True, True
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,6 +326,8 @@ class CheckpointedCall:
             tier = self.run.engine.tier
             dropped.stream = tier.stream_of(value.device) if tier.owns(value) else None
             dropped.again, dropped.again_version = value, 0 if value.is_inference() else value._version
+        if position + 1 == known and self._early_stop and self._unfinished is not None:
+            self._early_stop, self._unfinished = not self._unfinished(False), None
         self._position = position + 1
         if position + 1 == known and self._early_stop:
             raise _LastSaved

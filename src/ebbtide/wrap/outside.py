@@ -6,6 +6,13 @@ of a forward hook, would be written twice, and nothing that is compared would sh
 name, with their default values and attributes, and its hooks' owners are compared before and after its first forwards.
 A kind of block that has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled
 a cache. One that changes something twice is never checkpointed.
+
+[Note: cut off]
+An exception ends a second forward after its last saved tensor. What it has changed by then, and would have changed back
+at its end, stays changed, unless ``finally`` or ``with`` does that: an entry that it pushed onto a stack, a flag. So
+the same objects are compared in the first second forward of each block. If one differs at the last saved tensor, the
+forward runs to its end, and so do the next ones, until none differs. Where other ranks are needed it cannot. What
+differs after it was cut off is an error there, if it did in the one before, too: one may have filled a cache.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -375,6 +375,86 @@ def test_a_second_forward_computes_what_the_first_did(kind: type[Block], route: 
         for one, other in zip(expected, steps(), strict=True):
             assert isinstance(one, dict)
             assert isinstance(other, EbbtideError) or differing(one, other) == []
+
+
+# What a block sets, and sets back after the tensor with which its second forward ends
+
+
+class Reads(torch.autograd.Function):
+    """Saves a tensor, and reads a setting in its backward."""
+
+    found: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, read: Callable[[], Any]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.read = read
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        assert ctx.saved_tensors
+        Reads.found.append(ctx.read())
+        return gradient, None
+
+
+def _flag(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _set_device(value: torch.device) -> None:
+    torch.set_default_device(None if value == torch.device("cpu") else value)
+
+
+backends = torch.backends
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "default device": (torch.get_default_device, _set_device, torch.device("meta")),
+    "determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 2),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "low precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "cuBLAS": (*_flag(backends.cuda.matmul, "allow_tf32"), True),
+    "cuDNN": (*_flag(backends.cudnn, "allow_tf32"), False),
+    "no cuDNN": (*_flag(backends.cudnn, "enabled"), False),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on), True),
+    "autocast's dtype": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
+        torch.float16,
+    ),
+}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_a_block_sets_back_at_its_end_is_as_before_its_second_forward(setting: str, changed: bool) -> None:
+    read, write, other = SETTINGS[setting]
+
+    class SetsBack(Block):
+        def forward(self, x: Tensor, given: Any = None) -> Tensor:
+            h, before = self.a(x), read()
+            write(other)
+            h = Reads.apply(must_keep(h), read)
+            write(before)
+            return x + h
+
+    def set_benchmark(on: bool) -> None:
+        torch.backends.cudnn.benchmark = on
+
+    model, x, before = Model(SetsBack), torch.randn(4, WIDTH), read()
+    Reads.found.clear()
+    try:
+        with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks="layers.*") as handle:
+            for _ in range(2):
+                set_benchmark(False)
+                forward_and_backward(model, x, lambda: set_benchmark(changed))
+                assert read() == before and torch.backends.cudnn.benchmark is changed
+            assert handle.stats().checkpointed_blocks == 3
+        assert Reads.found == [before] * 6
+    finally:
+        set_benchmark(False)
+        write(before)
 
 
 def test_a_weight_that_was_updated_is_refused_as_plain_training_refuses_it() -> None:

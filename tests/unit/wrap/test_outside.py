@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ebbtide
+from ebbtide.base.errors import RestoreError
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.outside import Outside
 from tests.helpers.oracle import same_bits
@@ -110,6 +111,181 @@ def test_a_lone_block_or_an_inherited_forward_is_not_checkpointed_either(blocks:
     plain, _ = run(kind, **given)
     ours, said = run(kind, enable_ckpt=True, **given)
     assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+
+
+STACK: list[int] = []
+SPOT = SimpleNamespace(flag=False)
+ENDS = SimpleNamespace(of=SimpleNamespace(forwards=0))
+"""Too far inside to be found."""
+
+
+class Ends(Block):
+    """Counts how often its end is reached."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        y = hard(x + hard(self.a(x)))
+        self.end()
+        ENDS.of.forwards += 1
+        return y
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Pushes(Ends):
+    def begin(self) -> None:
+        STACK.append(1)
+
+    def end(self) -> None:
+        STACK.pop()
+
+
+class Raises(Ends):
+    def begin(self) -> None:
+        SPOT.flag = True
+
+    def end(self) -> None:
+        SPOT.flag = False
+
+
+class CountsDepth(Ends):
+    def begin(self) -> None:
+        global DEPTH  # noqa: PLW0603
+        DEPTH += 1
+
+    def end(self) -> None:
+        global DEPTH  # noqa: PLW0603
+        DEPTH -= 1
+
+
+class Hooked(Ends):
+    """Its last module has hooks, of which an exception skips the later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Hard()
+        self.last.register_forward_pre_hook(lambda *_: STACK.append(1))
+        self.last.register_forward_hook(_pop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(x + hard(self.a(x)))
+        ENDS.of.forwards += 1
+        return y
+
+
+class Hard(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return hard(x)
+
+
+def _pop(*_: Any) -> None:
+    STACK.pop()
+
+
+DEPTH = 0
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(Ends, 1), (Pushes, 2), (Raises, 2), (CountsDepth, 2), (Hooked, 2)])
+def test_what_a_block_changes_back_at_its_end_is_changed_back_in_its_second_forward(
+    kind: type[Block], ends: int
+) -> None:
+    """Other blocks are cut off after their last saved tensor."""
+    plain, _ = run(kind)
+    ours, said = run(kind, enable_ckpt=True)
+    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 3"
+    assert (STACK, SPOT.flag, DEPTH) == ([], False, 0)
+    model, x = nn.Sequential(*(kind() for _ in range(3))), torch.randn(4, WIDTH)
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True):
+        for _ in range(6):
+            ENDS.of.forwards = 0
+            model(x).sum().backward()
+            assert (STACK, SPOT.flag, DEPTH) == ([], False, 0)
+        assert ENDS.of.forwards == 3 * ends
+
+
+def test_the_ends_of_second_forwards_are_looked_at_until_nothing_is_left_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[nn.Module] = []
+
+    def look(module: nn.Module, arrays: Any) -> Outside:
+        looks.append(module)
+        return Outside(module, arrays)
+
+    x = torch.randn(4, WIDTH)
+    for kind, later in ((Ends, 0), (Pushes, 3)):
+        model = nn.Sequential(*(kind() for _ in range(3)))
+        with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True), monkeypatch.context() as patch:
+            for _ in range(6):
+                model(x).sum().backward()
+            patch.setattr("ebbtide.wrap.checkpointable.Outside", look)
+            looks.clear()
+            model(x).sum().backward()
+            assert len(looks) == later
+
+
+class PushesInside(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        STACK.append(1)
+        y = hard(x)
+        STACK.pop()
+        return y
+
+
+def test_the_end_of_a_block_with_another_module_is_looked_at_again() -> None:
+    class Last(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: nn.Module = Hard()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x + hard(self.a(x)))
+
+    model, x = nn.Sequential(*(Last() for _ in range(3))), torch.randn(4, WIDTH)
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+        for step in range(8):
+            if step == 4:
+                for block in model:
+                    block.last = PushesInside()
+            model(x).sum().backward()
+        assert not STACK and handle.stats().checkpointed_blocks == 3
+
+
+class Unwinds(Pushes):
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        try:
+            return hard(x + hard(self.a(x)))
+        finally:
+            self.end()
+
+
+@pytest.mark.parametrize(("kind", "refused"), [(Unwinds, False), (Pushes, True)])
+def test_a_block_that_communicates_is_cut_off_and_what_it_leaves_changed_is_an_error(
+    kind: type[Block], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(kind() for _ in range(3)))
+    x = torch.randn(4, WIDTH)
+    try:
+        with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+            model(x).sum().backward()
+            loss = model(x).sum()
+            # As a block of tensor parallelism: the other ranks may not come to its end.
+            monkeypatch.setattr("ebbtide.wrap.checkpointable.shared_groups", lambda: [None])
+            monkeypatch.setattr(handle._attachment._checkpointable, "_alone", lambda *_: False)
+            if refused:
+                with pytest.raises(RestoreError, match="left an object outside of its modules changed") as raised:
+                    loss.backward()
+                assert "hint:" in str(raised.value) and len(STACK) == 2  # one alone may have filled a cache
+            else:
+                loss.backward()
+                assert not STACK and handle.stats().checkpointed_blocks == 3
+    finally:
+        STACK.clear()
 
 
 CALLS = 0
