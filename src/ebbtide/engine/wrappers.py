@@ -4,7 +4,8 @@
 A ``DTensor`` or a jagged nested tensor has no memory of its own (its storage reports bytes that are not there); its
 class names the tensors inside (``__tensor_flatten__``). Each of those is packed like any saved tensor and the ticket
 puts them together again. A change in place counts on the outer tensor only, so the tickets of the inner ones carry a
-probe of the outer one. Inner tensors know no ``grad_fn``: they are offloaded, never recomputed.
+probe of the outer one. Inner tensors know no ``grad_fn``: they are offloaded, never recomputed. A ``DTensor`` gets its
+own spec back: its ``__tensor_unflatten__`` refuses that of a split sequence that was flattened (torch 2.13).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class WrapperTicket:
         place: The module and the block that saved it, as errors name them.
     """
 
-    __slots__ = ("context", "dtype", "kind", "moving", "place", "probe", "size", "staying", "stride", "version")
+    __slots__ = (
+        "context", "dtype", "kind", "moving", "place", "probe", "size", "spec", "staying", "stride", "version",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class WrapperTicket:
         self.kind, self.context, self.moving, self.staying = type(tensor), context, moving, staying
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.probe, self.version = probe, tensor._version
+        self.spec = getattr(tensor, "_spec", None) if "_local_tensor" in moving else None
 
     def read(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Return the saved tensor, its inner tensors unpacked.
@@ -75,6 +79,8 @@ class WrapperTicket:
         inner = {**self.staying, **{name: unpack(ticket) for name, ticket in self.moving.items()}}
         kind: Any = self.kind
         with torch.no_grad():
+            if self.spec is not None:
+                return kind(inner["_local_tensor"], self.spec, requires_grad=False)
             return kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
