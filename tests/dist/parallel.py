@@ -34,7 +34,8 @@ class Setup:
 
     Attributes:
         style: ``"tensor"``: matrices are split, activations are local tensors; ``"dtensor"``: activations in a block
-            stay DTensors; ``"sequence"``: norms and residuals are split along the sequence; ``"loss"``: the loss too.
+            stay DTensors; ``"sequence"``: norms and residuals are split along the sequence; ``"stream"``: and stay
+            DTensors between blocks; ``"loss"``: the loss is split, too.
         shard: FSDP2 over the ranks that the style does not use.
         checkpointed: The call of every block is checkpointed.
         mixed: FSDP2's bfloat16 parameters.
@@ -140,8 +141,8 @@ def _step_of_split_loss(model: nn.Module, step: int, record: Record) -> None:
 
 
 def _parallelise(model: Decoder, style: str, mesh: DeviceMesh) -> None:
-    if style in ("sequence", "loss"):
-        _along_the_sequence(model, mesh, use_local_output=style != "loss")
+    if style in ("sequence", "stream", "loss"):
+        _along_the_sequence(model, mesh, whole_loss=style != "loss", local_stream=style != "stream")
         return
     local = style != "dtensor"
     plan: dict[str, Any] = {f"attention.{n}": ColwiseParallel() for n in "qkv"}
@@ -151,27 +152,28 @@ def _parallelise(model: Decoder, style: str, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def _along_the_sequence(model: Decoder, mesh: DeviceMesh, *, use_local_output: bool) -> None:
+def _along_the_sequence(model: Decoder, mesh: DeviceMesh, *, whole_loss: bool, local_stream: bool) -> None:
     whole: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    split: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": local_stream}
     plan: dict[str, Any] = {
         "norm1": SequenceParallel(),
         "attention": PrepareModuleInput(**whole),
         **{f"attention.{n}": ColwiseParallel() for n in "qkv"},
-        "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "attention.o": RowwiseParallel(**split),
         "norm2": SequenceParallel(),
         "mlp": PrepareModuleInput(**whole),
         **{f"mlp.{n}": ColwiseParallel() for n in ("gate", "up")},
-        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp.down": RowwiseParallel(**split),
     }
     for layer in model.layers:
         parallelize_module(layer, mesh, plan)
     outside: dict[str, Any] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "embed": RowwiseParallel(input_layouts=Replicate(), **split),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(
             input_layouts=Shard(1),
-            output_layouts=Replicate() if use_local_output else Shard(-1),
-            use_local_output=use_local_output,
+            output_layouts=Replicate() if whole_loss else Shard(-1),
+            use_local_output=whole_loss,
         ),
     }
     parallelize_module(model, mesh, outside)

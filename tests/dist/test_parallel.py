@@ -19,7 +19,7 @@ def _schedules() -> dict[str, tuple[Compare, Any]]:
     """Every style with every schedule."""
     return {
         f"{style} parallel, {schedule}": (parallel.compare_setup, parallel.Setup(style=style, schedule=schedule))
-        for style in ("tensor", "dtensor", "sequence")
+        for style in ("tensor", "dtensor", "sequence", "stream")
         for schedule in SCHEDULES
     }
 
@@ -31,10 +31,12 @@ TWO: dict[str, tuple[Compare, Any]] = {
         parallel.compare_setup,
         parallel.Setup(style="sequence", checkpointed=True),
     ),
+    "stream parallel, checkpointed": (parallel.compare_setup, parallel.Setup(style="stream", checkpointed=True)),
     **{s: (stages.compare_setup, stages.Setup(schedule=s)) for s in stages.PLACES},
 }
 FOUR: dict[str, tuple[Compare, Any]] = {
     "sequence parallel and FSDP2": (parallel.compare_setup, parallel.Setup(style="sequence", shard=True)),
+    "stream parallel and FSDP2": (parallel.compare_setup, parallel.Setup(style="stream", shard=True)),
     "tensor parallel and FSDP2, DTensors, bfloat16": (
         parallel.compare_setup,
         parallel.Setup(style="dtensor", shard=True, mixed=True),
@@ -52,6 +54,7 @@ OFTEN = {
     "tensor parallel, raised",
     "dtensor parallel, several forwards",
     "sequence parallel, looked at",
+    "stream parallel, one",
     "1F1B",
     "ZBVZeroBubble",
     "sequence parallel and FSDP2",
@@ -90,3 +93,5 @@ def test_what_a_rank_computes_is_bitwise_that_of_plain_training(results: dict[st
             assert expected or (policy in ("minimal", "auto") and not checkpointed), (name, policy, found)
             if policy == "minimal" and not checkpointed:
                 assert found.recomputes + found.checkpointed > 0
+            if policy == "minimal" and name in ("stream parallel, one", "stream parallel and FSDP2"):
+                assert found.checkpointed == _blocks(name), "inputs that are DTensors are inputs"

@@ -31,7 +31,7 @@ class BlockInputs:
         tensors: All of them, including those in lists and keyword arguments.
 
     Attributes:
-        nbytes: Bytes of the storages of those that need a gradient.
+        nbytes: Bytes of the storages of those that need a gradient; of a wrapper, those of all that is inside.
         largest_bytes: Bytes of the storage of the largest floating one.
         storages: Those of the tensors, by id.
         values: Each by the id of the node that made it and the number of the node's output, with its version.
@@ -41,14 +41,15 @@ class BlockInputs:
         self.storages: dict[int, torch.UntypedStorage] = {}
         trained: dict[int, int] = {}
         self.largest_bytes = 0
-        for t in plain_tensors(tensors):
-            if t.layout == torch.strided and not t.is_nested:
-                storage = t.untyped_storage()
-                self.storages[id(storage)] = storage
-                if t.is_floating_point():
-                    self.largest_bytes = max(self.largest_bytes, storage.nbytes())
-                if t.requires_grad:
-                    trained[id(storage)] = storage.nbytes()
+        for outer in tensors:
+            for t in plain_tensors([outer]):
+                if t.layout == torch.strided and not t.is_nested:
+                    storage = t.untyped_storage()
+                    self.storages[id(storage)] = storage
+                    if t.is_floating_point():
+                        self.largest_bytes = max(self.largest_bytes, storage.nbytes())
+                    if outer.requires_grad:  # what is inside a wrapper is made below autograd, and needs none itself
+                        trained[id(storage)] = storage.nbytes()
         self.nbytes = sum(trained.values())
         self.values: dict[tuple[int, int], tuple[torch.autograd.graph.Node, torch.Tensor, int]] = {}
         for t in tensors:

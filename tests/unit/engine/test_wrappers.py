@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine import Engine
+from ebbtide.engine.inputs import BlockInputs
 from tests.helpers.engines import POLICIES, TIERS, assert_nothing_left, forward_pass, in_thread, open_engine
 from tests.helpers.oracle import same_bits
 
@@ -136,6 +138,21 @@ def test_a_change_in_place_raises_what_plain_training_raises(kind: str, policy: 
         del y, z
 
 
+def test_the_bytes_of_an_input_are_those_inside_it(mesh: Any) -> None:
+    x, gathered = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    given = {
+        "distributed": DTensor.from_local(x, mesh, [Shard(0)]),
+        "made of it": DTensor.from_local(x.detach(), mesh, [Shard(0)]).requires_grad_() * 2,
+        "arriving": AsyncCollectiveTensor(gathered).requires_grad_(),
+        "distributed, arriving": DTensor.from_local(AsyncCollectiveTensor(gathered), mesh, [Shard(0)]).requires_grad_(),
+        "two": TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_() * 2,
+    }
+    sizes = [BlockInputs([value]).nbytes for value in given.values()]
+    assert dict(zip(given, sizes, strict=True)) == dict.fromkeys(given, 48) | {"two": 24}
+    assert BlockInputs([value.detach() for value in given.values()]).nbytes == 0
+    assert BlockInputs([*given.values()]).nbytes == 3 * 48 + 24, "of one storage once"
+
+
 def test_a_change_between_two_saves_is_two_values(mesh: Any) -> None:
     for kind in ("distributed", "two"):
         x, _ = KINDS[kind](mesh)
@@ -161,8 +178,6 @@ def test_a_change_between_two_saves_is_two_values(mesh: Any) -> None:
 
 
 def test_a_result_of_a_collective_is_taken_as_it_arrived(mesh: Any) -> None:
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
-
     with open_engine("offload") as engine:
         x = torch.randn(4, 3, requires_grad=True)
         with forward_pass(engine, x):
@@ -175,8 +190,6 @@ def test_a_result_of_a_collective_is_taken_as_it_arrived(mesh: Any) -> None:
 
 
 def test_a_result_of_a_collective_leaves_the_device(mesh: Any) -> None:
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
     class Reads(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
