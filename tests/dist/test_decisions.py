@@ -234,6 +234,28 @@ def skipping() -> int:
         return handle.stats().checkpointed_blocks
 
 
+def without_tokens() -> list[int]:
+    """Rank 1 has no tokens in the first step, before which the units in blocks are gathered: no forward shows them."""
+    store = dist.distributed_c10d._get_default_store()
+    before, model, mesh = store.timeout, Model(), init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        for part in (layer.one.up, layer.two.up, layer):
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        model(torch.randn(2, 4, WIDTH))
+    store.set_timeout(timedelta(seconds=5))
+    checkpointed: list[int] = []
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        follow(handle, OfTheLength(handle.plan, 1))
+        for step in range(2):
+            tokens = 0 if step == 0 and dist.get_rank() == 1 else 2
+            (model(torch.randn(tokens, 4, WIDTH, requires_grad=True)).square().sum() * SCALE).backward()
+            checkpointed.append(handle.stats().checkpointed_blocks)
+        store.set_timeout(before)
+    return checkpointed
+
+
 LENGTHS = (4, 96)
 BORDER_BYTES = 10_000
 
@@ -255,6 +277,7 @@ def results() -> dict[str, CaseResult]:
         "varying": (varying, (False,)),
         "varying, evaluated": (varying, (True,)),
         "skipping": (skipping, ()),
+        "without tokens": (without_tokens, ()),
     }
     return run_cases(cases, 2, timeout_seconds=90.0)
 
@@ -307,6 +330,12 @@ def test_a_first_block_whose_input_needs_no_gradient_decides_nothing(results: di
 def test_blocks_whose_inputs_need_gradients_later_are_decided_then(results: dict[str, CaseResult]) -> None:
     one, other = results["gradients later"].values()
     assert one == other and set(one[:9]) == {0} and one[-1] == LAYERS
+
+
+def test_a_rank_without_tokens_votes_where_units_of_the_blocks_are_already_gathered(
+    results: dict[str, CaseResult],
+) -> None:
+    assert results["without tokens"].values() == [[LAYERS - 1, LAYERS]] * 2
 
 
 @pytest.mark.parametrize("case", ["varying", "varying, evaluated"])

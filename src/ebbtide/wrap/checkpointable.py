@@ -122,7 +122,9 @@ class Checkpointable:
             return False
         allowed = planned and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
         groups = self._collectives.groups(block, module)
-        if (seen.input_bytes or groups) and (state is not None or self._possible(block, module)):
+        # Others wait for the vote of a rank without tokens, too.
+        votes = seen.input_bytes or (shared_groups() and not self._alone(block, module))
+        if votes and (state is not None or self._possible(block, module)):
             doubtful = planned and block.kind in self._in_doubt and block.kind not in self._refused
             no = Vote.NO if seen.input_bytes else Vote.UNSEEN
             wish = Vote.CHECKPOINT if allowed else Vote.LATER if doubtful else Vote.NEVER if planned else no

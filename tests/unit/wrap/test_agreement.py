@@ -15,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
+from ebbtide.engine.stats import Tally
+from ebbtide.wrap import agreement, checkpointable
 from ebbtide.wrap.agreement import RARELY, Vote, Votes
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.collectives import Collectives
@@ -116,6 +118,31 @@ def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
             decisions.append(checkpointable.decide(block, model[0], seen, Called(model[0], (), {}), None, tried=False))
         assert decisions == [not at_the_vote, True]
     assert asked == wishes
+
+
+def test_a_rank_without_tokens_votes_on_blocks_that_are_known_to_hold_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other ranks, which have tokens, wait for it, also where no forward has shown a collective."""
+    asked: list[str] = []
+
+    def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
+        asked.append(wish)
+        return Vote.CHECKPOINT
+
+    monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
+    monkeypatch.setattr(checkpointable, "shared_groups", lambda: [dist])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, policy="minimal", blocks=["*"]) as handle:
+        model(torch.randn(0, 4)).sum().backward()
+        attachment: Any = handle._attachment
+        attachment._agreement.voting.append((0, 1))
+        block, decide = attachment._blocks[0][1], attachment._checkpointable.decide
+        for holds_collectives in (False, True):
+            for module in (agreement, checkpointable):
+                monkeypatch.setattr(module, "has_collectives", lambda block, holds=holds_collectives: holds)
+            assert decide(block, model[0], Tally(), Called(model[0], (), {}), None, tried=False) is holds_collectives
+    assert asked == [Vote.UNSEEN]
 
 
 @pytest.mark.parametrize("policy", ["offload", "minimal"])
