@@ -1355,6 +1355,27 @@ MUTANTS = (
         SECOND_FORWARD,
     ),
     Mutant(
+        "votes: a rank without tokens votes only where a forward has shown a collective",
+        "ebbtide/wrap/checkpointable.py",
+        "seen.input_bytes or (shared_groups() and not self._alone(block, module))",
+        "seen.input_bytes or groups",
+        ("tests/unit/wrap/test_agreement.py",),
+    ),
+    Mutant(
+        "inputs: what is inside a wrapper counts only where it needs a gradient itself",
+        "ebbtide/engine/inputs.py",
+        "if outer.requires_grad:  # what",
+        "if t.requires_grad:  # what",
+        ("tests/unit/engine/test_wrappers.py",),
+    ),
+    Mutant(
+        "wrappers: a distributed tensor gets a spec that its class makes anew",
+        "ebbtide/engine/wrappers.py",
+        "            if self.spec is not None:\n",
+        "            if False:\n",
+        ("tests/unit/wrap/test_wrapped_inputs.py",),
+    ),
+    Mutant(
         "second forward: only the first blocks of a kind are looked at from outside",
         "ebbtide/wrap/checkpointable.py",
         "(first or self._looks[kind]",
