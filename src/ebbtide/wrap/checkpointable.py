@@ -131,7 +131,8 @@ class Checkpointable:
             return False
         allowed = planned and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
         groups = self._collectives.groups(block, module)
-        votes = seen.input_bytes or not self._alone(block, module)  # a rank without tokens, too: others wait for it
+        # Others wait for the vote of a rank without tokens, too.
+        votes = seen.input_bytes or (shared_groups() and not self._alone(block, module))
         if votes and (state is not None or self._possible(block, module)):
             doubtful = planned and block.kind in self._in_doubt and block.kind not in self._refused
             no = Vote.NO if seen.input_bytes else Vote.UNSEEN
