@@ -29,7 +29,7 @@ STATE = ("tests/unit/wrap/test_state.py",)
 CHECKPOINTABLE = ("tests/unit/wrap/test_checkpointable.py",)
 CONTEXTS = ("tests/unit/engine/test_contexts.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
-COMPILE = ("tests/unit/wrap/test_compile.py",)
+COMPILE = ("tests/unit/wrap/test_compile.py", "-kgathers_in_compiled_code")
 
 MUTANTS = (
     Mutant(
@@ -317,13 +317,6 @@ MUTANTS = (
         "ebbtide/wrap/scope.py",
         "now is not before[number]",
         "before[number] is None",
-        COMPILE,
-    ),
-    Mutant(
-        "weights: units in compiled methods are not looked for",
-        "ebbtide/wrap/scope.py",
-        " or name in left]",
-        "]",
         COMPILE,
     ),
     Mutant(
