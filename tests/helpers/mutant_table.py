@@ -306,20 +306,6 @@ MUTANTS = (
         ("tests/unit/engine/test_guard.py",),
     ),
     Mutant(
-        "weights: what a compiled unit gathers is not looked for",
-        "ebbtide/wrap/scope.py",
-        "        if self._units:\n            run.weights.gathered = _gathered(self._units)\n",
-        "",
-        COMPILE,
-    ),
-    Mutant(
-        "weights: a compiled unit is looked at once, though it may be gathered later",
-        "ebbtide/wrap/scope.py",
-        "now is not before[number]",
-        "before[number] is None",
-        COMPILE,
-    ),
-    Mutant(
         "leaves: a ticket holds a detached alias",
         "ebbtide/engine/tickets.py",
         "tensor if tensor.is_leaf else tensor.detach()",
@@ -1144,6 +1130,20 @@ MUTANTS = (
         "            scope.end()\n",
         "",
         FORWARD,
+    ),
+    Mutant(
+        "weights: what a compiled unit gathers is not looked for",
+        "ebbtide/wrap/scope.py",
+        "        if self._units:\n            run.weights.gathered = _gathered(self._units)\n",
+        "",
+        COMPILE,
+    ),
+    Mutant(
+        "weights: a compiled unit is looked at once, though it may be gathered later",
+        "ebbtide/wrap/scope.py",
+        "now is not before[number]",
+        "before[number] is None",
+        COMPILE,
     ),
     Mutant(
         "module hooks: an encoder's layer in evaluation has them",
