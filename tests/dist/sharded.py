@@ -222,14 +222,11 @@ USUAL = (
     replace(DDP, schedule="accumulated", ddp=("gradient_as_bucket_view",)),
     replace(DDP, ddp=("static_graph",)),
     replace(DDP, ddp=("find_unused_parameters",), unused=True),
-    Setup(compiled=True, reshard=False),
 )
 """Combinations, on two ranks, in every run of the tests."""
 
 FURTHER = (
-    Setup(compiled=True, mixed=True),
-    replace(NESTED, compiled=True, frozen=True),
-    replace(NESTED, compiled=True, reshard=False, schedule="accumulated"),
+    Setup(compiled=True, reshard=False),
     replace(FSDP, compiled=True),
     Setup(units="experts"),
     Setup(units="together", frozen=True),

@@ -31,7 +31,7 @@ CONTEXTS = ("tests/unit/engine/test_contexts.py",)
 SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
 CASES = ("tests/unit/engine/test_cases_second_forward.py",)
 OUTSIDE = ("tests/unit/wrap/test_outside.py",)
-COMPILE = ("tests/unit/wrap/test_compile.py",)
+COMPILE = ("tests/unit/wrap/test_compile.py", "-kgathers_in_compiled_code")
 
 MUTANTS = (
     Mutant(
@@ -341,27 +341,6 @@ MUTANTS = (
         "return None if readable and not is_cast_of(tensor, weight) else weight",
         "return weight",
         ("tests/unit/engine/test_guard.py",),
-    ),
-    Mutant(
-        "weights: what a compiled unit gathers is not looked for",
-        "ebbtide/wrap/scope.py",
-        "        if self._units:\n            run.weights.gathered = _gathered(self._units)\n",
-        "",
-        COMPILE,
-    ),
-    Mutant(
-        "weights: a compiled unit is looked at once, though it may be gathered later",
-        "ebbtide/wrap/scope.py",
-        "now is not before[number]",
-        "before[number] is None",
-        COMPILE,
-    ),
-    Mutant(
-        "weights: units in compiled methods are not looked for",
-        "ebbtide/wrap/scope.py",
-        " or name in left]",
-        "]",
-        COMPILE,
     ),
     Mutant(
         "leaves: a ticket holds a detached alias",
@@ -1202,6 +1181,20 @@ MUTANTS = (
         "            scope.end()\n",
         "",
         FORWARD,
+    ),
+    Mutant(
+        "weights: what a compiled unit gathers is not looked for",
+        "ebbtide/wrap/scope.py",
+        "        if self._units:\n            run.weights.gathered = _gathered(self._units)\n",
+        "",
+        COMPILE,
+    ),
+    Mutant(
+        "weights: a compiled unit is looked at once, though it may be gathered later",
+        "ebbtide/wrap/scope.py",
+        "now is not before[number]",
+        "before[number] is None",
+        COMPILE,
     ),
     Mutant(
         "module hooks: an encoder's layer in evaluation has them",

@@ -105,7 +105,7 @@ class Scope:
         """Follow a run of the block, in the calling thread only: report its modules to the engine."""
         self._thread, self._run = threading.get_ident(), run
         if self._parts is None:
-            self._parts, self._units = self._find_parts(), _compiled_units(self.module, self._left)
+            self._parts, self._units = self._find_parts(), _compiled_units(self.module)
         if self._units:
             run.weights.gathered = _gathered(self._units)
         self._hooked, number = self._parts, self._number
@@ -151,14 +151,9 @@ class Scope:
             run.builder.note_module(running, output)
 
 
-def _compiled_units(block: nn.Module, left: set[str]) -> list[Unit]:
-    """Return the FSDP units that gather their weights in compiled code. See [Note: compiled units].
-
-    Args:
-        block: The block.
-        left: Names of modules that run in compiled code, though nothing shows it.
-    """
-    compiled = [m for name, m in block.named_modules() if is_compiled_inside(m) or name in left]
+def _compiled_units(block: nn.Module) -> list[Unit]:
+    """Return the FSDP units that gather their weights in compiled code. See [Note: compiled units]."""
+    compiled = [module for module in block.modules() if is_compiled_inside(module)]
     units = dict.fromkeys(m for module in compiled for m in module.modules() if is_fsdp2(m) or is_fsdp1(m))
     found: list[Unit] = []
     for unit in units:
