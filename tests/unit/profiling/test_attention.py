@@ -24,16 +24,18 @@ EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators of attention."""
+    """Notes the operators of attention, and the masks of the fused one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.masks: list[torch.Tensor | None] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if name in (UNFUSED, CPU, FUSED, OF_MASKS):
             self.names.append(name)
+            self.masks += args[3:4] if name == FUSED else []
         return func(*args, **(kwargs or {}))
 
 
@@ -154,6 +156,18 @@ def test_inputs_of_three_dimensions_and_transposed_ones_are_unfused(operators: O
         mixed = [x.transpose(2, 3) if place == swapped else x for place, x in enumerate((query, key, value))]
         F.scaled_dot_product_attention(*mixed, dropout_p=0.1)
     assert operators.names == 4 * [UNFUSED]
+
+
+def test_masks_reach_the_operator_as_numbers_for_every_pair(operators: Operators) -> None:
+    attend("other width, mask")
+    (found,) = operators.masks
+    assert found is not None and found.dtype is BF16 and found.shape == (BATCH, HEADS, TOKENS, TOKENS)
+    assert found.untyped_storage().nbytes() == BATCH * TOKENS * TOKENS * 2
+
+
+def test_without_keys_nothing_is_fused(operators: Operators) -> None:
+    F.scaled_dot_product_attention(*inputs(keys=0), dropout_p=0.1)
+    assert FUSED not in operators.names
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
