@@ -99,8 +99,9 @@ def summary(cases: list[dict[str, Any]]) -> list[str]:
         "",
         "Figures are percent of the distinct storages that autograd saves inside the blocks of ordinary training,",
         "without weights. Storages with the same value are stored once, so shares may sum to less than 100. Every case",
-        "is bitwise equal to ordinary training. On the CPU of these runs, attention with dropout saves its softmax and",
-        "a float mask; the fused kernels of a GPU do not.",
+        "is bitwise equal to ordinary training. On the CPU of these runs, attention with dropout, or with values of",
+        "another width than keys (deepseek_v3), saves its softmax, and with dropout a float mask; the fused kernels of",
+        "a GPU save neither.",
         "",
     ]
 
