@@ -51,7 +51,6 @@ class Setup:
         sharding: FSDP1's strategy.
         ddp: Enabled options of DDP.
         unused: Some weights are in no graph.
-        compiled: Blocks are compiled in place.
     """
 
     model: str = "decoder"
@@ -71,7 +70,6 @@ class Setup:
     sharding: str = "FULL_SHARD"
     ddp: tuple[str, ...] = ()
     unused: bool = False
-    compiled: bool = False
 
 
 def compare_setup(setup: Setup, policies: tuple[str, ...] = POLICIES) -> dict[str, Findings]:
@@ -83,8 +81,6 @@ def make_job(setup: Setup, enable: Enable) -> Job:
     """Build, wrap and enable according to a setup."""
 
     def make() -> tuple[nn.Module, dict[str, Tensor]]:
-        if setup.compiled:
-            torch._dynamo.reset()  # of the model before, which would count as compiled too often
         model, blocks = _build(setup)
         whole = randomise(model)
         # Some blocks are found by structure, some are named.
@@ -142,8 +138,6 @@ def _adapt(model: nn.Module) -> None:
 
 def _wrap(model: nn.Module, setup: Setup, blocks: list[str]) -> nn.Module:
     layers = [model.get_submodule(b) for b in blocks]
-    for layer in layers if setup.compiled else ():
-        layer.compile(backend="aot_eager")
     world = torch.distributed.get_world_size()
     shape = (setup.replicas, world // setup.replicas) if setup.replicas > 1 else (world,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -226,8 +220,6 @@ USUAL = (
 """Combinations, on two ranks, in every run of the tests."""
 
 FURTHER = (
-    Setup(compiled=True, reshard=False),
-    replace(FSDP, compiled=True),
     Setup(units="experts"),
     Setup(units="together", frozen=True),
     replace(NESTED, reshard=False),

@@ -57,7 +57,7 @@ def test_shards_are_bitwise_those_of_plain_training(results: dict[str, CaseResul
         assert all((f.units > 0) == (setup.wrapper in ("fsdp", "fsdp2")) for f in by_policy.values())
         # If nothing is to be recomputed, only autocast's copies of weights are.
         moved = ("inputs", "offload")
-        assert setup.compiled or all(f.recomputes > 0 for p, f in by_policy.items() if p not in ("keep", *moved))
+        assert all(f.recomputes > 0 for p, f in by_policy.items() if p not in ("keep", *moved))
         assert all(f.recomputes == 0 for p, f in by_policy.items() if p == "keep" or (p in moved and not setup.mixed))
 
 
