@@ -62,7 +62,7 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
 
     Args:
         cases: What to run.
-        limit_seconds: After which a case is stopped, without the time in which it waits.
+        limit_seconds: After which a case is stopped, before its first step or, in lockstep, in one of its steps.
     """
     running: list[_Running] = []
     try:
@@ -112,7 +112,7 @@ class _Running:
         loader = ["tests.simdev.run"] if is_simulated() else []  # which a fresh process does not have
         command = [sys.executable, "-m", *loader, "benchmarks.case", json.dumps(asdict(case))]
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not
-        self._case, self._limit_seconds, self._left_seconds = case, limit_seconds, limit_seconds
+        self._case, self._limit_seconds = case, limit_seconds
         self._printed = self._stopped = ""
         self._process_peak_bytes = 0
         self.waits = False
@@ -141,8 +141,8 @@ class _Running:
 
     def read(self) -> None:
         """Read what it prints until it waits or ends."""
-        child, began = self._child, time.monotonic()
-        stop = threading.Timer(max(self._left_seconds, 0.0), child.kill)
+        child = self._child
+        stop = threading.Timer(max(self._limit_seconds, 0.0), child.kill)
         stop.start()
         self.waits = False
         for line in child.stdout or ():
@@ -151,7 +151,6 @@ class _Running:
             elif line.rstrip() == READY:
                 self.waits = True
                 break
-        self._left_seconds -= time.monotonic() - began
         if not self.waits:
             _, status, usage = os.wait4(child.pid, 0)  # its end was not requested before: it waits for this
             child.returncode, self._process_peak_bytes = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
