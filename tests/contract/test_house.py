@@ -102,6 +102,13 @@ def test_there_is_source() -> None:
     assert len(MODULES) > 10
 
 
+def test_nothing_but_modules_is_shipped() -> None:
+    """No draft or backup of an editor or a merge, which a wheel would hold too."""
+    packages = (ROOT / "src/ebbtide", ROOT / "src/ebbtide_recipes")
+    files = [path for package in packages for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert [path.name for path in files if path.suffix not in {".py", ".j2", ".typed"}] == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT / "src")))
 def test_module_keeps_the_house_rules(path: Path) -> None:
     assert findings(path.read_text(encoding="utf-8")) == []
