@@ -196,7 +196,7 @@ def test_exact_spans_are_runs_that_tile_the_box(data: st.DataObject) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root takes another user's rights")
 def test_how_much_is_cached_of_a_file_of_another_user(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(bytes(4 << 20))
+    (tmp_path / "x").write_bytes(bytes(64 << 20))  # large: the kernel may leave the pages that it last touched
     fd = os.open(tmp_path / "x", os.O_RDONLY)
     os.fsync(fd)
     looks = []
