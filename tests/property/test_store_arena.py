@@ -51,10 +51,10 @@ def test_places_are_apart_counted_and_packed(actions: list[tuple[str, int]]) -> 
                 arena.give(place)
             del place
         most = max(most, rounded(places))
-        state = arena.state
-        assert state.used_bytes == sum(place.nbytes for place in places) <= state.peak_used_bytes
-        assert rounded(places) <= state.reserved_bytes == device.host_bytes
-        assert state.reserved_bytes <= max(most * 1.03, most + LEAST_CHUNK_BYTES) + 4096
+        found = arena.gauges()
+        assert found["host_used_bytes"] == sum(place.nbytes for place in places) <= found["host_most_used_bytes"]
+        assert rounded(places) <= found["host_held_bytes"] == device.host_bytes
+        assert found["host_held_bytes"] <= max(most * 1.03, most + LEAST_CHUNK_BYTES) + 4096
     places.clear()
     gc.collect()
     arena.clear()

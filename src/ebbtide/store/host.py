@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from ebbtide.base.errors import CapError, ConfigError
-from ebbtide.store.arena import Arena, ArenaState, Place
+from ebbtide.store.arena import Arena, Place
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import Device, StreamHandle
 from ebbtide.store.faults import closed_error, freed_error
@@ -72,26 +72,14 @@ class HostTier:
 
     def gauges(self) -> dict[str, int]:
         """Return the figures of host memory, by name."""
-        state = self.arena
-        return {
-            "host_held_bytes": state.reserved_bytes,
-            "host_pinned_bytes": state.reserved_bytes - state.pageable_bytes,
-            "host_used_bytes": state.used_bytes,
-            "host_most_used_bytes": state.peak_used_bytes,
-            "host_chunks": state.chunks,
-        }
+        with self._up_to_date():
+            return self._arena.gauges()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of places in use now."""
         with self._up_to_date():
             return self._arena.used_bytes
-
-    @property
-    def arena(self) -> ArenaState:
-        """The state of their host memory."""
-        with self._up_to_date():
-            return self._arena.state
 
     @property
     def budget_bytes(self) -> int | None:

@@ -46,13 +46,13 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
     tier = HostTier(device)
     sizes = TRACE * 8
     copy_out_all(device, tier, sizes)
-    after_first = tier.arena
+    after_first = tier.gauges()
     for _ in range(5):
         copy_out_all(device, tier, sizes)
-    assert tier.arena == after_first and device.host_calls == after_first.chunks
-    assert after_first.peak_used_bytes == sum(sizes)
-    assert after_first.peak_used_bytes <= after_first.reserved_bytes <= 1.03 * after_first.peak_used_bytes
-    assert device.host_bytes == after_first.reserved_bytes and device.violations == []
+    assert tier.gauges() == after_first and device.host_calls == after_first["host_chunks"]
+    most = after_first["host_most_used_bytes"]
+    assert most == sum(sizes) and most <= after_first["host_held_bytes"] <= 1.03 * most
+    assert device.host_bytes == after_first["host_held_bytes"] and device.violations == []
 
 
 def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
@@ -132,8 +132,9 @@ def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.
     assert [record.message for record in caplog.records] == [
         "cannot pin host memory (fake host: no more can be pinned): using pageable memory, whose copies stall compute"
     ]
-    state = tier.arena
-    assert state.pageable_bytes + 3 * MIB == state.reserved_bytes == device.host_bytes and device.violations == []
+    found = tier.gauges()
+    assert found["host_pinned_bytes"] == 3 * MIB < found["host_held_bytes"] == device.host_bytes
+    assert device.violations == []
 
 
 def test_less_is_asked_for_where_more_is_refused() -> None:

@@ -25,7 +25,7 @@ from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
-from ebbtide.store.spill import SpillSlot, SpillTier, SplitSlot
+from ebbtide.store.spill import SpillSlot, SpillTier
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
@@ -64,8 +64,8 @@ def test_tiers_with_the_default_budget_have_one_together(disk: Path, monkeypatch
     tiers += [open_tier("host", disk_path=disk), open_tier("host", disk_path=disk, host_budget_bytes=8 * mib)]
     assert [store_bytes(tier) for tier in tiers] == [7 * mib, mib, mib, 7 * mib]
     slots += [copy_out(tier, produce(device, 4 * mib)) for tier in tiers[1:]]
-    assert [type(slot) for slot in slots] == [HostSlot, SplitSlot, SplitSlot, HostSlot]
-    assert sum(tier.host.arena.reserved_bytes for tier in tiers[:3]) <= (8 + 1) * mib  # each has a stage
+    assert [type(slot) for slot in slots] == [HostSlot, SpillSlot, SpillSlot, HostSlot]
+    assert sum(tier.gauges()["host_held_bytes"] for tier in tiers[:3]) <= (8 + 1) * mib  # each has a stage
     slots[0].free()
     tiers[0].close()
     assert store_bytes(tiers[1]) > 3 * mib
@@ -174,18 +174,19 @@ def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_n
         kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
         slot = copy_out(tier, produce(device, 8 * KIB))
         assert isinstance(slot, SpillSlot)
-        tier.host.wait_copied(slot.stage)
+        (piece,) = slot.pieces
+        tier.host.wait_copied(piece.stage)
         with tier._lock:
-            tier._pass_on(tier._disk)
-        slot.on_disk.wait_copied_out()
+            tier._pass_on()
+        piece.on_disk.wait_copied_out()
         tier.prefetch([slot])
         with tier._lock:
-            tier._pass_on(tier._disk)
-        assert slot.stage is not None
+            tier._pass_on()
+        assert piece.stage is not None
         slot.discard()
         with tier._lock:
-            assert tier._pass_on(tier._disk)
-        assert slot.stage is None and not tier._written
+            assert tier._pass_on()
+        assert piece.stage is None and not tier._written
         for each in (*kept, slot):
             each.free()
 
@@ -303,7 +304,7 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
     with spilling(disk) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(12)]
         slots = [copy_out(tier, source) for source in sources]
-        spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.stage is None)
+        spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.pieces[0].stage is None)
 
         def fail(*args: Any) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -350,7 +351,7 @@ def test_slots_die_in_any_thread_while_others_are_copied_out(disk: Path) -> None
 def test_a_dead_slot_holds_nothing(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         slots = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(12)]
-        stages = {slot.stage is None for slot in slots if isinstance(slot, SpillSlot)}
+        stages = {slot.pieces[0].stage is None for slot in slots if isinstance(slot, SpillSlot)}
         assert stages == {True, False}  # on disk, and still staged
         slots.clear()
         assert tier.used_bytes == 0
