@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.store import capture_query
 from ebbtide.store.accelerator import AcceleratorDevice
 
 MIB = 1 << 20
@@ -77,7 +78,8 @@ def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
     can = device.capabilities
     yield "torch", f"{torch.__version__}, {where}", True
     yield "capabilities", str(can), can.asynchronous_copies and can.pinned_host
-    yield "a graph is being captured", str(device.capturing()), not device.capturing()
+    captured = capture_query()()
+    yield "a graph is being captured", str(captured), not captured
 
     for name, pin in {
         "ours": lambda: device.allocate_host(copied_bytes, pinned=can.pinned_host),

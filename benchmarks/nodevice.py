@@ -20,9 +20,6 @@ class NoDevice:
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def capturing(self) -> bool:
-        return False
-
     def compute_stream(self, where: torch.device) -> str:
         return "compute"
 

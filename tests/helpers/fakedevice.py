@@ -142,10 +142,6 @@ class FakeDevice:
         """Whether the tensor counts as on the device."""
         return tensor.device.type == "cpu" and tensor.untyped_storage() not in self._hosts
 
-    def capturing(self) -> bool:
-        """False: there are no graphs."""
-        return False
-
     def compute_stream(self, where: torch.device) -> FakeStream:
         """Return the one compute stream."""
         return self._compute

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities, FreeMemory, capture_query
+from ebbtide.store.device import Capabilities, FreeMemory
 from ebbtide.store.device_memory import allocator_figures, allowed_bytes, index_of
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
@@ -51,7 +51,6 @@ class AcceleratorDevice:
         self.kind = found.type
         self.home = torch.device(self.kind, torch.accelerator.current_device_index()) if home is None else home
         self._used: set[torch.device] = set()
-        self._is_capturing = capture_query()
         with self._at_home():
             self._registrar = self._find_registrar(self.home)
             pinned = self._registrar is not None or self._can_pin()
@@ -123,10 +122,6 @@ class AcceleratorDevice:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on such a device."""
         return tensor.device.type == self.kind
-
-    def capturing(self) -> bool:
-        """Whether the current stream is captured in a graph (``torch.cuda.graph``)."""
-        return self._is_capturing()
 
     def compute_stream(self, where: torch.device) -> torch.Stream:
         """Return the calling thread's current stream on that device."""

@@ -64,10 +64,6 @@ class Device(Protocol):
         """Whether the tensor lies on such a device."""
         ...
 
-    def capturing(self) -> bool:
-        """Whether the calling thread is capturing a device graph."""
-        ...
-
     def compute_stream(self, where: torch.device) -> StreamHandle:
         """Return the calling thread's compute stream. Never called inside ``copy_all``."""
         ...

@@ -1,9 +1,9 @@
 """The two threads of the disk tier, and their queues.
 
 [Note: who may hold the lock] One lock guards the queues. Slots die in any thread, and through the garbage collector
-even in one that holds the lock. So neither their death nor ``free()`` takes it: parcels are left in ``claims`` (see
-[Note: death and interrupts]) and ``_freed``, for the next holder. (Trying the lock does not help: an interrupt right
-after would leave it locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources
+even in one that holds the lock. So neither their death nor ``free()`` takes it: parcels are left in ``claims``, for the
+next holder; see [Note: death and interrupts]. (Trying the lock does not help: an interrupt right after would leave it
+locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources
 and targets go to ``_trash``, which is emptied after the lock is released.
 
 [Note: who has a place] A live slot has its place. When the slot dies, the place is *draining* while a thread writes or
@@ -13,6 +13,7 @@ this, because an interrupt could corrupt it: ``_audit`` counts them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -60,7 +61,6 @@ class DiskWork:
         self._writes: deque[Parcel] = deque()
         self._reads: deque[Read] = deque()
         self.claims: Claims[Parcel] = Claims()  # of slots
-        self._freed: deque[Parcel] = deque()
         self._trash: deque[Any] = deque()
         self._writing: Parcel | None = None
         self._reading: Parcel | None = None
@@ -111,9 +111,6 @@ class DiskWork:
     def copy_out(self, parcels: Sequence[Parcel]) -> None:
         """Queue writes; waits while the window is full, or the disk is full and a place is draining.
 
-        Args:
-            parcels: The bytes to write; their slots are alive meanwhile.
-
         Raises:
             DiskFullError: The disk cannot hold them.
             DiskError: The tier cannot be used.
@@ -123,14 +120,11 @@ class DiskWork:
             for parcel in parcels:
                 need = parcel.interior_bytes
                 self._wait_until(lambda need=need: self._out_bytes <= 0 or self._out_bytes + need <= _WINDOW_BYTES)
-                for again in (True, False):
-                    try:
-                        self._room.place(parcel)
-                        break
-                    except DiskFullError:
-                        if not again:
-                            raise
-                    self._wait_until(lambda: not self._audit())  # lost or draining places may make it look full
+                with contextlib.suppress(DiskFullError):
+                    self._room.place(parcel)
+                if parcel.place < 0:  # lost or draining places may make the disk look full
+                    self._wait_until(lambda: not self._audit())
+                    self._room.place(parcel)
                 if not self._writes:  # else the writer has been woken, or has not yet come to rest
                     self._to_write.notify()
                 self._writes.append(parcel)
@@ -138,15 +132,18 @@ class DiskWork:
         self._trash.clear()
 
     def wait_copied_out(self, parcel: Parcel) -> None:
-        """Wait for the end of the write."""
+        """Wait for the end of the write; raises as ``check`` does."""
+        self.check_usable()
         with self._lock:
             self._release_dead()
             self._hasten(parcel)
             self._wait_until(lambda: parcel.state not in (ParcelState.QUEUED, ParcelState.WRITING))
         self._trash.clear()
+        self.check(parcel)
 
     def cancel(self, parcel: Parcel) -> bool:
         """Cancel a write that has not begun and that no ``take`` waits for; True if it was cancelled."""
+        self.check_usable()
         with self._lock:
             self._release_dead()
             taken = any(read.parcel is parcel and read is not parcel.read for read in self._reads)
@@ -168,14 +165,17 @@ class DiskWork:
         self._trash.clear()
 
     def discard(self, parcel: Parcel) -> None:
-        """Discard an unused read."""
+        """Discard an unused read; also where a thread has died, so that a handle can be closed."""
+        if not self.usable:
+            return
         with self._lock:
             self._release_dead()
             self._drop_read(parcel)
         self._trash.clear()
 
-    def take(self, parcel: Parcel) -> torch.Tensor | None:
-        """Wait for a read; returns the tensor (None: freed meanwhile)."""
+    def take(self, parcel: Parcel) -> torch.Tensor:
+        """Wait for a read, and return the tensor; raises as ``check`` does, and if the read failed."""
+        self.check(parcel)
         with self._lock:
             self._release_dead()
             read, parcel.read = parcel.read or self._ask(parcel), None
@@ -192,12 +192,9 @@ class DiskWork:
         self._trash.clear()
         if read.fault is not None:
             raise read.fault.error()
+        if read.tensor is None:
+            raise freed_error(DiskError, when=" during a read")
         return read.tensor
-
-    def free(self, parcel: Parcel) -> None:
-        """Free the place once no thread uses it. See [Note: who may hold the lock]."""
-        if parcel.state is not ParcelState.DEAD and self.usable:
-            self._freed.append(parcel)
 
     def close_unused(self, in_use: Callable[[], object]) -> None:
         """Close once ``in_use()`` is false, which the threads look at every few seconds."""
@@ -248,9 +245,6 @@ class DiskWork:
             self._to_read.notify()
 
     def _release_dead(self) -> None:
-        while self._freed:
-            self._release_place(self._freed[0])
-            self._freed.popleft()  # last: an interrupted release is repeated
         self.claims.release_dead(self._release_place)
         if self._in_use is not None and not self._in_use():
             self._closed = True

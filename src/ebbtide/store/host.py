@@ -16,7 +16,7 @@ import torch
 from ebbtide.base.errors import CapError, ConfigError
 from ebbtide.store.arena import Arena, Place
 from ebbtide.store.counters import Stalls, TierCounters
-from ebbtide.store.device import Device, StreamHandle
+from ebbtide.store.device import Device, StreamHandle, capture_query
 from ebbtide.store.faults import closed_error, freed_error
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.hostcopies import HostCopies, Out, pieces
@@ -45,7 +45,7 @@ class HostTier:
         least_bytes: int | None = None,
     ) -> None:
         self.device = device
-        self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
+        self.owns, self.capturing, self.stream_of = device.owns, capture_query(), device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
         self._arena, self._headroom = Arena(device, budget_bytes, least_bytes), Headroom(device)
         self._counters = TierCounters()

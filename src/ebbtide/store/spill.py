@@ -186,12 +186,13 @@ class SpillTier:
 
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
-        if self._disk is None:
+        disk = self._disk
+        if disk is None:
             return self.host.prefetch(slots)
         for begun, slot in enumerate(slots):
             try:
                 if isinstance(slot, SpillSlot):
-                    self._prefetch(slot)
+                    self._prefetch(slot, disk)
                 else:
                     self.host.prefetch([slot])
             except torch.OutOfMemoryError:
@@ -200,7 +201,7 @@ class SpillTier:
                 return len(slots) - begun
         return 0
 
-    def _prefetch(self, slot: SpillSlot) -> None:
+    def _prefetch(self, slot: SpillSlot, disk: DiskTier) -> None:
         """Begin the copy-in of ``slot``, or the reads from disk.
 
         Of several pieces, staged ones stay there: on the device they would need memory twice.
@@ -213,7 +214,7 @@ class SpillTier:
                 if stage is not None and len(slot.pieces) == 1:
                     self.host.prefetch([stage])
             if stage is None and piece.on_disk is not None:
-                piece.on_disk.prefetch()
+                disk.prefetch([piece.on_disk])
 
     def discard(self, slot: SpillSlot) -> None:
         """Discard an unused copy-in, and unused reads, of ``slot``."""
@@ -338,7 +339,7 @@ class SpillTier:
                         break
                     self.host.wait_copied(stage)
                 try:
-                    piece.on_disk = disk.copy_out(stage.content())
+                    (piece.on_disk,) = disk.copy_out_all([stage.content()])
                     self._written.append(self._staged[0])
                 except TargetError as error:
                     freed = self._fail(piece, error) or freed
@@ -350,10 +351,10 @@ class SpillTier:
             elif (on_disk := found[0].on_disk) is not None:
                 piece, stage = found
                 try:
-                    if not on_disk.copied_out:
+                    if not disk.are_copied_out([on_disk]):
                         if not wait or freed:
                             break
-                        on_disk.wait_copied_out()
+                        disk.wait_copied_out([on_disk])
                     if piece.wanted and not wait:  # looked at again when it is no longer
                         self._written.rotate(-1)
                         continue

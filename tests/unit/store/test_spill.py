@@ -178,7 +178,7 @@ def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_n
         tier.host.wait_copied(piece.stage)
         with tier._lock:
             tier._pass_on()
-        piece.on_disk.wait_copied_out()
+        tier._disk.wait_copied_out([piece.on_disk])
         tier.prefetch([slot])
         with tier._lock:
             tier._pass_on()
