@@ -83,7 +83,6 @@ class DiskTier(Streamless):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         file = BackingFile(default_directory() if path is None else check_directory(path))
         self.counters = TierCounters()
-        self.direct = file.direct
         self._align_bytes = file.align_bytes
         self._trims_heap: Callable[[], bool] = lambda: False
         self._room = Room(file)

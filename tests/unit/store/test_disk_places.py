@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.base.errors import DiskFullError
+from ebbtide.base.errors import DiskError, DiskFullError
 from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.extents import round_up
 from ebbtide.store.protocol import copy_out_one
@@ -61,7 +61,8 @@ def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.Mo
 def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, write_gate: Gate) -> None:
     dying, source = copy_out(tier, noise(MIB)), noise(MIB)
     assert write_gate.came.wait(60)
-    dying.free()
+    for _ in range(2):
+        dying.free()
     assert tier.used_bytes == tier.gauges()["disk_used_bytes"] == 0
     assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.interior_bytes)
     slot = copy_out(tier, source)
@@ -70,6 +71,8 @@ def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, wr
     write_gate.open()
     assert torch.equal(slot.take(), source)  # one writer: the first write has ended
     assert tier.gauges()["disk_draining_bytes"] == 0
+    with pytest.raises(DiskError, match="freed"):
+        dying.take()
 
 
 def test_what_is_read_for_a_dead_slot_is_never_another_slots_place(tier: DiskTier, read_gate: Gate) -> None:

@@ -26,6 +26,7 @@ from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
 from ebbtide.store.spill import SpillSlot, SpillTier
+from tests.helpers.failing import failing
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
@@ -279,13 +280,10 @@ def test_a_disk_that_fails_within_a_storage_leaves_it_on_the_device(
 def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
     reason: str, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     folder = disk / "missing" if reason == "no directory" else disk
     with spilling(folder) as (device, tier):
         if reason == "disk full":
-            monkeypatch.setattr(os, "posix_fallocate", full)
+            monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         slots: list[tuple[Any, torch.Tensor]] = []
         with pytest.raises(CapError, match=r"no more than the host budget of 64\.0 KiB\nhint: raise host_budget"):
             while True:
@@ -305,12 +303,8 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
         sources = [produce(device, 8 * KIB) for _ in range(12)]
         slots = [copy_out(tier, source) for source in sources]
         spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.pieces[0].stage is None)
-
-        def fail(*args: Any) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", fail)
+            patch.setattr(os, "preadv", failing(errno.EIO))
             with pytest.raises(DiskError, match="reading"):
                 spilled.take()
         for slot in slots:
