@@ -74,7 +74,7 @@ def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
 def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
     """Yield the question, the answer, and whether it is as expected."""
     device = AcceleratorDevice()
-    where = torch.device(device.kind, torch.accelerator.current_device_index())
+    where = torch.device(device.device_type, torch.accelerator.current_device_index())
     can = device.capabilities
     yield "torch", f"{torch.__version__}, {where}", True
     yield "capabilities", str(can), can.asynchronous_copies and can.pinned_host

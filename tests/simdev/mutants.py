@@ -168,7 +168,7 @@ MUTANTS = (
     without(
         "a prefetch asks what is free",
         "host.py",
-        "granted = self._headroom.take([slot.nbytes for slot in group], where)",
+        "granted = self._headroom.take([slot.nbytes for slot in group], origin)",
         "granted = len(group)",
         tests=HEADROOM,
     ),
@@ -199,7 +199,7 @@ MUTANTS = (
     ),
     without("uses are recorded", "accelerator.py", "tensor.record_stream(stream)"),
     without("copies end before memory is unpinned", "pinned.py", "self._synchronize()\n        with", "with"),
-    without("unpinning waits for the device", "accelerator.py", "torch.accelerator.synchronize(where)"),
+    without("unpinning waits for the device", "accelerator.py", "torch.accelerator.synchronize(device)"),
     without(
         "the default budget is that of all tiers",
         "arena.py",

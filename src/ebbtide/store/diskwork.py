@@ -333,7 +333,7 @@ class DiskWork:
     def _write(self, parcel: Parcel) -> None:
         need, fault, written, started = parcel.interior_bytes, None, 0, time.perf_counter()
         try:
-            start = parcel.address + len(parcel.head)
+            start = parcel.address + len(parcel.before)
             written = self._file.write(start, need, parcel.place, lambda: parcel.state is ParcelState.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)

@@ -128,21 +128,21 @@ class HostTier:
                     hint="pass tensor.contiguous().view(-1).view(torch.uint8)",
                 )
         found: dict[int, HostSlot | CapError] = {}
-        for where in dict.fromkeys([source.device for source in sources]):
-            numbers = [i for i, source in enumerate(sources) if source.device == where]
+        for origin in dict.fromkeys([source.device for source in sources]):
+            numbers = [i for i, source in enumerate(sources) if source.device == origin]
             group: list[Out] = []
             for i, place in zip(numbers, self._places([sources[i].numel() for i in numbers], spare_bytes), strict=True):
                 if isinstance(place, CapError):
                     found[i] = place
                 else:
-                    slot = found[i] = HostSlot(self, place, where)
+                    slot = found[i] = HostSlot(self, place, origin)
                     group.append((slot, place, sources[i]))
             if group:
-                self.copies.out(where, group, compute)
+                self.copies.out(origin, group, compute)
         return [found[i] for i in range(len(sources))]
 
-    def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
-        """Return a slot with bytes from pageable memory, as if they had been offloaded from ``where``.
+    def fill(self, content: torch.Tensor, origin: torch.device) -> HostSlot:
+        """Return a slot with bytes from pageable memory, as if they had been offloaded from ``origin``.
 
         The host copies them at once, after waiting for copies that still use the target memory.
 
@@ -158,7 +158,7 @@ class HostTier:
             self.device.synchronize(event)
         for part, piece in pieces(place, content):
             part.copy_(piece)
-        return HostSlot(self, place, where)
+        return HostSlot(self, place, origin)
 
     def expect(self, nbytes: int) -> None:
         """Reserve host memory for this many further bytes at the next allocation."""
@@ -196,10 +196,10 @@ class HostTier:
         # Each once: a second copy-in would drop the target of the first while that copy writes to it.
         fresh = [] if self.synchronous else [s for s in dict.fromkeys(slots) if s.ahead is None or s.ahead.done is None]
         begun = 0
-        for where, run in itertools.groupby(fresh, key=operator.attrgetter("where")):
+        for origin, run in itertools.groupby(fresh, key=operator.attrgetter("origin")):
             group = list(run)
             try:
-                granted = self._headroom.take([slot.nbytes for slot in group], where)
+                granted = self._headroom.take([slot.nbytes for slot in group], origin)
                 done = len(self.copies.into(group[:granted]))
             except torch.OutOfMemoryError:
                 if not begun:
@@ -223,12 +223,12 @@ class HostTier:
             with self._lock:
                 self._release_dead()
         if self.synchronous:
-            target = self.device.allocate(slot.nbytes, slot.where)
+            target = self.device.allocate(slot.nbytes, slot.origin)
             for part, piece in pieces(slot.has_place(), target):
                 self.device.copy_now(piece, part)
             self._counters.in_bytes += slot.nbytes
             return target
-        compute, ahead = self.device.compute_stream(slot.where), slot.ahead
+        compute, ahead = self.device.compute_stream(slot.origin), slot.ahead
         if ahead is None or ahead.done is None:
             (ahead,) = self.copies.into([slot])
         elif ahead.compute != compute:  # whose memory would be reused while this one still reads

@@ -55,10 +55,10 @@ class QueuedSlot:
 class HostSlot(QueuedSlot):
     """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.copy_out_all``, who owns its fields."""
 
-    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
+    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "origin", "place", "source", "_tier")
 
-    def __init__(self, tier: _Tier, place: Place, where: torch.device) -> None:
-        self.where, self.nbytes = where, place.nbytes
+    def __init__(self, tier: _Tier, place: Place, origin: torch.device) -> None:
+        self.origin, self.nbytes = origin, place.nbytes
         self._tier: _Tier | None = tier  # None once freed: the tier queues freed slots: this would be a cycle
         self.place: Place | None = place
         self.compute: StreamHandle = None

@@ -41,15 +41,15 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "address", "fault", "head", "interior_bytes", "nbytes", "place", "read", "source", "state",
-        "tail",
+        "__weakref__", "address", "after", "before", "fault", "interior_bytes", "nbytes", "place", "read", "source",
+        "state",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
         self.nbytes, self.address = source.numel(), source.data_ptr()
-        head_bytes, self.interior_bytes, tail_bytes = split(self.address, self.nbytes, align_bytes)
-        self.head = ctypes.string_at(self.address, head_bytes)
-        self.tail = ctypes.string_at(self.address + self.nbytes - tail_bytes, tail_bytes)
+        before, self.interior_bytes, after = split(self.address, self.nbytes, align_bytes)
+        self.before = ctypes.string_at(self.address, before)
+        self.after = ctypes.string_at(self.address + self.nbytes - after, after)
         on_disk = self.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
         self.state = ParcelState.QUEUED if on_disk else ParcelState.WRITTEN
@@ -64,9 +64,9 @@ class Parcel:
             OSError: The interior cannot be read.
         """
         buffer = Buffer(self.nbytes, self.address % PLACE_ALIGN_BYTES, pool)
-        interior = buffer.address + len(self.head)
-        ctypes.memmove(buffer.address, self.head, len(self.head))
-        ctypes.memmove(interior + self.interior_bytes, self.tail, len(self.tail))
+        interior = buffer.address + len(self.before)
+        ctypes.memmove(buffer.address, self.before, len(self.before))
+        ctypes.memmove(interior + self.interior_bytes, self.after, len(self.after))
         if self.interior_bytes:
             file.read(interior, self.interior_bytes, self.place)
         return buffer.tensor()

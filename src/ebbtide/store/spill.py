@@ -77,11 +77,11 @@ class Piece:
 class SpillSlot(QueuedSlot):
     """One storage that goes to disk through the stage, in one piece or several. See [Note: a slot's life]."""
 
-    __slots__ = ("__weakref__", "nbytes", "pieces", "_tier", "where")
+    __slots__ = ("__weakref__", "nbytes", "origin", "pieces", "_tier")
 
     def __init__(self, tier: SpillTier, source: torch.Tensor, pieces: Sequence[Piece]) -> None:
         self._tier, self.pieces = tier, pieces
-        self.nbytes, self.where = source.numel(), source.device
+        self.nbytes, self.origin = source.numel(), source.device
 
     def discard(self) -> None:
         """Discard an unused copy-in, and unused reads."""
@@ -240,9 +240,9 @@ class SpillTier:
                 return piece.stage.take()
         content = piece.read()
         try:
-            place = self.host.fill(content, slot.where)
+            place = self.host.fill(content, slot.origin)
         except CapError:  # the stage is full: directly from pageable memory, in order with compute
-            target = self.host.device.allocate(slot.nbytes, slot.where)
+            target = self.host.device.allocate(slot.nbytes, slot.origin)
             self._copy_in(target, content)
             return target
         target = place.take()
@@ -250,7 +250,7 @@ class SpillTier:
         return target
 
     def _take_pieces(self, slot: SpillSlot) -> torch.Tensor:
-        target = self.host.device.allocate(slot.nbytes, slot.where)
+        target = self.host.device.allocate(slot.nbytes, slot.origin)
         parts = target.split([piece.nbytes for piece in slot.pieces])
         for piece, part in zip(slot.pieces, parts, strict=True):
             with self._lock:
