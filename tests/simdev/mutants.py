@@ -110,12 +110,6 @@ MUTANTS = (
         tests=GROUPS,
     ),
     without(
-        "places of a region share its guard",
-        "arena.py",
-        "guard = region.guard",
-        "guard = Guard()",
-    ),
-    without(
         "sources are copied after the stream that made them",
         "hostcopies.py",
         "        if compute is None:\n",

@@ -4,8 +4,8 @@
 Direct I/O moves bytes between memory and disk without the page cache, so offloading takes no RAM and few cycles; it
 requires address, length and file offset to be multiples of the disk's block. A tensor's memory begins anywhere (with
 glibc 64 bytes after a page boundary). So only the *interior* between the first and the last aligned address is written;
-the bytes before and after it, less than a block each, are kept in RAM. To be read without a copy, the target begins at the same
-distance from an aligned address as the source; kernels whose result depends on alignment then behave alike.
+the bytes before and after it, less than a block each, are kept in RAM. To be read without a copy, the target begins at
+the same distance from an aligned address as the source; kernels whose result depends on alignment then behave alike.
 """
 
 from __future__ import annotations

@@ -78,14 +78,12 @@ class Place(NamedTuple):
         region: The memory that it is a part of.
         number: Which part.
         parts: Its memory in pieces, one-dimensional ``uint8``.
-        guard: Of the region: the last copy from it or into it.
     """
 
     nbytes: int
     region: Region
     number: int
     parts: tuple[torch.Tensor, ...]
-    guard: Guard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,8 +199,7 @@ class Arena:
         else:
             starts = itertools.accumulate(rounded, initial=0)
             parts = [self._parts(spans, start, size) for size, start in zip(sizes, starts, strict=False)]
-        guard = region.guard
-        places = [Place(n, region, i, p, guard) for i, (n, p) in enumerate(zip(sizes, parts, strict=True))]
+        places = [Place(n, region, i, p) for i, (n, p) in enumerate(zip(sizes, parts, strict=True))]
         self._records[spans[0][0]] = _Record(weakref.ref(region, self._lost.append), region.spans, region.guard)
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)

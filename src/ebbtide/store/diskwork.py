@@ -3,8 +3,8 @@
 [Note: who may hold the lock] One lock guards the queues. Slots die in any thread, and through the garbage collector
 even in one that holds the lock. So neither their death nor ``free()`` takes it: parcels are left in ``claims``, for the
 next holder; see [Note: death and interrupts]. (Trying the lock does not help: an interrupt right after would leave it
-locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources
-and targets go to ``_trash``, which is emptied after the lock is released.
+locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources and targets go to
+``_trash``, which is emptied after the lock is released.
 
 [Note: who has a place] A live slot has its place. When the slot dies, the place is *draining* while a thread writes or
 reads there (``_writing``, ``_reading``): it is unused but cannot be reassigned. Then it is free. No counter tracks
@@ -253,9 +253,7 @@ class DiskWork:
     def _audit(self) -> int:
         """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""
         self._release_dead()
-        for parcel in self._room.dead(self._writing, self._reading):
-            self._release_place(parcel)
-        draining = self._room.mend()
+        draining = self._room.recount(self._writing, self._reading)
         waiting = {parcel for parcel in self._writes if parcel.state is ParcelState.QUEUED}
         self._out_bytes = sum(parcel.interior_bytes for parcel in {*waiting, self._writing} if parcel)
         self._ahead_bytes = sum(p.nbytes for p in self._room.parcels if p.read is not None and p.read.ahead)

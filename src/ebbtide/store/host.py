@@ -154,7 +154,7 @@ class HostTier:
         with self._lock:
             self._release_dead()
             place = self._arena.take(content.numel())
-        for event in place.guard.events(self.device):
+        for event in place.region.guard.events(self.device):
             self.device.synchronize(event)
         for part, piece in pieces(place, content):
             part.copy_(piece)
@@ -332,8 +332,8 @@ class HostTier:
                 if slot.ahead is not None:
                     self.copies.drop(slot)
                 if slot.source is not None:
-                    if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
-                        slot.done = slot.place.guard.done(self.device)
+                    if slot.done is None and slot.place is not None and slot.place.region.guard.claimed:  # interrupted
+                        slot.done = slot.place.region.guard.done(self.device)
                     self._leaving.append(slot)
             self._arena.give(*[slot.place for slot in dead if slot.place is not None])
             for slot in dead:

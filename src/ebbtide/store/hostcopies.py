@@ -84,7 +84,7 @@ class HostCopies:
             if several:
                 device.record_use(source, compute)  # it waits for the copy before the source is dropped
         device.wait(out, device.record(compute))
-        guards = _each_once([place.guard for _, place, _ in group])
+        guards = _each_once([place.region.guard for _, place, _ in group])
         for event in _each_once([event for guard in guards for event in guard.events(device)]):
             device.wait(out, event)
         begin = self._begin(out)
@@ -128,7 +128,7 @@ class HostCopies:
         device.wait(into, device.record(compute))
         for event in _each_once([slot.done for slot, _, _ in group if slot.done is not None]):
             device.wait(into, event)
-        guards = _each_once([place.guard for _, place, _ in group])
+        guards = _each_once([place.region.guard for _, place, _ in group])
         begin = self._begin(into)
         begun = [HostCopyIn(target, compute, into) for _, _, target in group]
         for (slot, _, _), ahead in zip(group, begun, strict=True):

@@ -156,12 +156,11 @@ class Room:
         if self._owners.pop(place, None) is not None:
             self._extents.release(place, parcel.interior_bytes)
 
-    def dead(self, *busy: Parcel | None) -> list[Parcel]:
-        """Return the dead parcels with a place, but for the busy ones, which may keep it."""
-        return [p for p in self.parcels if p.state is ParcelState.DEAD and p not in busy]
-
-    def mend(self) -> int:
-        """Free every place without a parcel, lost by an interrupt. Returns the bytes of dead parcels."""
+    def recount(self, *busy: Parcel | None) -> int:
+        """Free every place without a parcel, or of a dead one that is not busy; return the bytes of busy dead ones."""
+        for parcel in self.parcels:
+            if parcel.state is ParcelState.DEAD and parcel not in busy:
+                self.release(parcel)
         self._extents.keep((parcel.place, parcel.interior_bytes) for parcel in self.parcels)
         return sum(round_up(parcel.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
 

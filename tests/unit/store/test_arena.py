@@ -176,19 +176,19 @@ def test_a_place_that_is_lost_is_found_again_with_its_copy() -> None:
     arena = Arena(device, 64)
     out = device.side_stream(torch.device("cpu"), "out")
     place = arena.take(64)
-    place.guard.claim(out)  # and an interrupt comes: the copy was requested, its event never recorded
+    place.region.guard.claim(out)  # and an interrupt comes: the copy was requested, its event never recorded
     source = produce(device, 64)
     device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
     device.copy(place.parts[0], source, out)
     del place
     gc.collect()
     again = arena.take(64)
-    (event,) = again.guard.events(device)
+    (event,) = again.region.guard.events(device)
     assert not device.query(event) and event.seconds == pytest.approx(65.0)
     arena.give(again)
     arena.give(again)
     del again  # never used: the earlier record still holds
-    (event,) = arena.take(64).guard.events(device)
+    (event,) = arena.take(64).region.guard.events(device)
     assert event.seconds == pytest.approx(65.0)
 
 
@@ -265,13 +265,13 @@ def test_freed_bytes_are_guarded_until_the_copies_before_the_mark_are_done() -> 
     device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
     places, source = [arena.take(1024) for _ in range(2)], produce(device, 1024)
     for place in places:
-        place.guard.claim(out)
+        place.region.guard.claim(out)
         device.copy(place.parts[0], source, out)
         arena.give(place)
     arena.trim([out])  # the copies take a second each: their bytes must be waited for
     first = arena.take(1024)
-    assert len(first.guard.events(device)) == 1
+    assert len(first.region.guard.events(device)) == 1
     device.compute(3.0)
     second = arena.take(1024)
-    assert second.guard.events(device) == []  # and not again
+    assert second.region.guard.events(device) == []  # and not again
     assert arena._cooling._spans == [] and first.region.spans != second.region.spans
