@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DiskError
+from ebbtide.base.errors import ConfigError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
-from ebbtide.store.faults import freed_error, unstarted_error
+from ebbtide.store.faults import unstarted_error
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.protocol import Streamless
 from ebbtide.store.room import Room
@@ -43,11 +43,7 @@ class DiskSlot:
         work.claims.add(self._owner, parcel)  # also of one dropped by an interrupt in ``copy_out_all``
 
     def cancel(self) -> bool:
-        """Cancel a copy-out that has not begun; True: it was cancelled, and the slot is dead.
-
-        Raises:
-            DiskError: The tier cannot be used.
-        """
+        """Cancel a copy-out that has not begun; True: it was cancelled, and the slot is dead."""
         return self._work.cancel(self._parcel)
 
     def discard(self) -> None:

@@ -107,13 +107,9 @@ class HostTier:
         """Begin to copy out several sources; those of one device with one wait for compute and one event for all.
 
         Args:
-            sources: One-dimensional contiguous ``uint8`` views on the device, not empty; their memory must stay until
-                they are offloaded.
-            compute: The stream on which they were made; None: the caller's.
+            sources: See ``Tier.copy_out_all``.
+            compute: See there.
             spare_bytes: Bytes of the budget that must remain free.
-
-        Returns:
-            For each source its slot, or the error that prevented one.
 
         Raises:
             ConfigError: A source is not such a tensor.

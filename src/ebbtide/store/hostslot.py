@@ -68,30 +68,18 @@ class HostSlot(QueuedSlot):
         self.freed = False
 
     def content(self) -> torch.Tensor:
-        """Return the bytes in host memory once they are copied out: the memory itself, or a copy if that is in pieces.
-
-        Raises:
-            TargetError: The slot was freed.
-        """
+        """Return the bytes in host memory once they are copied out: that memory, or a copy if it is in pieces."""
         parts = self.has_place().parts
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def has_place(self) -> Place:
-        """Return the place of the bytes.
-
-        Raises:
-            TargetError: The slot was freed.
-        """
+        """Return the place of the bytes; raises TargetError if the slot was freed."""
         if self.place is None:
             raise freed_error()
         return self.place
 
     def discard(self) -> None:
-        """Discard an unused copy-in.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-        """
+        """Discard an unused copy-in; raises TargetError if the slot was freed, or the tier is closed."""
         if self._tier is None:
             raise freed_error()
         self._tier.discard(self)
