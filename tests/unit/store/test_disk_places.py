@@ -253,7 +253,7 @@ def test_a_read_whose_asking_was_interrupted_is_done_once(tier: DiskTier, read_g
     tier.wait_copied_out([slot])
     tier.prefetch([blocking])
     assert read_gate.came.wait(60)  # the reader is busy: no read of the other slot begins
-    for held, where in interrupted(slot.prefetch):
+    for held, where in interrupted(lambda: tier.prefetch([slot])):
         count += 1
         held.clear()
         tier.prefetch([slot])
