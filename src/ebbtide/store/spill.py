@@ -42,7 +42,7 @@ def stage_of(budget_bytes: int) -> int:
     return stage_bytes // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES  # so a piece as large finds room
 
 
-class Piece:
+class _Piece:
     """The bytes of a slot, or a part of them, in the stage or on disk; its owner is a ``SpillSlot``.
 
     Attributes:
@@ -79,7 +79,7 @@ class SpillSlot(QueuedSlot):
 
     __slots__ = ("__weakref__", "nbytes", "origin", "pieces", "_tier")
 
-    def __init__(self, tier: SpillTier, source: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(self, tier: SpillTier, source: torch.Tensor, pieces: Sequence[_Piece]) -> None:
         self._tier, self.pieces = tier, pieces
         self.nbytes, self.origin = source.numel(), source.device
 
@@ -118,8 +118,8 @@ class SpillTier:
         self._refused: str | None = None
         # Removing a stage requires the lock; slots die without it.
         self._lock = threading.Lock()
-        self._staged: deque[weakref.ref[Piece]] = deque()
-        self._written: deque[weakref.ref[Piece]] = deque()
+        self._staged: deque[weakref.ref[_Piece]] = deque()
+        self._written: deque[weakref.ref[_Piece]] = deque()
 
     @property
     def unspilled_bytes(self) -> int:
@@ -164,12 +164,12 @@ class SpillTier:
         ]
 
     def _spill(self, source: torch.Tensor, full: CapError, compute: StreamHandle | None) -> SpillSlot | CapError:
-        pieces: list[Piece] = []
+        pieces: list[_Piece] = []
         try:
             self._open(full)
             for part in source.split(self._stage_bytes or source.numel()):
                 with self._lock:
-                    piece = Piece(self._stage(part, compute))
+                    piece = _Piece(self._stage(part, compute))
                     self._staged.append(weakref.ref(piece))
                 pieces.append(piece)
         except CapError as error:
@@ -202,10 +202,7 @@ class SpillTier:
         return 0
 
     def _prefetch(self, slot: SpillSlot, disk: DiskTier) -> None:
-        """Begin the copy-in of ``slot``, or the reads from disk.
-
-        Of several pieces, staged ones stay there: on the device they would need memory twice.
-        """
+        """Begin the copy-in of ``slot``, or the reads from disk; several pieces would need device memory twice."""
         self._check(slot)
         for piece in slot.pieces:
             piece.wanted = True
@@ -297,16 +294,15 @@ class SpillTier:
             if self._disk is None and self._refused is None:
                 try:
                     self._disk = self._open_disk()
-                except DiskError as error:
-                    self._refused = str(error)
-                    _LOG.warning("the host budget is reached and no disk is available: %s", self._refused)
-                else:
                     self._disk.counters.stalls = self.stalls  # one account of stalls
                     _LOG.warning(
                         "the host budget is reached (%s): the rest goes to disk, which is slower than the link; "
                         "raise host_budget or offload less",
                         full.found,
                     )
+                except DiskError as error:
+                    self._refused = str(error)
+                    _LOG.warning("the host budget is reached and no disk is available: %s", self._refused)
             if self._disk is None:
                 raise full
 
@@ -366,7 +362,7 @@ class SpillTier:
             self._written.popleft()
         return freed
 
-    def _fail(self, piece: Piece, error: TargetError) -> bool:
+    def _fail(self, piece: _Piece, error: TargetError) -> bool:
         """Leave a piece's bytes in place; return whether it had only been freed meanwhile."""
         on_disk, piece.on_disk = piece.on_disk, None
         if on_disk is not None:
@@ -391,7 +387,7 @@ def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
     return found
 
 
-def _staged(reference: weakref.ref[Piece]) -> tuple[Piece, HostSlot] | None:
+def _staged(reference: weakref.ref[_Piece]) -> tuple[_Piece, HostSlot] | None:
     """Return a piece and its stage; ``None`` if it is dead or freed."""
     piece = reference()
     if piece is None or piece.stage is None:
