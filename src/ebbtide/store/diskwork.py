@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +31,7 @@ from ebbtide.store.buffers import BufferPool
 from ebbtide.store.claims import Claims
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
-from ebbtide.store.room import Parcel, ParcelState, Read, Room, next_read, remove_if_present
+from ebbtide.store.room import Parcel, ParcelState, Read, Room, remove_if_present
 from ebbtide.store.waiting import wait_held
 
 _WINDOW_BYTES = 512 << 20
@@ -365,7 +366,11 @@ class DiskWork:
             del read
 
     def _next_read(self) -> Read | None:
-        chosen = next_read(self._reads, _WINDOW_BYTES - self._ahead_bytes if self._ahead_bytes > 0 else None)
+        """Take the first read that compute waits for, else the first for which the window has room."""
+        ready = [x for x in self._reads if x.parcel.state not in (ParcelState.QUEUED, ParcelState.WRITING)]
+        room_bytes = _WINDOW_BYTES - self._ahead_bytes if self._ahead_bytes > 0 else sys.maxsize
+        fitting = (x for x in ready if x.parcel.nbytes <= room_bytes)
+        chosen = next((x for x in ready if x.urgent), None) or next(fitting, None)
         if chosen is not None:
             self._reads.remove(chosen)
             chosen.begun, self._reading = True, chosen.parcel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
-from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -82,24 +81,6 @@ class Read:
         self.urgent = self.begun = self.done = self.ahead = False
         self.tensor: torch.Tensor | None = None
         self.fault: Fault | None = None
-
-
-def next_read(reads: Iterable[Read], room_bytes: int | None) -> Read | None:
-    """Return the read that is to begin: the first that compute waits for, else the first for which there is room.
-
-    Args:
-        reads: Those that are queued.
-        room_bytes: Left for reads ahead; None: one of any size may begin.
-    """
-    chosen: Read | None = None
-    for read in reads:
-        if read.parcel.state in (ParcelState.QUEUED, ParcelState.WRITING):
-            continue
-        if read.urgent:
-            return read
-        if chosen is None and (room_bytes is None or read.parcel.nbytes <= room_bytes):
-            chosen = read
-    return chosen
 
 
 def remove_if_present(queue: deque[Any], item: object) -> None:
