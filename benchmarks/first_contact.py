@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.store import capture_query
 from ebbtide.store.accelerator import AcceleratorDevice
 
 MIB = 1 << 20
@@ -73,11 +74,12 @@ def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
 def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:
     """Yield the question, the answer, and whether it is as expected."""
     device = AcceleratorDevice()
-    where = torch.device(device.kind, torch.accelerator.current_device_index())
+    where = torch.device(device.device_type, torch.accelerator.current_device_index())
     can = device.capabilities
     yield "torch", f"{torch.__version__}, {where}", True
     yield "capabilities", str(can), can.asynchronous_copies and can.pinned_host
-    yield "a graph is being captured", str(device.capturing()), not device.capturing()
+    captured = capture_query()()
+    yield "a graph is being captured", str(captured), not captured
 
     for name, pin in {
         "ours": lambda: device.allocate_host(copied_bytes, pinned=can.pinned_host),

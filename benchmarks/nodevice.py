@@ -20,16 +20,13 @@ class NoDevice:
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def capturing(self) -> bool:
-        return False
-
-    def compute_stream(self, where: torch.device) -> str:
+    def compute_stream(self, device: torch.device) -> str:
         return "compute"
 
-    def default_stream(self, where: torch.device) -> str:
+    def default_stream(self, device: torch.device) -> str:
         return "compute"
 
-    def side_stream(self, where: torch.device, purpose: str) -> str:
+    def side_stream(self, device: torch.device, purpose: str) -> str:
         return purpose
 
     def record(self, stream: str, *, timed: bool = False) -> object:
@@ -47,10 +44,10 @@ class NoDevice:
     def elapsed_seconds(self, begin: object, end: object) -> float:
         return 0.0
 
-    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def free_memory(self, where: torch.device) -> None:
+    def free_memory(self, device: torch.device) -> None:
         return None
 
     def record_use(self, tensor: torch.Tensor, stream: str) -> None:

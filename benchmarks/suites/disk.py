@@ -141,17 +141,15 @@ def tier_rates(tier: DiskTier, sources: list[torch.Tensor]) -> tuple[float, floa
     """Return bytes per second of copying all sources out, and back in, in reverse order."""
     total = sum(x.numel() for x in sources)
     started = time.perf_counter()
-    slots = [tier.copy_out(x) for x in sources]
-    for slot in slots:
-        slot.wait_copied_out()
+    slots = [tier.copy_out_all([x])[0] for x in sources]
+    tier.wait_copied_out(slots)
     out = total / (time.perf_counter() - started)
     slots.reverse()
     started = time.perf_counter()
-    for slot in slots[:AHEAD]:
-        slot.prefetch()
+    tier.prefetch(slots[:AHEAD])
     for index, slot in enumerate(slots):
         if index + AHEAD < len(slots):
-            slots[index + AHEAD].prefetch()
+            tier.prefetch([slots[index + AHEAD]])
         slot.take()
     into = total / (time.perf_counter() - started)
     for slot in slots:

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.results_folder import RESULTS, hardware, interleaved, result_folder, summary, write_result
 from ebbtide.store.accelerator import AcceleratorDevice
-from ebbtide.store.arena import ArenaState
 from ebbtide.store.host import HostTier
 
 MIB = 1 << 20
@@ -78,7 +77,7 @@ def tier_rates(tier: HostTier, sources: list[torch.Tensor]) -> tuple[float, floa
     return rates
 
 
-def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, list[float]], ArenaState]:
+def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the rates of ``pairs`` alternating runs after one that warms up, and what the tier holds at the end."""
     where = torch.accelerator.current_accelerator()
     if where is None:
@@ -89,7 +88,7 @@ def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, li
     try:
         return interleaved(
             pairs, lambda: raw_rates(stream, sources, pinned), lambda: tier_rates(tier, sources)
-        ), tier.arena
+        ), tier.gauges()
     finally:
         tier.close()
 
@@ -104,9 +103,13 @@ def count_waste(total_bytes: int) -> dict[str, float]:
             slots += tier.copy_out_all([torch.empty(size, dtype=torch.uint8, device=where)])
             tier.wait_copied_out([slots[-1]])
             asked, rounded = asked + size, rounded + (1 << (size - 1).bit_length())
-        state = tier.arena
+        held = tier.gauges()
         torch.accelerator.synchronize()
-        return {"tier": state.reserved_bytes / asked, "powers_of_two": rounded / asked, "chunks": float(state.chunks)}
+        return {
+            "tier": held["host_held_bytes"] / asked,
+            "powers_of_two": rounded / asked,
+            "chunks": float(held["host_chunks"]),
+        }
     finally:
         slots.clear()
         tier.close()
@@ -151,8 +154,8 @@ def main() -> None:
     sizes: dict[str, dict[str, dict[str, float]]] = {}
     runs: dict[str, dict[str, list[float]]] = {}
     for size_mib in SIZES_MIB:
-        found, state = measure(size_mib * MIB, options.total_mib * MIB, options.pairs)
-        if state.pageable_bytes:
+        found, held = measure(size_mib * MIB, options.total_mib * MIB, options.pairs)
+        if held["host_pinned_bytes"] < held["host_held_bytes"]:
             raise SystemExit("the system refused to pin memory: pageable copies are no measure of the link")
         for direction in ("out", "in"):
             pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)

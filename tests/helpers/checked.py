@@ -61,8 +61,8 @@ class CheckedDevice(FakeDevice):
 
     # The protocol that the tier uses
 
-    def side_stream(self, where: torch.device, purpose: str) -> FakeStream:
-        stream = super().side_stream(where, purpose)
+    def side_stream(self, device: torch.device, purpose: str) -> FakeStream:
+        stream = super().side_stream(device, purpose)
         self._checker._handle_stream_creation(stream.name)  # type: ignore[arg-type]
         return stream
 
@@ -95,9 +95,9 @@ class CheckedDevice(FakeDevice):
         with self.at_work():
             super().synchronize(event)
 
-    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         with self.at_work():
-            tensor = super().allocate(nbytes, where)
+            tensor = super().allocate(nbytes, device)
         # Its last owner may not be done with it: the pool orders it only after compute.
         self.launch("compute", (), [self.name_of(tensor)], "use before")
         return tensor

@@ -142,19 +142,15 @@ class FakeDevice:
         """Whether the tensor counts as on the device."""
         return tensor.device.type == "cpu" and tensor.untyped_storage() not in self._hosts
 
-    def capturing(self) -> bool:
-        """False: there are no graphs."""
-        return False
-
-    def compute_stream(self, where: torch.device) -> FakeStream:
+    def compute_stream(self, device: torch.device) -> FakeStream:
         """Return the one compute stream."""
         return self._compute
 
-    def default_stream(self, where: torch.device) -> FakeStream:
+    def default_stream(self, device: torch.device) -> FakeStream:
         """Return the one compute stream."""
         return self._compute
 
-    def side_stream(self, where: torch.device, purpose: str) -> FakeStream:
+    def side_stream(self, device: torch.device, purpose: str) -> FakeStream:
         """Make a stream."""
         stream = FakeStream(f"{purpose}{len(self._streams)}")
         self._streams[stream.name] = stream
@@ -194,7 +190,7 @@ class FakeDevice:
         """Return the virtual time between two events."""
         return end.seconds - begin.seconds
 
-    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return poisoned device memory, counted while it is alive.
 
         Raises:
@@ -209,7 +205,7 @@ class FakeDevice:
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
 
-    def free_memory(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, device: torch.device) -> FreeMemory | None:
         """Return the free part of the limit."""
         limit = self._device_limit_bytes
         return None if limit is None else FreeMemory(free_bytes=limit - self.live_bytes, flushes=self.flushes)

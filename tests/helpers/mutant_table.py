@@ -2289,15 +2289,15 @@ MUTANTS = (
     Mutant(
         "spill: a staged piece is copied in before it has arrived",
         "ebbtide/store/spill.py",
-        "                self.host.wait_copied(stage)\n                self._copy_in",
-        "                self._copy_in",
+        "                    self.host.wait_copied(stage)\n                    self._copy_in",
+        "                    self._copy_in",
         SPILL,
     ),
     Mutant(
         "spill: a staged piece is prefetched to the device",
         "ebbtide/store/spill.py",
-        "                    self._prefetch_pieces(slot)\n",
-        "                    [self._prefetch(piece) for piece in slot.pieces]\n",
+        "if stage is not None and len(slot.pieces) == 1:",
+        "if stage is not None:",
         SPILL,
     ),
     Mutant(

@@ -246,9 +246,9 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
             offered = account.offered
             del x, y, runs, run
             chunks.append(device.host_calls)
-            state = tier.arena
+            found = tier.gauges()
             # The smallest chunk, and one place in each of its pieces rounded up, are more than 3 % of next to nothing.
-            assert state.reserved_bytes <= max(1.03 * state.peak_used_bytes, 2 << 20)
+            assert found["host_held_bytes"] <= max(1.03 * found["host_most_used_bytes"], 2 << 20)
             assert_nothing_left(engine)
     assert len(set(chunks[1:])) == 1, "pinned after the second step"
 
@@ -263,8 +263,8 @@ def test_no_more_is_pinned_than_is_offloaded(sizes: list[int]) -> None:
     calls: list[int] = []
     for step in range(4):
         slots = [copy_out(tier, memory[:size]) for size in sizes]
-        state = tier.arena
-        assert state.reserved_bytes <= 1.03 * state.used_bytes and state.used_bytes == sum(sizes)
+        found = tier.gauges()
+        assert found["host_held_bytes"] <= 1.03 * found["host_used_bytes"] and found["host_used_bytes"] == sum(sizes)
         for slot in slots if step % 2 else reversed(slots):
             tier.wait_copied_out([slot])
             slot.free()

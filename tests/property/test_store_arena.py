@@ -51,10 +51,10 @@ def test_places_are_apart_counted_and_packed(actions: list[tuple[str, int]]) -> 
                 arena.give(place)
             del place
         most = max(most, rounded(places))
-        state = arena.state
-        assert state.used_bytes == sum(place.nbytes for place in places) <= state.peak_used_bytes
-        assert rounded(places) <= state.reserved_bytes == device.host_bytes
-        assert state.reserved_bytes <= max(most * 1.03, most + LEAST_CHUNK_BYTES) + 4096
+        found = arena.gauges()
+        assert found["host_used_bytes"] == sum(place.nbytes for place in places) <= found["host_most_used_bytes"]
+        assert rounded(places) <= found["host_held_bytes"] == device.host_bytes
+        assert found["host_held_bytes"] <= max(most * 1.03, most + LEAST_CHUNK_BYTES) + 4096
     places.clear()
     gc.collect()
     arena.clear()
@@ -95,7 +95,7 @@ def test_the_taker_of_bytes_sees_every_copy_that_runs_in_them(actions: list[tupl
         if action == "take" and (arena.free_bytes or 0) >= round_up(1 + size * 9, PLACE_ALIGN_BYTES):
             place = arena.take(1 + size * 9)
             told: dict[str, int] = {}
-            for event in place.guard.events(device):
+            for event in place.region.guard.events(device):
                 for name, count in event.seen.items():
                     told[name] = max(told.get(name, 0), count)
             for stream, count in (running[line] for line in lines(place) if line in running):
@@ -105,13 +105,13 @@ def test_the_taker_of_bytes_sees_every_copy_that_runs_in_them(actions: list[tupl
             place = places[number % len(places)]
             if action == "copy":
                 stream = streams[size % 3]
-                for event in place.guard.events(device):
+                for event in place.region.guard.events(device):
                     device.wait(stream, event)
-                place.guard.claim(stream)
+                place.region.guard.claim(stream)
                 count = stream.step()
                 running.update(dict.fromkeys(lines(place), (stream.name, count)))
                 if size % 2:  # else an interrupt comes before its event is recorded
-                    place.guard.done(device)
+                    place.region.guard.done(device)
             elif action in ("give", "lose"):
                 places.remove(place)
                 if action == "give":

@@ -148,9 +148,9 @@ def test_disk(disk_tier: DiskTier, steps: list[tuple[str, int]], offset: int) ->
         lives.step(action, number)
     lives.end()
     assert disk_tier.used_bytes == 0
-    work, last = disk_tier._work, disk_tier.copy_out(produce(70_001))
+    work, last = disk_tier._work, copy_out(disk_tier, produce(70_001))
     with work._lock:
-        work._wait_until(lambda: last.copied_out)  # in order: the writer has finished everything before
+        work._wait_until(lambda: disk_tier.are_copied_out([last]))  # in order: all before it is written, too
     last.free()
     gauges = disk_tier.gauges()
     assert gauges["disk_used_bytes"] == work._out_bytes == work._ahead_bytes == 0

@@ -161,12 +161,12 @@ def ask_for_the_current_stream_in_a_side_streams_context(patch: pytest.MonkeyPat
     copy_in = HostCopies.into
 
     def careless(self: Any, slots: Any) -> Any:
-        _, into = self._side_streams(slots[0].where)
+        _, into = self._side_streams(slots[0].origin)
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self.device, "compute_stream", lambda where: into)
             begun = copy_in(self, slots)
         for ahead in begun:
-            ahead.compute = self.device.compute_stream(slots[0].where)
+            ahead.compute = self.device.compute_stream(slots[0].origin)
         return begun
 
     patch.setattr(HostCopies, "into", careless)

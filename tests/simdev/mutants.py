@@ -110,12 +110,6 @@ MUTANTS = (
         tests=GROUPS,
     ),
     without(
-        "places of a region share its guard",
-        "arena.py",
-        "guard = region.guard",
-        "guard = Guard()",
-    ),
-    without(
         "sources are copied after the stream that made them",
         "hostcopies.py",
         "        if compute is None:\n",
@@ -168,7 +162,7 @@ MUTANTS = (
     without(
         "a prefetch asks what is free",
         "host.py",
-        "granted = self._headroom.take([slot.nbytes for slot in group], where)",
+        "granted = self._headroom.take([slot.nbytes for slot in group], origin)",
         "granted = len(group)",
         tests=HEADROOM,
     ),
@@ -199,7 +193,7 @@ MUTANTS = (
     ),
     without("uses are recorded", "accelerator.py", "tensor.record_stream(stream)"),
     without("copies end before memory is unpinned", "pinned.py", "self._synchronize()\n        with", "with"),
-    without("unpinning waits for the device", "accelerator.py", "torch.accelerator.synchronize(where)"),
+    without("unpinning waits for the device", "accelerator.py", "torch.accelerator.synchronize(device)"),
     without(
         "the default budget is that of all tiers",
         "arena.py",

@@ -189,12 +189,12 @@ def test_released_host_memory_waits_for_its_copies(tier: HostTier) -> None:
         del slot
         for _ in range(40):  # as many backwards as the arena remembers
             tier.trim()
-        reserved_bytes = tier.arena.reserved_bytes
+        reserved_bytes = tier.gauges()["host_held_bytes"]
     assert reserved_bytes >= 64 * MIB and len(kept) > 1
     for _ in range(2):
         torch.accelerator.synchronize()
         tier.trim()
-    assert tier.arena.reserved_bytes < 64 * MIB
+    assert tier.gauges()["host_held_bytes"] < 64 * MIB
 
 
 def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities, FreeMemory, capture_query
+from ebbtide.store.device import Capabilities, FreeMemory
 from ebbtide.store.device_memory import allocator_figures, allowed_bytes, index_of
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
 _UNRELIABLE = frozenset({"npu"})
-"""Kinds whose asynchronous copies pass the test but are unreliable."""
+"""Types of devices whose asynchronous copies pass the test but are unreliable."""
 
 
 class AcceleratorDevice:
@@ -48,27 +48,26 @@ class AcceleratorDevice:
                 expected="target='auto' or 'disk'",
                 hint="without a GPU, RAM is the memory to save, so activations are offloaded to disk",
             )
-        self.kind = found.type
-        self.home = torch.device(self.kind, torch.accelerator.current_device_index()) if home is None else home
+        self.device_type = found.type
+        self.home = torch.device(self.device_type, torch.accelerator.current_device_index()) if home is None else home
         self._used: set[torch.device] = set()
-        self._is_capturing = capture_query()
         with self._at_home():
             self._registrar = self._find_registrar(self.home)
             pinned = self._registrar is not None or self._can_pin()
-            asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(self.home)
+            asynchronous = pinned and self.device_type not in _UNRELIABLE and self._can_order(self.home)
             timed = self._can_time(self.home)
         self.capabilities = Capabilities(asynchronous_copies=asynchronous, pinned_host=pinned, timed_events=timed)
         if not asynchronous:
-            _LOG.warning("copies to host memory are synchronous on %s: each one stalls compute", self.kind)
+            _LOG.warning("copies to host memory are synchronous on %s: each one stalls compute", self.device_type)
 
     def _at_home(self) -> AbstractContextManager[Any]:
         # Not ``set_device_index``: going back, it would begin the device that was current, which takes memory.
-        scope: Any = getattr(torch.get_device_module(self.kind), "device", None)
+        scope: Any = getattr(torch.get_device_module(self.device_type), "device", None)
         return contextlib.nullcontext() if scope is None else scope(self.home)
 
-    def _find_registrar(self, where: torch.device) -> RuntimeRegistrar | None:
+    def _find_registrar(self, device: torch.device) -> RuntimeRegistrar | None:
         """Return the registrar of mapped memory, if torch exposes the calls and a test succeeds."""
-        find: Any = getattr(torch.get_device_module(where), "cudart", None)
+        find: Any = getattr(torch.get_device_module(device), "cudart", None)
         try:
             runtime = find() if find is not None else None
             if not hasattr(runtime, "cudaHostRegister") or not hasattr(runtime, "cudaHostUnregister"):
@@ -81,9 +80,9 @@ class AcceleratorDevice:
             return None
 
     def _synchronize(self) -> None:
-        for where in tuple(self._used):
+        for device in tuple(self._used):
             with contextlib.suppress(RuntimeError):  # a failed device copies nothing
-                torch.accelerator.synchronize(where)
+                torch.accelerator.synchronize(device)
 
     def _forget_error(self) -> None:
         # The runtime keeps the error of a failed call until a kernel launch is checked: launch one.
@@ -97,19 +96,19 @@ class AcceleratorDevice:
         except RuntimeError:
             return False
 
-    def _can_order(self, where: torch.device) -> bool:
+    def _can_order(self, device: torch.device) -> bool:
         try:
-            stream = self._side_stream(where, "in")
-            stream.wait_event(torch.accelerator.current_stream(where).record_event())
+            stream = self._side_stream(device, "in")
+            stream.wait_event(torch.accelerator.current_stream(device).record_event())
             stream.record_event().synchronize()
         except (RuntimeError, NotImplementedError, TypeError):
             return False
         return True
 
     @staticmethod
-    def _can_time(where: torch.device) -> bool:
+    def _can_time(device: torch.device) -> bool:
         try:
-            stream = torch.accelerator.current_stream(where)
+            stream = torch.accelerator.current_stream(device)
             begin, end = (torch.Event(device=stream.device, enable_timing=True) for _ in range(2))
             begin.record(stream)
             end.record(stream)
@@ -122,38 +121,34 @@ class AcceleratorDevice:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on such a device."""
-        return tensor.device.type == self.kind
+        return tensor.device.type == self.device_type
 
-    def capturing(self) -> bool:
-        """Whether the current stream is captured in a graph (``torch.cuda.graph``)."""
-        return self._is_capturing()
-
-    def compute_stream(self, where: torch.device) -> torch.Stream:
+    def compute_stream(self, device: torch.device) -> torch.Stream:
         """Return the calling thread's current stream on that device."""
         # From a device torch finds out the index on every call: 2 us more.
-        return torch.accelerator.current_stream(index_of(where))
+        return torch.accelerator.current_stream(index_of(device))
 
-    def default_stream(self, where: torch.device) -> torch.Stream | None:
+    def default_stream(self, device: torch.device) -> torch.Stream | None:
         """Return the stream of that device on which everything runs unless another is entered."""
-        find: Any = getattr(torch.get_device_module(where), "default_stream", None)
+        find: Any = getattr(torch.get_device_module(device), "default_stream", None)
         if find is None:
             return None
-        found = find(where)  # of the kind's own class, which equals no ``torch.Stream``
+        found = find(device)  # of that module's own class, which equals no ``torch.Stream``
         return torch.Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
 
-    def side_stream(self, where: torch.device, purpose: str) -> torch.Stream:
+    def side_stream(self, device: torch.device, purpose: str) -> torch.Stream:
         """Make a stream on that device; copy-ins get the higher priority, because compute waits for them."""
         if not self._used:
-            self.home = where
-        self._used.add(where)
-        return self._side_stream(where, purpose)
+            self.home = device
+        self._used.add(device)
+        return self._side_stream(device, purpose)
 
     @staticmethod
-    def _side_stream(where: torch.device, purpose: str) -> torch.Stream:
+    def _side_stream(device: torch.device, purpose: str) -> torch.Stream:
         try:
-            return torch.Stream(device=where, priority=-1 if purpose == "in" else 0)
-        except (RuntimeError, TypeError):  # a kind of device without stream priorities
-            return torch.Stream(device=where)
+            return torch.Stream(device=device, priority=-1 if purpose == "in" else 0)
+        except (RuntimeError, TypeError):  # a device without stream priorities
+            return torch.Stream(device=device)
 
     def record(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
         """Return an event after all work queued on ``stream``."""
@@ -177,14 +172,14 @@ class AcceleratorDevice:
         """Return the device's time between two completed events."""
         return begin.elapsed_time(end) / 1000.0
 
-    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return memory of the current stream of that device."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=where)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def free_memory(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, device: torch.device) -> FreeMemory | None:
         """Return the free part of the memory that torch's allocator may use."""
         try:
-            found, allowed = allocator_figures(where), allowed_bytes(where)
+            found, allowed = allocator_figures(device), allowed_bytes(device)
         except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
             _LOG.debug("free device memory is not known: %s", error)
             return None

@@ -4,8 +4,8 @@
 Direct I/O moves bytes between memory and disk without the page cache, so offloading takes no RAM and few cycles; it
 requires address, length and file offset to be multiples of the disk's block. A tensor's memory begins anywhere (with
 glibc 64 bytes after a page boundary). So only the *interior* between the first and the last aligned address is written;
-head and tail, less than a block each, are kept in RAM. To be read without a copy, the target begins at the same
-distance from an aligned address as the source; kernels whose result depends on alignment then behave alike.
+the bytes before and after it, less than a block each, are kept in RAM. To be read without a copy, the target begins at
+the same distance from an aligned address as the source; kernels whose result depends on alignment then behave alike.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MEMORY_ALIGN_BYTES = 512
 
 
 def split(address: int, nbytes: int, align_bytes: int) -> tuple[int, int, int]:
-    """Return the sizes of head, interior and tail; a small source is all head. See [Note: aligned interior]."""
-    head = -address % align_bytes
-    interior = max(nbytes - head, 0) // align_bytes * align_bytes
-    return (head, interior, nbytes - head - interior) if interior else (nbytes, 0, 0)
+    """Return the bytes before the interior, of it, and after it; a small source has none, and all are before it."""
+    before = -address % align_bytes
+    interior = max(nbytes - before, 0) // align_bytes * align_bytes
+    return (before, interior, nbytes - before - interior) if interior else (nbytes, 0, 0)
 
 
 class BackingFile:

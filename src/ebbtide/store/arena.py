@@ -78,33 +78,12 @@ class Place(NamedTuple):
         region: The memory that it is a part of.
         number: Which part.
         parts: Its memory in pieces, one-dimensional ``uint8``.
-        guard: Of the region: the last copy from it or into it.
     """
 
     nbytes: int
     region: Region
     number: int
     parts: tuple[torch.Tensor, ...]
-    guard: Guard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaState:
-    """The state of an arena.
-
-    Attributes:
-        reserved_bytes: Its host memory.
-        pageable_bytes: The part that is not pinned.
-        used_bytes: Bytes offloaded now.
-        peak_used_bytes: Most bytes ever offloaded at once.
-        chunks: Number of chunks ever allocated; each costs milliseconds.
-    """
-
-    reserved_bytes: int
-    pageable_bytes: int
-    used_bytes: int
-    peak_used_bytes: int
-    chunks: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,17 +149,16 @@ class Arena:
         budget = self.budget_bytes
         return None if budget is None else self._growth_bytes(budget) + self._extents.free_bytes
 
-    @property
-    def state(self) -> ArenaState:
-        """The current state."""
+    def gauges(self) -> dict[str, int]:
+        """Return the figures of host memory, by name: see ``Stats.store``."""
         self._audit()
-        return ArenaState(
-            reserved_bytes=self._extents.size_bytes,
-            pageable_bytes=sum(chunk.memory.numel() for chunk in self._chunks if not chunk.pinned),
-            used_bytes=self._used_bytes,
-            peak_used_bytes=self._peak_bytes,
-            chunks=self._count,
-        )
+        return {
+            "host_held_bytes": self._extents.size_bytes,
+            "host_pinned_bytes": sum(chunk.memory.numel() for chunk in self._chunks if chunk.pinned),
+            "host_used_bytes": self._used_bytes,
+            "host_most_used_bytes": self._peak_bytes,
+            "host_chunks": self._count,  # that were ever allocated; each costs milliseconds
+        }
 
     def expect(self, nbytes: int) -> None:
         """Expect this many further bytes: the next chunk holds them, if the device can allocate it."""
@@ -221,8 +199,7 @@ class Arena:
         else:
             starts = itertools.accumulate(rounded, initial=0)
             parts = [self._parts(spans, start, size) for size, start in zip(sizes, starts, strict=False)]
-        guard = region.guard
-        places = [Place(n, region, i, p, guard) for i, (n, p) in enumerate(zip(sizes, parts, strict=True))]
+        places = [Place(n, region, i, p) for i, (n, p) in enumerate(zip(sizes, parts, strict=True))]
         self._records[spans[0][0]] = _Record(weakref.ref(region, self._lost.append), region.spans, region.guard)
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)

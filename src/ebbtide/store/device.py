@@ -64,19 +64,15 @@ class Device(Protocol):
         """Whether the tensor lies on such a device."""
         ...
 
-    def capturing(self) -> bool:
-        """Whether the calling thread is capturing a device graph."""
-        ...
-
-    def compute_stream(self, where: torch.device) -> StreamHandle:
+    def compute_stream(self, device: torch.device) -> StreamHandle:
         """Return the calling thread's compute stream. Never called inside ``copy_all``."""
         ...
 
-    def default_stream(self, where: torch.device) -> StreamHandle | None:
+    def default_stream(self, device: torch.device) -> StreamHandle | None:
         """Return the stream that computes unless another is entered; ``None``: unknown for this kind of device."""
         ...
 
-    def side_stream(self, where: torch.device, purpose: str) -> StreamHandle:
+    def side_stream(self, device: torch.device, purpose: str) -> StreamHandle:
         """Make a side stream; ``purpose`` (``"out"``, ``"in"``) names it in traces."""
         ...
 
@@ -104,7 +100,7 @@ class Device(Protocol):
         """Return the time between two completed timed events. Only for a device that can time events."""
         ...
 
-    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return new ``uint8`` memory of the compute stream, with a storage of exactly ``nbytes``.
 
         Raises:
@@ -112,7 +108,7 @@ class Device(Protocol):
         """
         ...
 
-    def free_memory(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, device: torch.device) -> FreeMemory | None:
         """Return the free memory of the device's allocator; ``None``: not known."""
         ...
 

@@ -2,7 +2,7 @@
 
 ``torch.accelerator`` has the allocator's figures since torch 2.9 and the free memory since 2.10. The module of the
 device (``torch.cuda``, ``torch.xpu``) has had both for longer, under the same names but for ``mem_get_info``. Of
-arguments ``where``, None is the current device.
+arguments ``device``, None is the current device.
 """
 
 from __future__ import annotations

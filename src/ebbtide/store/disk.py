@@ -9,18 +9,24 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DiskError
+from ebbtide.base.errors import ConfigError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
-from ebbtide.store.faults import freed_error, unstarted_error
+from ebbtide.store.faults import unstarted_error
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.protocol import Streamless
 from ebbtide.store.room import Room
 
 _LOG = logging.getLogger("ebbtide.store")
+
+
+class _Owner:
+    """The owner of a place: it dies when its slot is freed, or dies."""
+
+    __slots__ = ("__weakref__",)
 
 
 class DiskSlot:
@@ -29,52 +35,20 @@ class DiskSlot:
     It keeps its tier alive: a tier that is never closed ends with its last slot.
     """
 
-    __slots__ = ("__weakref__", "_parcel", "_tier", "_work")
+    __slots__ = ("__weakref__", "_owner", "_parcel", "_tier", "_work")
 
     def __init__(self, tier: DiskTier, work: DiskWork, parcel: Parcel) -> None:
         self._tier, self._work, self._parcel = tier, work, parcel
-        work.claims.add(self, parcel)  # also of one dropped by an interrupt in ``copy_out``
-
-    @property
-    def copied_out(self) -> bool:
-        """Whether the copy-out is done.
-
-        Raises:
-            DiskError: It failed, or the tier cannot be used.
-        """
-        return self._tier.are_copied_out([self])
-
-    def wait_copied_out(self) -> None:
-        """Wait for the copy-out.
-
-        Raises:
-            DiskError: It failed, the slot was freed, or the tier cannot be used.
-        """
-        self._work.check_usable()
-        self._work.wait_copied_out(self._parcel)
-        self._work.check(self._parcel)
+        self._owner: _Owner | None = _Owner()
+        work.claims.add(self._owner, parcel)  # also of one dropped by an interrupt in ``copy_out_all``
 
     def cancel(self) -> bool:
-        """Cancel a copy-out that has not begun; True: it was cancelled, and the slot is dead.
-
-        Raises:
-            DiskError: The tier cannot be used.
-        """
-        self._work.check_usable()
+        """Cancel a copy-out that has not begun; True: it was cancelled, and the slot is dead."""
         return self._work.cancel(self._parcel)
 
-    def prefetch(self) -> None:
-        """Request the bytes now; the reader begins when the copy-out is done and the window has room.
-
-        Raises:
-            DiskError: The copy-out failed, the slot was freed, or the tier cannot be used.
-        """
-        self._work.prefetch([self._parcel])
-
     def discard(self) -> None:
-        """Discard an unused read, or cancel it; also where a thread has died, so that a handle can be closed."""
-        if self._work.usable:
-            self._work.discard(self._parcel)
+        """Discard an unused read, or cancel it."""
+        self._work.discard(self._parcel)
 
     def take(self) -> torch.Tensor:
         """Return the bytes in new memory.
@@ -82,15 +56,11 @@ class DiskSlot:
         Raises:
             DiskError: Either copy failed, the slot was freed, or the tier cannot be used.
         """
-        self._work.check(self._parcel)
-        tensor = self._work.take(self._parcel)
-        if tensor is None:
-            raise freed_error(DiskError, when=" during a read")
-        return tensor
+        return self._work.take(self._parcel)
 
     def free(self) -> None:
-        """Free the place; at any time, in any thread, repeatedly. A slot that dies does so, too."""
-        self._work.free(self._parcel)
+        """Free the place once no thread uses it; at any time, in any thread, repeatedly."""
+        self._owner = None
 
 
 class DiskTier(Streamless):
@@ -109,7 +79,6 @@ class DiskTier(Streamless):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         file = BackingFile(default_directory() if path is None else check_directory(path))
         self.counters = TierCounters()
-        self.direct = file.direct
         self._align_bytes = file.align_bytes
         self._trims_heap: Callable[[], bool] = lambda: False
         self._room = Room(file)
@@ -161,22 +130,14 @@ class DiskTier(Streamless):
         self._work.check_usable()
         return self._work.measure()[2]
 
-    def copy_out(self, source: torch.Tensor) -> DiskSlot:
-        """Begin to write ``source`` out.
-
-        Args:
-            source: One-dimensional contiguous ``uint8`` view in RAM; not empty.
+    def copy_out_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[DiskSlot]:
+        """Begin to write several sources out together; see ``Tier.copy_out_all``.
 
         Raises:
-            ConfigError: The source is not such a tensor.
-            DiskFullError: The disk cannot hold it.
+            ConfigError: A source is not as described there.
+            DiskFullError: The disk cannot hold them.
             DiskError: The tier cannot be used: closed, forked, or a thread has died.
         """
-        (slot,) = self.copy_out_all([source])
-        return slot
-
-    def copy_out_all(self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None) -> list[DiskSlot]:
-        """Begin to write several sources out together; raises as ``copy_out`` does. See ``Tier.copy_out_all``."""
         self._work.check_usable()
         for source in sources:
             fits = source.dtype is torch.uint8 and source.dim() == 1 and source.is_contiguous() and self.owns(source)
@@ -205,7 +166,7 @@ class DiskTier(Streamless):
     def wait_copied_out(self, slots: Sequence[DiskSlot]) -> None:
         """Wait for the copy-outs of several slots."""
         for slot in slots:
-            slot.wait_copied_out()
+            self._work.wait_copied_out(slot._parcel)
 
     def prefetch(self, slots: Sequence[DiskSlot]) -> int:
         """Request the bytes of several slots. Returns 0: each read begins when the window has room for it."""

@@ -1,10 +1,10 @@
 """The two threads of the disk tier, and their queues.
 
 [Note: who may hold the lock] One lock guards the queues. Slots die in any thread, and through the garbage collector
-even in one that holds the lock. So neither their death nor ``free()`` takes it: parcels are left in ``claims`` (see
-[Note: death and interrupts]) and ``_freed``, for the next holder. (Trying the lock does not help: an interrupt right
-after would leave it locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources
-and targets go to ``_trash``, which is emptied after the lock is released.
+even in one that holds the lock. So neither their death nor ``free()`` takes it: parcels are left in ``claims``, for the
+next holder; see [Note: death and interrupts]. (Trying the lock does not help: an interrupt right after would leave it
+locked.) Nor is an object dropped under the lock whose destructor could run foreign code: sources and targets go to
+``_trash``, which is emptied after the lock is released.
 
 [Note: who has a place] A live slot has its place. When the slot dies, the place is *draining* while a thread writes or
 reads there (``_writing``, ``_reading``): it is unused but cannot be reassigned. Then it is free. No counter tracks
@@ -13,7 +13,9 @@ this, because an interrupt could corrupt it: ``_audit`` counts them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -29,7 +31,7 @@ from ebbtide.store.buffers import BufferPool
 from ebbtide.store.claims import Claims
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, closed_error, ended_error, forked_error, freed_error
-from ebbtide.store.room import Parcel, ParcelState, Read, Room, next_read, remove_if_present
+from ebbtide.store.room import Parcel, ParcelState, Read, Room, remove_if_present
 from ebbtide.store.waiting import wait_held
 
 _WINDOW_BYTES = 512 << 20
@@ -60,7 +62,6 @@ class DiskWork:
         self._writes: deque[Parcel] = deque()
         self._reads: deque[Read] = deque()
         self.claims: Claims[Parcel] = Claims()  # of slots
-        self._freed: deque[Parcel] = deque()
         self._trash: deque[Any] = deque()
         self._writing: Parcel | None = None
         self._reading: Parcel | None = None
@@ -111,9 +112,6 @@ class DiskWork:
     def copy_out(self, parcels: Sequence[Parcel]) -> None:
         """Queue writes; waits while the window is full, or the disk is full and a place is draining.
 
-        Args:
-            parcels: The bytes to write; their slots are alive meanwhile.
-
         Raises:
             DiskFullError: The disk cannot hold them.
             DiskError: The tier cannot be used.
@@ -123,14 +121,11 @@ class DiskWork:
             for parcel in parcels:
                 need = parcel.interior_bytes
                 self._wait_until(lambda need=need: self._out_bytes <= 0 or self._out_bytes + need <= _WINDOW_BYTES)
-                for again in (True, False):
-                    try:
-                        self._room.place(parcel)
-                        break
-                    except DiskFullError:
-                        if not again:
-                            raise
-                    self._wait_until(lambda: not self._audit())  # lost or draining places may make it look full
+                with contextlib.suppress(DiskFullError):
+                    self._room.place(parcel)
+                if parcel.place < 0:  # lost or draining places may make the disk look full
+                    self._wait_until(lambda: not self._audit())
+                    self._room.place(parcel)
                 if not self._writes:  # else the writer has been woken, or has not yet come to rest
                     self._to_write.notify()
                 self._writes.append(parcel)
@@ -138,15 +133,18 @@ class DiskWork:
         self._trash.clear()
 
     def wait_copied_out(self, parcel: Parcel) -> None:
-        """Wait for the end of the write."""
+        """Wait for the end of the write; raises as ``check`` does."""
+        self.check_usable()
         with self._lock:
             self._release_dead()
             self._hasten(parcel)
             self._wait_until(lambda: parcel.state not in (ParcelState.QUEUED, ParcelState.WRITING))
         self._trash.clear()
+        self.check(parcel)
 
     def cancel(self, parcel: Parcel) -> bool:
         """Cancel a write that has not begun and that no ``take`` waits for; True if it was cancelled."""
+        self.check_usable()
         with self._lock:
             self._release_dead()
             taken = any(read.parcel is parcel and read is not parcel.read for read in self._reads)
@@ -168,14 +166,17 @@ class DiskWork:
         self._trash.clear()
 
     def discard(self, parcel: Parcel) -> None:
-        """Discard an unused read."""
+        """Discard an unused read; also where a thread has died, so that a handle can be closed."""
+        if not self.usable:
+            return
         with self._lock:
             self._release_dead()
             self._drop_read(parcel)
         self._trash.clear()
 
-    def take(self, parcel: Parcel) -> torch.Tensor | None:
-        """Wait for a read; returns the tensor (None: freed meanwhile)."""
+    def take(self, parcel: Parcel) -> torch.Tensor:
+        """Wait for a read, and return the tensor; raises as ``check`` does, and if the read failed."""
+        self.check(parcel)
         with self._lock:
             self._release_dead()
             read, parcel.read = parcel.read or self._ask(parcel), None
@@ -192,12 +193,9 @@ class DiskWork:
         self._trash.clear()
         if read.fault is not None:
             raise read.fault.error()
+        if read.tensor is None:
+            raise freed_error(DiskError, when=" during a read")
         return read.tensor
-
-    def free(self, parcel: Parcel) -> None:
-        """Free the place once no thread uses it. See [Note: who may hold the lock]."""
-        if parcel.state is not ParcelState.DEAD and self.usable:
-            self._freed.append(parcel)
 
     def close_unused(self, in_use: Callable[[], object]) -> None:
         """Close once ``in_use()`` is false, which the threads look at every few seconds."""
@@ -248,9 +246,6 @@ class DiskWork:
             self._to_read.notify()
 
     def _release_dead(self) -> None:
-        while self._freed:
-            self._release_place(self._freed[0])
-            self._freed.popleft()  # last: an interrupted release is repeated
         self.claims.release_dead(self._release_place)
         if self._in_use is not None and not self._in_use():
             self._closed = True
@@ -259,9 +254,7 @@ class DiskWork:
     def _audit(self) -> int:
         """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""
         self._release_dead()
-        for parcel in self._room.dead(self._writing, self._reading):
-            self._release_place(parcel)
-        draining = self._room.mend()
+        draining = self._room.recount(self._writing, self._reading)
         waiting = {parcel for parcel in self._writes if parcel.state is ParcelState.QUEUED}
         self._out_bytes = sum(parcel.interior_bytes for parcel in {*waiting, self._writing} if parcel)
         self._ahead_bytes = sum(p.nbytes for p in self._room.parcels if p.read is not None and p.read.ahead)
@@ -339,7 +332,7 @@ class DiskWork:
     def _write(self, parcel: Parcel) -> None:
         need, fault, written, started = parcel.interior_bytes, None, 0, time.perf_counter()
         try:
-            start = parcel.address + len(parcel.head)
+            start = parcel.address + len(parcel.before)
             written = self._file.write(start, need, parcel.place, lambda: parcel.state is ParcelState.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
@@ -373,7 +366,11 @@ class DiskWork:
             del read
 
     def _next_read(self) -> Read | None:
-        chosen = next_read(self._reads, _WINDOW_BYTES - self._ahead_bytes if self._ahead_bytes > 0 else None)
+        """Take the first read that compute waits for, else the first for which the window has room."""
+        ready = [x for x in self._reads if x.parcel.state not in (ParcelState.QUEUED, ParcelState.WRITING)]
+        room_bytes = _WINDOW_BYTES - self._ahead_bytes if self._ahead_bytes > 0 else sys.maxsize
+        fitting = (x for x in ready if x.parcel.nbytes <= room_bytes)
+        chosen = next((x for x in ready if x.urgent), None) or next(fitting, None)
         if chosen is not None:
             self._reads.remove(chosen)
             chosen.begun, self._reading = True, chosen.parcel

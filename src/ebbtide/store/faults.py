@@ -54,15 +54,15 @@ def forked_error(owner: int) -> DiskError:
     )
 
 
-def freed_error(kind: type[TargetError] = TargetError, *, when: str = ", and is used") -> TargetError:
+def freed_error(error: type[TargetError] = TargetError, *, when: str = ", and is used") -> TargetError:
     """Return the error for a slot that is used too late."""
-    return kind(f"a slot was freed or cancelled{when}", expected="a live slot", hint="keep its ticket alive")
+    return error(f"a slot was freed or cancelled{when}", expected="a live slot", hint="keep its ticket alive")
 
 
-def closed_error(tier: str, kind: type[TargetError] = TargetError) -> TargetError:
+def closed_error(tier: str, error: type[TargetError] = TargetError) -> TargetError:
     """Return the error for a closed tier that is used."""
     hint = "keep it open until the last backward is done"
-    return kind(f"the {tier} tier is closed", expected="an open one", hint=hint)
+    return error(f"the {tier} tier is closed", expected="an open one", hint=hint)
 
 
 def unstarted_error(cause: RuntimeError) -> DiskError:

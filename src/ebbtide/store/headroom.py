@@ -35,31 +35,31 @@ class Headroom:
     def forget(self) -> None:
         """End a backward: query again next time, and count no flushes before that."""
         self._left_bytes.clear()
-        for where, before in tuple(self._flushes.items()):
-            room = self._device.free_memory(where) if before else None
+        for origin, before in tuple(self._flushes.items()):
+            room = self._device.free_memory(origin) if before else None
             if room is not None and room.flushes == before:
-                del self._flushes[where]
+                del self._flushes[origin]
 
-    def take(self, sizes: Sequence[int], where: torch.device) -> int:
+    def take(self, sizes: Sequence[int], origin: torch.device) -> int:
         """Count bytes that are about to be prefetched, and return how many of the sizes fit.
 
         Args:
             sizes: Bytes of each, not empty.
-            where: The device.
+            origin: The device that they go to.
 
         Raises:
             torch.OutOfMemoryError: The first does not fit. The allocator was not called and keeps its cache.
         """
-        left = self._left_bytes.get(where, 0)
+        left = self._left_bytes.get(origin, 0)
         for taken, nbytes in enumerate(sizes):
             if left < nbytes:
-                room = self._device.free_memory(where)
+                room = self._device.free_memory(origin)
                 if room is None:  # not known: all are tried
                     break
-                flushed = room.flushes > self._flushes.setdefault(where, room.flushes)
-                self._flushes[where] = room.flushes
+                flushed = room.flushes > self._flushes.setdefault(origin, room.flushes)
+                self._flushes[origin] = room.flushes
                 if flushed or room.free_bytes < nbytes:
-                    self._left_bytes.pop(where, None)
+                    self._left_bytes.pop(origin, None)
                     if taken:
                         return taken
                     raise torch.OutOfMemoryError(
@@ -68,5 +68,5 @@ class Headroom:
                     )
                 left = max(min(room.free_bytes // 2, _MOST_BYTES), nbytes)
             left -= nbytes
-        self._left_bytes[where] = left
+        self._left_bytes[origin] = left
         return len(sizes)

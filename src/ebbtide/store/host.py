@@ -14,9 +14,9 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from ebbtide.base.errors import CapError, ConfigError
-from ebbtide.store.arena import Arena, ArenaState, Place
+from ebbtide.store.arena import Arena, Place
 from ebbtide.store.counters import Stalls, TierCounters
-from ebbtide.store.device import Device, StreamHandle
+from ebbtide.store.device import Device, StreamHandle, capture_query
 from ebbtide.store.faults import closed_error, freed_error
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.hostcopies import HostCopies, Out, pieces
@@ -45,7 +45,7 @@ class HostTier:
         least_bytes: int | None = None,
     ) -> None:
         self.device = device
-        self.owns, self.capturing, self.stream_of = device.owns, device.capturing, device.compute_stream
+        self.owns, self.capturing, self.stream_of = device.owns, capture_query(), device.compute_stream
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
         self._arena, self._headroom = Arena(device, budget_bytes, least_bytes), Headroom(device)
         self._counters = TierCounters()
@@ -72,26 +72,14 @@ class HostTier:
 
     def gauges(self) -> dict[str, int]:
         """Return the figures of host memory, by name."""
-        state = self.arena
-        return {
-            "host_held_bytes": state.reserved_bytes,
-            "host_pinned_bytes": state.reserved_bytes - state.pageable_bytes,
-            "host_used_bytes": state.used_bytes,
-            "host_most_used_bytes": state.peak_used_bytes,
-            "host_chunks": state.chunks,
-        }
+        with self._up_to_date():
+            return self._arena.gauges()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of places in use now."""
         with self._up_to_date():
             return self._arena.used_bytes
-
-    @property
-    def arena(self) -> ArenaState:
-        """The state of their host memory."""
-        with self._up_to_date():
-            return self._arena.state
 
     @property
     def budget_bytes(self) -> int | None:
@@ -119,13 +107,9 @@ class HostTier:
         """Begin to copy out several sources; those of one device with one wait for compute and one event for all.
 
         Args:
-            sources: One-dimensional contiguous ``uint8`` views on the device, not empty; their memory must stay until
-                they are offloaded.
-            compute: The stream on which they were made; None: the caller's.
+            sources: See ``Tier.copy_out_all``.
+            compute: See there.
             spare_bytes: Bytes of the budget that must remain free.
-
-        Returns:
-            For each source its slot, or the error that prevented one.
 
         Raises:
             ConfigError: A source is not such a tensor.
@@ -140,21 +124,21 @@ class HostTier:
                     hint="pass tensor.contiguous().view(-1).view(torch.uint8)",
                 )
         found: dict[int, HostSlot | CapError] = {}
-        for where in dict.fromkeys([source.device for source in sources]):
-            numbers = [i for i, source in enumerate(sources) if source.device == where]
+        for origin in dict.fromkeys([source.device for source in sources]):
+            numbers = [i for i, source in enumerate(sources) if source.device == origin]
             group: list[Out] = []
             for i, place in zip(numbers, self._places([sources[i].numel() for i in numbers], spare_bytes), strict=True):
                 if isinstance(place, CapError):
                     found[i] = place
                 else:
-                    slot = found[i] = HostSlot(self, place, where)
+                    slot = found[i] = HostSlot(self, place, origin)
                     group.append((slot, place, sources[i]))
             if group:
-                self.copies.out(where, group, compute)
+                self.copies.out(origin, group, compute)
         return [found[i] for i in range(len(sources))]
 
-    def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
-        """Return a slot with bytes from pageable memory, as if they had been offloaded from ``where``.
+    def fill(self, content: torch.Tensor, origin: torch.device) -> HostSlot:
+        """Return a slot with bytes from pageable memory, as if they had been offloaded from ``origin``.
 
         The host copies them at once, after waiting for copies that still use the target memory.
 
@@ -166,11 +150,11 @@ class HostTier:
         with self._lock:
             self._release_dead()
             place = self._arena.take(content.numel())
-        for event in place.guard.events(self.device):
+        for event in place.region.guard.events(self.device):
             self.device.synchronize(event)
         for part, piece in pieces(place, content):
             part.copy_(piece)
-        return HostSlot(self, place, where)
+        return HostSlot(self, place, origin)
 
     def expect(self, nbytes: int) -> None:
         """Reserve host memory for this many further bytes at the next allocation."""
@@ -208,10 +192,10 @@ class HostTier:
         # Each once: a second copy-in would drop the target of the first while that copy writes to it.
         fresh = [] if self.synchronous else [s for s in dict.fromkeys(slots) if s.ahead is None or s.ahead.done is None]
         begun = 0
-        for where, run in itertools.groupby(fresh, key=operator.attrgetter("where")):
+        for origin, run in itertools.groupby(fresh, key=operator.attrgetter("origin")):
             group = list(run)
             try:
-                granted = self._headroom.take([slot.nbytes for slot in group], where)
+                granted = self._headroom.take([slot.nbytes for slot in group], origin)
                 done = len(self.copies.into(group[:granted]))
             except torch.OutOfMemoryError:
                 if not begun:
@@ -235,12 +219,12 @@ class HostTier:
             with self._lock:
                 self._release_dead()
         if self.synchronous:
-            target = self.device.allocate(slot.nbytes, slot.where)
+            target = self.device.allocate(slot.nbytes, slot.origin)
             for part, piece in pieces(slot.has_place(), target):
                 self.device.copy_now(piece, part)
             self._counters.in_bytes += slot.nbytes
             return target
-        compute, ahead = self.device.compute_stream(slot.where), slot.ahead
+        compute, ahead = self.device.compute_stream(slot.origin), slot.ahead
         if ahead is None or ahead.done is None:
             (ahead,) = self.copies.into([slot])
         elif ahead.compute != compute:  # whose memory would be reused while this one still reads
@@ -344,8 +328,8 @@ class HostTier:
                 if slot.ahead is not None:
                     self.copies.drop(slot)
                 if slot.source is not None:
-                    if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
-                        slot.done = slot.place.guard.done(self.device)
+                    if slot.done is None and slot.place is not None and slot.place.region.guard.claimed:  # interrupted
+                        slot.done = slot.place.region.guard.done(self.device)
                     self._leaving.append(slot)
             self._arena.give(*[slot.place for slot in dead if slot.place is not None])
             for slot in dead:

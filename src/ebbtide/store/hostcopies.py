@@ -48,18 +48,18 @@ class HostCopies:
         self._computes: dict[torch.device, list[StreamHandle]] = {}  # each device's default stream, and another
         self.waited: tuple[EventHandle, StreamHandle] = None, None  # the latest wait: copies of a group share one
         self._completed: EventHandle = None
-        self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
+        self._spans: dict[str, deque[_Span]] = {purpose: deque() for purpose in ("out", "in", "stall")}
 
     @property
     def streams(self) -> list[StreamHandle]:
         """All streams that copy."""
         return [stream for pair in self._sides.values() for stream in pair]
 
-    def out(self, where: torch.device, group: Sequence[Out], compute: StreamHandle | None) -> None:
+    def out(self, origin: torch.device, group: Sequence[Out], compute: StreamHandle | None) -> None:
         """Copy sources to their places.
 
         Args:
-            where: Their device.
+            origin: Their device.
             group: The slots, their places, and the sources.
             compute: The stream on which they were made; None: the caller's.
         """
@@ -68,7 +68,7 @@ class HostCopies:
         if len(self._spans["out"]) > _MOST_SPANS:
             self.harvest()
         if self.synchronous:
-            now = device.compute_stream(where)  # it copies, after the stream that made the sources
+            now = device.compute_stream(origin)  # it copies, after the stream that made the sources
             if compute is not None and compute != now:
                 device.wait(now, device.record(compute))
             for _, place, source in group:
@@ -76,15 +76,15 @@ class HostCopies:
                     device.copy_now(part, piece)
             return
         if compute is None:
-            compute = device.compute_stream(where)
-        out, _ = self._side_streams(where)
-        several = self._has_several_computes(where, compute)
+            compute = device.compute_stream(origin)
+        out, _ = self._side_streams(origin)
+        several = self._has_several_computes(origin, compute)
         for slot, _, source in group:
             slot.source, slot.compute = source, compute
             if several:
                 device.record_use(source, compute)  # it waits for the copy before the source is dropped
         device.wait(out, device.record(compute))
-        guards = _each_once([place.guard for _, place, _ in group])
+        guards = _each_once([place.region.guard for _, place, _ in group])
         for event in _each_once([event for guard in guards for event in guard.events(device)]):
             device.wait(out, event)
         begin = self._begin(out)
@@ -111,24 +111,24 @@ class HostCopies:
             TargetError: One was freed.
             torch.OutOfMemoryError: There is no room for the first.
         """
-        device, where = self.device, slots[0].where
+        device, origin = self.device, slots[0].origin
         group: list[Out] = []
         for slot in slots:
             if slot.ahead is not None:
                 self.drop(slot)
             place = slot.place or slot.has_place()  # which raises; a call is saved where it does not
             try:
-                group.append((slot, place, device.allocate(slot.nbytes, where)))
+                group.append((slot, place, device.allocate(slot.nbytes, origin)))
             except torch.OutOfMemoryError:
                 if not group:
                     raise
                 break
-        nbytes, compute = sum([slot.nbytes for slot, _, _ in group]), device.compute_stream(where)
-        _, into = self._side_streams(where)
+        nbytes, compute = sum([slot.nbytes for slot, _, _ in group]), device.compute_stream(origin)
+        _, into = self._side_streams(origin)
         device.wait(into, device.record(compute))
         for event in _each_once([slot.done for slot, _, _ in group if slot.done is not None]):
             device.wait(into, event)
-        guards = _each_once([place.guard for _, place, _ in group])
+        guards = _each_once([place.region.guard for _, place, _ in group])
         begin = self._begin(into)
         begun = [HostCopyIn(target, compute, into) for _, _, target in group]
         for (slot, _, _), ahead in zip(group, begun, strict=True):
@@ -183,18 +183,18 @@ class HostCopies:
                         break
                     count(self.device.elapsed_seconds(begin, end))
 
-    def _side_streams(self, where: torch.device) -> tuple[StreamHandle, StreamHandle]:
+    def _side_streams(self, origin: torch.device) -> tuple[StreamHandle, StreamHandle]:
         with self._lock:
-            if where not in self._sides:
-                self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
-            return self._sides[where]
+            if origin not in self._sides:
+                self._sides[origin] = self.device.side_stream(origin, "out"), self.device.side_stream(origin, "in")
+            return self._sides[origin]
 
-    def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
+    def _has_several_computes(self, origin: torch.device, compute: StreamHandle) -> bool:
         """Whether sources were copied out on another compute stream than the default one. See [Note: ordering]."""
-        if where not in self._computes:
-            default = self.device.default_stream(where)
-            self._computes[where] = [compute if default is None else default]
-        seen = self._computes[where]
+        if origin not in self._computes:
+            default = self.device.default_stream(origin)
+            self._computes[origin] = [compute if default is None else default]
+        seen = self._computes[origin]
         if len(seen) == 1 and seen[0] != compute:
             seen.append(compute)
         return len(seen) > 1
@@ -204,10 +204,10 @@ class HostCopies:
         return self.device.record(stream, timed=True) if timed else None
 
     def _note_span(
-        self, kind: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle
+        self, purpose: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle
     ) -> None:
         if begin is not None:
-            self._spans[kind].append((count, begin, end))
+            self._spans[purpose].append((count, begin, end))
 
 
 def _pairs(group: Sequence[Out]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -55,10 +55,10 @@ class QueuedSlot:
 class HostSlot(QueuedSlot):
     """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.copy_out_all``, who owns its fields."""
 
-    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
+    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "origin", "place", "source", "_tier")
 
-    def __init__(self, tier: _Tier, place: Place, where: torch.device) -> None:
-        self.where, self.nbytes = where, place.nbytes
+    def __init__(self, tier: _Tier, place: Place, origin: torch.device) -> None:
+        self.origin, self.nbytes = origin, place.nbytes
         self._tier: _Tier | None = tier  # None once freed: the tier queues freed slots: this would be a cycle
         self.place: Place | None = place
         self.compute: StreamHandle = None
@@ -68,30 +68,18 @@ class HostSlot(QueuedSlot):
         self.freed = False
 
     def content(self) -> torch.Tensor:
-        """Return the bytes in host memory once they are copied out: the memory itself, or a copy if that is in pieces.
-
-        Raises:
-            TargetError: The slot was freed.
-        """
+        """Return the bytes in host memory once they are copied out: that memory, or a copy if it is in pieces."""
         parts = self.has_place().parts
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def has_place(self) -> Place:
-        """Return the place of the bytes.
-
-        Raises:
-            TargetError: The slot was freed.
-        """
+        """Return the place of the bytes; raises TargetError if the slot was freed."""
         if self.place is None:
             raise freed_error()
         return self.place
 
     def discard(self) -> None:
-        """Discard an unused copy-in.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-        """
+        """Discard an unused copy-in; raises TargetError if the slot was freed, or the tier is closed."""
         if self._tier is None:
             raise freed_error()
         self._tier.discard(self)

@@ -22,7 +22,7 @@ def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO)
     except OSError:
         return ""
     real = os.path.realpath(path)
-    best, kind = -1, ""
+    best, filesystem = -1, ""
     for line in lines:
         left, separator, right = line.partition(" - ")
         fields = left.split(" ")
@@ -31,8 +31,8 @@ def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO)
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
         # The last of several mounts at one point is visible.
         if os.path.commonpath([real, mount]) == mount and len(mount) >= best:
-            best, kind = len(mount), right.split()[0]
-    return kind
+            best, filesystem = len(mount), right.split()[0]
+    return filesystem
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:
@@ -52,10 +52,10 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
         raise DiskPathError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise DiskPathError(f"disk path {str(directory)!r} is not writable", expected="a writable directory", hint=hint)
-    kind = filesystem_of(directory)
-    if kind in RAM_FILESYSTEMS:
+    filesystem = filesystem_of(directory)
+    if filesystem in RAM_FILESYSTEMS:
         raise DiskPathError(
-            f"disk path {str(directory)!r} is on {kind}, which is RAM",
+            f"disk path {str(directory)!r} is on {filesystem}, which is RAM",
             expected="a file system on a disk",
             hint=hint,
         )

@@ -34,7 +34,7 @@ _FORGET_PEAK = "5"
 
 
 class Meter(Protocol):
-    """The meter of a step. Of arguments ``where``, None is the current device."""
+    """The meter of a step. Of arguments ``device``, None is the current device."""
 
     def timestamp(self, device: torch.device | None) -> Timestamp:
         """Return a timestamp after all work queued on the device so far."""

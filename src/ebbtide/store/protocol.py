@@ -56,7 +56,7 @@ class Streamless:
         """Return False: the host has no graphs."""
         return False
 
-    def stream_of(self, where: torch.device) -> None:
+    def stream_of(self, device: torch.device) -> None:
         """Return None: the host computes in order."""
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
@@ -93,7 +93,7 @@ class Tier(Protocol):
         """Whether the caller is capturing a device graph, which no copy may be part of."""
         ...
 
-    def stream_of(self, where: torch.device) -> StreamHandle | None:
+    def stream_of(self, device: torch.device) -> StreamHandle | None:
         """Return the caller's compute stream on a device; None without streams."""
         ...
 

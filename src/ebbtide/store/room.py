@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
-from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -41,15 +40,15 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "address", "fault", "head", "interior_bytes", "nbytes", "place", "read", "source", "state",
-        "tail",
+        "__weakref__", "address", "after", "before", "fault", "interior_bytes", "nbytes", "place", "read", "source",
+        "state",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
         self.nbytes, self.address = source.numel(), source.data_ptr()
-        head_bytes, self.interior_bytes, tail_bytes = split(self.address, self.nbytes, align_bytes)
-        self.head = ctypes.string_at(self.address, head_bytes)
-        self.tail = ctypes.string_at(self.address + self.nbytes - tail_bytes, tail_bytes)
+        before, self.interior_bytes, after = split(self.address, self.nbytes, align_bytes)
+        self.before = ctypes.string_at(self.address, before)
+        self.after = ctypes.string_at(self.address + self.nbytes - after, after)
         on_disk = self.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
         self.state = ParcelState.QUEUED if on_disk else ParcelState.WRITTEN
@@ -64,9 +63,9 @@ class Parcel:
             OSError: The interior cannot be read.
         """
         buffer = Buffer(self.nbytes, self.address % PLACE_ALIGN_BYTES, pool)
-        interior = buffer.address + len(self.head)
-        ctypes.memmove(buffer.address, self.head, len(self.head))
-        ctypes.memmove(interior + self.interior_bytes, self.tail, len(self.tail))
+        interior = buffer.address + len(self.before)
+        ctypes.memmove(buffer.address, self.before, len(self.before))
+        ctypes.memmove(interior + self.interior_bytes, self.after, len(self.after))
         if self.interior_bytes:
             file.read(interior, self.interior_bytes, self.place)
         return buffer.tensor()
@@ -82,24 +81,6 @@ class Read:
         self.urgent = self.begun = self.done = self.ahead = False
         self.tensor: torch.Tensor | None = None
         self.fault: Fault | None = None
-
-
-def next_read(reads: Iterable[Read], room_bytes: int | None) -> Read | None:
-    """Return the read that is to begin: the first that compute waits for, else the first for which there is room.
-
-    Args:
-        reads: Those that are queued.
-        room_bytes: Left for reads ahead; None: one of any size may begin.
-    """
-    chosen: Read | None = None
-    for read in reads:
-        if read.parcel.state in (ParcelState.QUEUED, ParcelState.WRITING):
-            continue
-        if read.urgent:
-            return read
-        if chosen is None and (room_bytes is None or read.parcel.nbytes <= room_bytes):
-            chosen = read
-    return chosen
 
 
 def remove_if_present(queue: deque[Any], item: object) -> None:
@@ -156,12 +137,11 @@ class Room:
         if self._owners.pop(place, None) is not None:
             self._extents.release(place, parcel.interior_bytes)
 
-    def dead(self, *busy: Parcel | None) -> list[Parcel]:
-        """Return the dead parcels with a place, but for the busy ones, which may keep it."""
-        return [p for p in self.parcels if p.state is ParcelState.DEAD and p not in busy]
-
-    def mend(self) -> int:
-        """Free every place without a parcel, lost by an interrupt. Returns the bytes of dead parcels."""
+    def recount(self, *busy: Parcel | None) -> int:
+        """Free every place without a parcel, or of a dead one that is not busy; return the bytes of busy dead ones."""
+        for parcel in self.parcels:
+            if parcel.state is ParcelState.DEAD and parcel not in busy:
+                self.release(parcel)
         self._extents.keep((parcel.place, parcel.interior_bytes) for parcel in self.parcels)
         return sum(round_up(parcel.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
 

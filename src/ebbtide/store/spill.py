@@ -6,9 +6,9 @@ that: staged bytes are passed on in every call of the tier, and only a full stag
 read while staged come from the stage; others are read from disk into host memory and copied in from there. If the disk
 fails, staged bytes stay staged.
 
-A storage larger than the stage goes through it in pieces, each a slot of its own, while the host waits for room. Its
-bytes are copied in piece by piece, straight into their target, so that the device needs no memory besides. If a piece
-finds no room, the earlier ones are freed, and the storage stays on the device.
+A storage larger than the stage goes through it in several pieces, while the host waits for room. They are copied in
+one by one, straight into their target, so that the device needs no memory besides. If a piece finds no room, the
+earlier ones are freed, and the storage stays on the device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from ebbtide.base.errors import CapError, DiskError, DiskFullError, TargetError
 from ebbtide.store.arena import PLACE_ALIGN_BYTES
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
-from ebbtide.store.disk import DiskTier
+from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.faults import freed_error
 from ebbtide.store.host import HostTier
-from ebbtide.store.hostslot import HostSlot
-from ebbtide.store.spillslot import SpillSlot, SplitSlot
+from ebbtide.store.hostslot import HostSlot, QueuedSlot
 
 _LOG = logging.getLogger("ebbtide.store")
 _MOST_STAGE_BYTES = 512 << 20
@@ -41,6 +40,61 @@ def stage_of(budget_bytes: int) -> int:
     """Return the size of the stage in a host budget."""
     stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
     return stage_bytes // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES  # so a piece as large finds room
+
+
+class _Piece:
+    """The bytes of a slot, or a part of them, in the stage or on disk; its owner is a ``SpillSlot``.
+
+    Attributes:
+        stage: Its place in host memory; None once it is on disk.
+        on_disk: Its place on disk; None before the writer has it.
+        wanted: A reader will take it from the stage.
+        freed: Nobody needs it any more.
+    """
+
+    __slots__ = ("__weakref__", "freed", "nbytes", "on_disk", "stage", "wanted")
+
+    def __init__(self, stage: HostSlot) -> None:
+        self.nbytes = stage.nbytes
+        self.stage: HostSlot | None = stage
+        self.on_disk: DiskSlot | None = None
+        self.wanted = self.freed = False
+
+    def read(self) -> torch.Tensor:
+        """Return the bytes from disk."""
+        if self.on_disk is None:
+            raise freed_error()
+        return self.on_disk.take()
+
+    def free(self) -> None:
+        """Free its places; if it dies, they die with it."""
+        self.freed = True
+        for slot in (self.stage, self.on_disk):
+            if slot is not None:
+                slot.free()
+
+
+class SpillSlot(QueuedSlot):
+    """One storage that goes to disk through the stage, in one piece or several. See [Note: a slot's life]."""
+
+    __slots__ = ("__weakref__", "nbytes", "origin", "pieces", "_tier")
+
+    def __init__(self, tier: SpillTier, source: torch.Tensor, pieces: Sequence[_Piece]) -> None:
+        self._tier, self.pieces = tier, pieces
+        self.nbytes, self.origin = source.numel(), source.device
+
+    def discard(self) -> None:
+        """Discard an unused copy-in, and unused reads."""
+        self._tier.discard(self)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes on the device they came from."""
+        return self._tier.take(self)
+
+    def free(self) -> None:
+        """Free its places; at any time, in any thread, repeatedly."""
+        for piece in self.pieces:
+            piece.free()
 
 
 class SpillTier:
@@ -64,8 +118,8 @@ class SpillTier:
         self._refused: str | None = None
         # Removing a stage requires the lock; slots die without it.
         self._lock = threading.Lock()
-        self._staged: deque[weakref.ref[SpillSlot]] = deque()
-        self._written: deque[weakref.ref[SpillSlot]] = deque()
+        self._staged: deque[weakref.ref[_Piece]] = deque()
+        self._written: deque[weakref.ref[_Piece]] = deque()
 
     @property
     def unspilled_bytes(self) -> int:
@@ -99,31 +153,28 @@ class SpillTier:
 
     def copy_out_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
-    ) -> list[HostSlot | SpillSlot | SplitSlot | CapError]:
+    ) -> list[HostSlot | SpillSlot | CapError]:
         """Begin to copy out several sources, see ``Tier.copy_out_all``: to host memory, and the rest to disk."""
-        if self._disk is not None:
-            with self._lock:
-                self._pass_on(self._disk)
+        with self._lock:
+            self._pass_on()
         staged = self.host.copy_out_all(sources, compute=compute, spare_bytes=self._stage_bytes)
         return [
             self._spill(source, slot, compute) if isinstance(slot, CapError) else slot
             for source, slot in zip(sources, staged, strict=True)
         ]
 
-    def _spill(
-        self, source: torch.Tensor, full: CapError, compute: StreamHandle | None
-    ) -> SpillSlot | SplitSlot | CapError:
-        pieces: list[SpillSlot] = []
+    def _spill(self, source: torch.Tensor, full: CapError, compute: StreamHandle | None) -> SpillSlot | CapError:
+        pieces: list[_Piece] = []
         try:
-            disk = self._usable_disk(full)
-            for piece in source.split(self._stage_bytes or source.numel()):
+            self._open(full)
+            for part in source.split(self._stage_bytes or source.numel()):
                 with self._lock:
-                    slot = SpillSlot(self, self._stage(piece, disk, compute))
-                    self._staged.append(weakref.ref(slot))
-                pieces.append(slot)
+                    piece = _Piece(self._stage(part, compute))
+                    self._staged.append(weakref.ref(piece))
+                pieces.append(piece)
         except CapError as error:
             return error.with_traceback(None)  # whose frames would keep the pieces alive
-        return pieces[0] if len(pieces) == 1 else SplitSlot(self, pieces)
+        return SpillSlot(self, source, pieces)
 
     def are_copied_out(self, slots: Sequence[Any]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
@@ -135,14 +186,13 @@ class SpillTier:
 
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
-        if self._disk is None:
+        disk = self._disk
+        if disk is None:
             return self.host.prefetch(slots)
         for begun, slot in enumerate(slots):
             try:
                 if isinstance(slot, SpillSlot):
-                    self._prefetch(slot)
-                elif isinstance(slot, SplitSlot):
-                    self._prefetch_pieces(slot)
+                    self._prefetch(slot, disk)
                 else:
                     self.host.prefetch([slot])
             except torch.OutOfMemoryError:
@@ -151,80 +201,64 @@ class SpillTier:
                 return len(slots) - begun
         return 0
 
-    def _prefetch(self, slot: SpillSlot) -> None:
-        """Begin the copy-in of ``slot``, or the read from disk."""
+    def _prefetch(self, slot: SpillSlot, disk: DiskTier) -> None:
+        """Begin the copy-in of ``slot``, or the reads from disk; several pieces would need device memory twice."""
         self._check(slot)
-        slot.wanted = True
-        with self._lock:
-            stage = slot.stage
-            if stage is not None:
-                self.host.prefetch([stage])
-        if stage is None and slot.on_disk is not None:
-            slot.on_disk.prefetch()
-
-    def _prefetch_pieces(self, slot: SplitSlot) -> None:
-        """Begin the reads from disk; staged pieces stay there: on the device they would need memory twice."""
         for piece in slot.pieces:
-            self._check(piece)
             piece.wanted = True
-            if piece.stage is None and piece.on_disk is not None:
-                piece.on_disk.prefetch()
+            with self._lock:
+                stage = piece.stage
+                if stage is not None and len(slot.pieces) == 1:
+                    self.host.prefetch([stage])
+            if stage is None and piece.on_disk is not None:
+                disk.prefetch([piece.on_disk])
 
     def discard(self, slot: SpillSlot) -> None:
-        """Discard an unused copy-in or read of ``slot``."""
+        """Discard an unused copy-in, and unused reads, of ``slot``."""
         self._check(slot)
-        slot.wanted = False
-        with self._lock:
-            if slot.stage is not None:
-                slot.stage.discard()
-        if slot.on_disk is not None:
-            slot.on_disk.discard()
+        for piece in slot.pieces:
+            piece.wanted = False
+            with self._lock:
+                if piece.stage is not None:
+                    piece.stage.discard()
+            if piece.on_disk is not None:
+                piece.on_disk.discard()
 
     def take(self, slot: SpillSlot) -> torch.Tensor:
         """Return the bytes of ``slot``."""
         self._check(slot)
+        if len(slot.pieces) > 1:
+            return self._take_pieces(slot)
+        (piece,) = slot.pieces
         with self._lock:
-            if self._disk is not None:
-                self._pass_on(self._disk)
-            if slot.stage is not None:
-                slot.wanted = False
-                return slot.stage.take()
-        if slot.on_disk is None:
-            raise freed_error()
-        content = slot.on_disk.take()
+            self._pass_on()
+            if piece.stage is not None:
+                piece.wanted = False
+                return piece.stage.take()
+        content = piece.read()
         try:
-            place = self.host.fill(content, slot.where)
+            place = self.host.fill(content, slot.origin)
         except CapError:  # the stage is full: directly from pageable memory, in order with compute
-            target = self.host.device.allocate(slot.nbytes, slot.where)
+            target = self.host.device.allocate(slot.nbytes, slot.origin)
             self._copy_in(target, content)
             return target
         target = place.take()
         place.free()
         return target
 
-    def take_pieces(self, slot: SplitSlot) -> torch.Tensor:
-        """Return the bytes of ``slot``."""
-        for piece in slot.pieces:
-            self._check(piece)
-        target = self.host.device.allocate(slot.nbytes, slot.where)
+    def _take_pieces(self, slot: SpillSlot) -> torch.Tensor:
+        target = self.host.device.allocate(slot.nbytes, slot.origin)
         parts = target.split([piece.nbytes for piece in slot.pieces])
         for piece, part in zip(slot.pieces, parts, strict=True):
-            if not self._take_staged(piece, part):
-                if piece.on_disk is None:
-                    raise freed_error()
-                self._copy_in(part, piece.on_disk.take())
+            with self._lock:
+                self._pass_on()
+                piece.wanted, stage = False, piece.stage
+                if stage is not None:
+                    self.host.wait_copied(stage)
+                    self._copy_in(part, stage.content())
+            if stage is None:
+                self._copy_in(part, piece.read())
         return target
-
-    def _take_staged(self, piece: SpillSlot, target: torch.Tensor) -> bool:
-        """Copy a piece in from the stage, if it is there."""
-        with self._lock:
-            if self._disk is not None:
-                self._pass_on(self._disk)
-            piece.wanted, stage = False, piece.stage
-            if stage is not None:
-                self.host.wait_copied(stage)
-                self._copy_in(target, stage.content())
-        return stage is not None
 
     def _copy_in(self, target: torch.Tensor, content: torch.Tensor) -> None:
         self.host.device.copy_now(target, content)
@@ -232,9 +266,9 @@ class SpillTier:
 
     def trim(self) -> None:
         """Free memory that the last backwards did not need."""
+        with self._lock:
+            self._pass_on()
         if self._disk is not None:
-            with self._lock:
-                self._pass_on(self._disk)
             self._disk.trim()
         self.host.trim()
 
@@ -251,42 +285,43 @@ class SpillTier:
         self.host.close()
 
     def _check(self, slot: SpillSlot) -> None:
-        if slot.freed:
+        if any(piece.freed for piece in slot.pieces):
             raise freed_error()
 
-    def _usable_disk(self, full: CapError) -> DiskTier:
+    def _open(self, full: CapError) -> None:
+        """Open the disk, once; raise ``full`` if there is none."""
         with self._lock:
             if self._disk is None and self._refused is None:
                 try:
                     self._disk = self._open_disk()
-                except DiskError as error:
-                    self._refused = str(error)
-                    _LOG.warning("the host budget is reached and no disk is available: %s", self._refused)
-                else:
                     self._disk.counters.stalls = self.stalls  # one account of stalls
                     _LOG.warning(
                         "the host budget is reached (%s): the rest goes to disk, which is slower than the link; "
                         "raise host_budget or offload less",
                         full.found,
                     )
+                except DiskError as error:
+                    self._refused = str(error)
+                    _LOG.warning("the host budget is reached and no disk is available: %s", self._refused)
             if self._disk is None:
                 raise full
-            return self._disk
 
-    def _stage(self, source: torch.Tensor, disk: DiskTier, compute: StreamHandle | None) -> HostSlot:
+    def _stage(self, source: torch.Tensor, compute: StreamHandle | None) -> HostSlot:
         """Copy ``source`` out to the stage, waiting for room there if need be."""
         while True:
             (slot,) = self.host.copy_out_all([source], compute=compute)
             if isinstance(slot, HostSlot):
                 return slot
-            if not self._pass_on(disk, wait=True):
+            if not self._pass_on(wait=True):
                 if self._refused is not None:
                     raise CapError(slot.found, expected=slot.expected, hint=f"{slot.hint}; {self._refused}") from slot
                 raise slot
 
-    def _pass_on(self, disk: DiskTier, *, wait: bool = False) -> bool:
-        """Write arrived stages to disk, and free those whose bytes are there; return whether there may be more room."""
-        freed = False
+    def _pass_on(self, *, wait: bool = False) -> bool:
+        """Write arrived pieces to disk, and free the stage of those that are there; return whether it may have room."""
+        freed, disk = False, self._disk
+        if disk is None:
+            return False
         # An entry is removed after its step, so an interrupted step is repeated. Slots may be freed in other threads
         # meanwhile; errors from their places are not the disk's fault.
         while self._staged:
@@ -294,54 +329,54 @@ class SpillTier:
             if found is None:
                 freed = True
             else:
-                slot, stage = found
+                piece, stage = found
                 if not self.host.are_copied_out([stage]):
                     if not wait or self._written or freed:
                         break
                     self.host.wait_copied(stage)
                 try:
-                    slot.on_disk = disk.copy_out(stage.content())
+                    (piece.on_disk,) = disk.copy_out_all([stage.content()])
                     self._written.append(self._staged[0])
                 except TargetError as error:
-                    freed = self._fail(slot, error) or freed
+                    freed = self._fail(piece, error) or freed
             self._staged.popleft()
         for _ in range(len(self._written)):
             found = _staged(self._written[0])
             if found is None:
                 freed = True
-            elif (slot := found[0]).on_disk is not None:
-                stage = found[1]
+            elif (on_disk := found[0].on_disk) is not None:
+                piece, stage = found
                 try:
-                    if not slot.on_disk.copied_out:
+                    if not disk.are_copied_out([on_disk]):
                         if not wait or freed:
                             break
-                        slot.on_disk.wait_copied_out()
-                    if slot.wanted and not wait:  # looked at again when it is no longer
+                        disk.wait_copied_out([on_disk])
+                    if piece.wanted and not wait:  # looked at again when it is no longer
                         self._written.rotate(-1)
                         continue
-                    slot.stage = None
+                    piece.stage = None
                     stage.free()
                     freed = True
                 except TargetError as error:
-                    freed = self._fail(slot, error) or freed
+                    freed = self._fail(piece, error) or freed
             self._written.popleft()
         return freed
 
-    def _fail(self, slot: SpillSlot, error: TargetError) -> bool:
-        """Leave a slot's bytes in place; return whether it had only been freed meanwhile."""
-        on_disk, slot.on_disk = slot.on_disk, None
+    def _fail(self, piece: _Piece, error: TargetError) -> bool:
+        """Leave a piece's bytes in place; return whether it had only been freed meanwhile."""
+        on_disk, piece.on_disk = piece.on_disk, None
         if on_disk is not None:
             on_disk.free()
-        if slot.freed:
-            slot.free()
+        if piece.freed:
+            piece.free()
         elif self._refused is None:
             self._refused = str(error)
             reason = "the disk is full" if isinstance(error, DiskFullError) else "the disk refuses"
             _LOG.warning("%s; further offloaded bytes stay in host memory: %s", reason, self._refused)
-        return slot.freed
+        return piece.freed
 
 
-def _stages(slots: Sequence[HostSlot | SpillSlot | SplitSlot]) -> list[HostSlot]:
+def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
     """Return the slots in host memory; one that was passed on to disk has none any more."""
     found: list[HostSlot] = []
     for slot in slots:
@@ -352,12 +387,12 @@ def _stages(slots: Sequence[HostSlot | SpillSlot | SplitSlot]) -> list[HostSlot]
     return found
 
 
-def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
-    """Return a slot and its stage; ``None`` if it is dead or freed."""
-    slot = reference()
-    if slot is None or slot.stage is None:
+def _staged(reference: weakref.ref[_Piece]) -> tuple[_Piece, HostSlot] | None:
+    """Return a piece and its stage; ``None`` if it is dead or freed."""
+    piece = reference()
+    if piece is None or piece.stage is None:
         return None
-    if slot.freed:
-        slot.free()  # an interrupt may have prevented that
+    if piece.freed:
+        piece.free()  # an interrupt may have prevented that
         return None
-    return slot, slot.stage
+    return piece, piece.stage

@@ -85,7 +85,7 @@ class Tier:
     def capturing(self) -> bool:
         return False
 
-    def stream_of(self, where: torch.device) -> None:
+    def stream_of(self, device: torch.device) -> None:
         pass
 
     def follow(self, tensor: Tensor, stream: None) -> None:

@@ -46,13 +46,13 @@ def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[Fak
     tier = HostTier(device)
     sizes = TRACE * 8
     copy_out_all(device, tier, sizes)
-    after_first = tier.arena
+    after_first = tier.gauges()
     for _ in range(5):
         copy_out_all(device, tier, sizes)
-    assert tier.arena == after_first and device.host_calls == after_first.chunks
-    assert after_first.peak_used_bytes == sum(sizes)
-    assert after_first.peak_used_bytes <= after_first.reserved_bytes <= 1.03 * after_first.peak_used_bytes
-    assert device.host_bytes == after_first.reserved_bytes and device.violations == []
+    assert tier.gauges() == after_first and device.host_calls == after_first["host_chunks"]
+    most = after_first["host_most_used_bytes"]
+    assert most == sum(sizes) and most <= after_first["host_held_bytes"] <= 1.03 * most
+    assert device.host_bytes == after_first["host_held_bytes"] and device.violations == []
 
 
 def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
@@ -132,8 +132,9 @@ def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.
     assert [record.message for record in caplog.records] == [
         "cannot pin host memory (fake host: no more can be pinned): using pageable memory, whose copies stall compute"
     ]
-    state = tier.arena
-    assert state.pageable_bytes + 3 * MIB == state.reserved_bytes == device.host_bytes and device.violations == []
+    found = tier.gauges()
+    assert found["host_pinned_bytes"] == 3 * MIB < found["host_held_bytes"] == device.host_bytes
+    assert device.violations == []
 
 
 def test_less_is_asked_for_where_more_is_refused() -> None:
@@ -175,19 +176,19 @@ def test_a_place_that_is_lost_is_found_again_with_its_copy() -> None:
     arena = Arena(device, 64)
     out = device.side_stream(torch.device("cpu"), "out")
     place = arena.take(64)
-    place.guard.claim(out)  # and an interrupt comes: the copy was requested, its event never recorded
+    place.region.guard.claim(out)  # and an interrupt comes: the copy was requested, its event never recorded
     source = produce(device, 64)
     device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
     device.copy(place.parts[0], source, out)
     del place
     gc.collect()
     again = arena.take(64)
-    (event,) = again.guard.events(device)
+    (event,) = again.region.guard.events(device)
     assert not device.query(event) and event.seconds == pytest.approx(65.0)
     arena.give(again)
     arena.give(again)
     del again  # never used: the earlier record still holds
-    (event,) = arena.take(64).guard.events(device)
+    (event,) = arena.take(64).region.guard.events(device)
     assert event.seconds == pytest.approx(65.0)
 
 
@@ -264,13 +265,13 @@ def test_freed_bytes_are_guarded_until_the_copies_before_the_mark_are_done() -> 
     device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
     places, source = [arena.take(1024) for _ in range(2)], produce(device, 1024)
     for place in places:
-        place.guard.claim(out)
+        place.region.guard.claim(out)
         device.copy(place.parts[0], source, out)
         arena.give(place)
     arena.trim([out])  # the copies take a second each: their bytes must be waited for
     first = arena.take(1024)
-    assert len(first.guard.events(device)) == 1
+    assert len(first.region.guard.events(device)) == 1
     device.compute(3.0)
     second = arena.take(1024)
-    assert second.guard.events(device) == []  # and not again
+    assert second.region.guard.events(device) == []  # and not again
     assert arena._cooling._spans == [] and first.region.spans != second.region.spans

@@ -12,6 +12,7 @@ import pytest
 from ebbtide.store.buffers import CHUNK_BYTES, Buffer, BufferPool
 from ebbtide.store.claims import Claims
 from ebbtide.store.disk import DiskTier
+from tests.helpers.slots import copy_out
 from tests.unit.store.conftest import noise
 
 
@@ -54,9 +55,9 @@ def test_an_interrupted_release_is_repeated() -> None:
 def test_nothing_in_python_runs_when_a_saved_tensor_dies(disk: Path, kind: str) -> None:
     """An interrupt noticed there would be lost. See [Note: death and interrupts]."""
     tier, pool, ran = DiskTier(disk), BufferPool(), list[str]()
-    held: list[Any] = [tier.copy_out(noise(1 << 20)) if kind == "slot on disk" else Buffer(5000, 64, pool).tensor()]
+    held: list[Any] = [copy_out(tier, noise(1 << 20)) if kind == "slot on disk" else Buffer(5000, 64, pool).tensor()]
     if kind == "slot on disk":
-        held[0].wait_copied_out()
+        tier.wait_copied_out(held)
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":

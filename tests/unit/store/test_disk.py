@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -23,11 +23,18 @@ import torch
 from ebbtide.base.errors import ConfigError, DiskError, DiskFullError
 from ebbtide.store import diskwork
 from ebbtide.store.disk import DiskTier
+from ebbtide.store.protocol import Slot, copy_out_one
 from tests.helpers.failing import failing
-from tests.helpers.slots import small_disk
+from tests.helpers.slots import copy_out, small_disk
 from tests.unit.store.conftest import Gate, noise
 
 MIB = 1 << 20
+
+
+def take(slots: Sequence[Slot]) -> None:
+    """Take the bytes of each."""
+    for slot in slots:
+        slot.take()
 
 
 def owns_its_storage(tensor: torch.Tensor, nbytes: int) -> bool:
@@ -43,9 +50,9 @@ def owns_its_storage(tensor: torch.Tensor, nbytes: int) -> bool:
 @pytest.mark.parametrize("offset", [0, 1, 448, 4095])
 def test_bytes_come_back(tier: DiskTier, nbytes: int, offset: int) -> None:
     source = noise(nbytes, offset)
-    expected, slot = source.clone(), tier.copy_out(source)
-    slot.wait_copied_out()
-    assert slot.copied_out
+    expected, slot = source.clone(), copy_out(tier, source)
+    tier.wait_copied_out([slot])
+    assert tier.are_copied_out([slot])
     source.zero_()
     first = slot.take()
     second = slot.take()
@@ -63,7 +70,7 @@ def test_ever_new_sizes_leave_nothing_for_the_collector(tier: DiskTier) -> None:
         before = len(ctypes.Array.__subclasses__())
         for pages in range(300, 330):
             source = noise(4096 * pages)
-            assert torch.equal(tier.copy_out(source).take(), source)
+            assert torch.equal(copy_out(tier, source).take(), source)
         assert len(ctypes.Array.__subclasses__()) < before + 10
     finally:
         gc.enable()
@@ -71,8 +78,8 @@ def test_ever_new_sizes_leave_nothing_for_the_collector(tier: DiskTier) -> None:
 
 def test_takes_before_the_write_is_done_wait_for_it(tier: DiskTier, write_gate: Gate) -> None:
     expected = noise(MIB)
-    slots = [tier.copy_out(expected.clone()) for _ in range(3)]
-    slots[2].prefetch()
+    slots = [copy_out(tier, expected.clone()) for _ in range(3)]
+    tier.prefetch([slots[2]])
     write_gate.open()
     tier.stalls.reader = "who waited"
     assert torch.equal(slots[2].take(), expected)
@@ -83,73 +90,45 @@ def test_takes_before_the_write_is_done_wait_for_it(tier: DiskTier, write_gate: 
 def test_source_is_held_until_written_and_then_dropped(tier: DiskTier, write_gate: Gate) -> None:
     source = noise(MIB)
     storage = weakref.ref(source.untyped_storage())
-    slot = tier.copy_out(source)
+    slot = copy_out(tier, source)
     del source
-    assert storage() is not None and not slot.copied_out
+    assert storage() is not None and not tier.are_copied_out([slot])
     write_gate.open()
-    slot.wait_copied_out()
+    tier.wait_copied_out([slot])
     assert storage() is None
 
 
 def test_cancel_stops_only_copies_that_have_not_begun(tier: DiskTier, write_gate: Gate) -> None:
-    begun, waiting = tier.copy_out(noise(MIB)), tier.copy_out(noise(MIB))
+    begun, waiting = copy_out(tier, noise(MIB)), copy_out(tier, noise(MIB))
     assert write_gate.came.wait(60)
     assert not begun.cancel()
-    waiting.prefetch()
+    tier.prefetch([waiting])
     assert waiting.cancel()
     assert not waiting.cancel()
     with pytest.raises(DiskError, match="freed or cancelled"):
         waiting.take()
     write_gate.open()
-    begun.wait_copied_out()
+    tier.wait_copied_out([begun])
     assert not begun.cancel()
     assert tier.used_bytes <= MIB
     assert tier.counters.out_bytes == MIB
 
 
-def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskTier, write_gate: Gate) -> None:
-    slot = tier.copy_out(noise(MIB))
-    assert write_gate.came.wait(60)
-    slot.free()
-    slot.free()
-    assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]  # it has no owner, and the write still uses it
-    write_gate.open()
-    tier.copy_out(noise(MIB)).wait_copied_out()  # one writer: the first write has ended
-    gc.collect()
-    assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
-    with pytest.raises(DiskError, match="freed"):
-        slot.take()
-
-
 def test_a_write_that_was_stopped_counts_what_was_written(tier: DiskTier, write_gate: Gate) -> None:
-    slot = tier.copy_out(noise(64 * MIB))
+    slot = copy_out(tier, noise(64 * MIB))
     assert write_gate.came.wait(60)
     slot.free()
     assert tier.used_bytes == 0
     write_gate.open()
-    tier.copy_out(noise(MIB)).wait_copied_out()
+    copy_out_one(tier, noise(MIB))
     assert tier.counters.out_bytes == (8 + 1) * MIB, "a chunk, and the second source"
-
-
-def test_freed_while_it_is_read_the_place_returns_after_the_read(tier: DiskTier, read_gate: Gate) -> None:
-    slot, other = tier.copy_out(noise(MIB)), tier.copy_out(noise(MIB))
-    slot.prefetch()
-    assert read_gate.came.wait(60)
-    slot.free()
-    held = tier.used_bytes
-    assert tier.gauges()["disk_draining_bytes"] == held > 0  # one place each, of the same size
-    read_gate.open()
-    other.take()
-    assert tier.used_bytes == held and tier.gauges()["disk_draining_bytes"] == 0
-    other.free()
-    assert tier.used_bytes == 0
 
 
 def test_a_slot_that_is_freed_before_its_awaited_read_begins_names_the_read(
     tier: DiskTier, read_gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot, other = tier.copy_out(noise(MIB)), tier.copy_out(noise(MIB))
-    other.prefetch()
+    slot, other = copy_out(tier, noise(MIB)), copy_out(tier, noise(MIB))
+    tier.prefetch([other])
     assert read_gate.came.wait(60)
     wait = tier._work._wait_until
 
@@ -163,17 +142,10 @@ def test_a_slot_that_is_freed_before_its_awaited_read_begins_names_the_read(
         slot.take()
 
 
-def test_a_dropped_slot_gives_its_place_back(tier: DiskTier) -> None:
-    slot = tier.copy_out(noise(MIB))
-    slot.wait_copied_out()
-    del slot
-    assert tier.used_bytes == 0
-
-
 def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
     # For example if the garbage collector frees a ticket in a thread that is inside the tier.
-    slot = tier.copy_out(noise(MIB))
-    slot.wait_copied_out()
+    slot = copy_out(tier, noise(MIB))
+    tier.wait_copied_out([slot])
     freeing = threading.Thread(target=slot.free)
     with tier._work._lock:
         freeing.start()
@@ -185,7 +157,7 @@ def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
 def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
     source = noise(300_000)
     for _ in range(1000):
-        slot = tier.copy_out(source)
+        slot = copy_out(tier, source)
         taken = slot.take()
         slot.free()
     assert torch.equal(taken, source)
@@ -201,19 +173,14 @@ def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
 
 
 def test_memory_of_reads_goes_at_once_where_freed_memory_is_returned(tier: DiskTier) -> None:
-    for _ in range(500):
-        slot = tier.copy_out(noise(300_000))
-        slot.take()
-        slot.free()
-    tier.trim()
-    assert tier._work.pool.size_bytes == 16 * MIB
-    tier.return_freed_memory()
-    for _ in range(500):
-        slot = tier.copy_out(noise(300_000))
-        slot.take()
-        slot.free()
-    tier.trim()
-    assert tier._work.pool.size_bytes == 0
+    for kept in (16 * MIB, 0):
+        for _ in range(500):
+            slot = copy_out(tier, noise(300_000))
+            slot.take()
+            slot.free()
+        tier.trim()
+        assert tier._work.pool.size_bytes == kept
+        tier.return_freed_memory()
 
 
 def test_threads_at_rest_serve_several_slots_at_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +232,11 @@ def test_a_failed_write_of_one_is_an_error_for_all(tier: DiskTier, monkeypatch: 
 def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diskwork, "_WINDOW_BYTES", 2 * MIB)
     tier = DiskTier(disk)
-    slots = [tier.copy_out(noise(MIB)) for _ in range(6)]
+    slots = [copy_out(tier, noise(MIB)) for _ in range(6)]
     assert tier._work._out_bytes <= 2 * MIB
-    slots[-1].wait_copied_out()
+    tier.wait_copied_out([slots[-1]])
     for slot in slots:
-        slot.prefetch()
+        tier.prefetch([slot])
     assert torch.equal(slots[5].take(), slots[5].take())  # one that waits for room is served when it is taken
     assert tier._work._ahead_bytes <= 2 * MIB
     for slot in slots:
@@ -280,48 +247,42 @@ def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeyp
 
 def test_a_full_disk_says_what_is_needed_and_free(disk: Path) -> None:
     tier = small_disk(disk, 4 * MIB)
-    slots = [tier.copy_out(noise(MIB)) for _ in range(3)]
+    slots = [copy_out(tier, noise(MIB)) for _ in range(3)]
     with pytest.raises(DiskFullError, match=r"2\.0 MiB needed, 1\.0 MiB free in ") as caught:
-        tier.copy_out(noise(2 * MIB + 4096))
+        copy_out(tier, noise(2 * MIB + 4096))
     assert "hint: " in str(caught.value)
     assert tier.free_bytes == 4 * MIB - tier.used_bytes
     slots[0].free()
     slots[1].free()
-    tier.copy_out(noise(2 * MIB)).wait_copied_out()
+    copy_out_one(tier, noise(2 * MIB))
     tier.close()
 
 
 def test_a_full_disk_is_raised_from_the_copy_out(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         with pytest.raises(DiskFullError, match="needed") as caught:
-            tier.copy_out(noise(MIB))
+            copy_out(tier, noise(MIB))
         assert isinstance(caught.value.__cause__, OSError)
     assert tier.used_bytes == 0
-    tier.copy_out(noise(MIB)).wait_copied_out()
+    copy_out_one(tier, noise(MIB))
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, DiskError)])
 def test_a_failed_write_is_raised_at_every_use(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[DiskError]
 ) -> None:
-    def fail(*args: object) -> int:
-        raise OSError(number, os.strerror(number))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", fail)
-        slot = tier.copy_out(noise(MIB))
-        slot.prefetch()
-        for ask in (slot.wait_copied_out, slot.take, slot.take, slot.prefetch, lambda: slot.copied_out):
+        patch.setattr(os, "pwritev", failing(number))
+        slot = copy_out(tier, noise(MIB))
+        tier.prefetch([slot])
+        for ask in (tier.wait_copied_out, take, take, tier.prefetch, tier.are_copied_out):
             with pytest.raises(kind, match="writing 1.0 MiB") as caught:
-                ask()
+                ask([slot])
             assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number
     slot.free()
     assert tier.used_bytes == 0
-    good = tier.copy_out(noise(MIB))
+    good = copy_out(tier, noise(MIB))
     good.take()
 
 
@@ -340,27 +301,23 @@ def test_short_writes_and_reads_are_continued(tier: DiskTier, monkeypatch: pytes
     monkeypatch.setattr(os, "pwritev", short_write)
     monkeypatch.setattr(os, "preadv", short_read)
     source = noise(300_001)
-    assert torch.equal(tier.copy_out(source).take(), source)
+    assert torch.equal(copy_out(tier, source).take(), source)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_an_end_of_bytes_is_an_error(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(os, call, lambda *args: 0)
-    slot = tier.copy_out(noise(MIB))
+    slot = copy_out(tier, noise(MIB))
     with pytest.raises(DiskError, match="short"):
         slot.take()
 
 
 def test_failed_read_is_raised_and_a_later_take_tries_again(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     source = noise(MIB)
-    slot = tier.copy_out(source)
-
-    def fail(*args: object) -> int:
-        raise OSError(errno.EIO, "broken")
-
+    slot = copy_out(tier, source)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", fail)
-        slot.prefetch()
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        tier.prefetch([slot])
         with pytest.raises(DiskError, match="reading 1.0 MiB"):
             slot.take()
     assert torch.equal(slot.take(), source)
@@ -380,12 +337,12 @@ def test_a_thread_that_dies_hangs_nobody(
         raise error("no more")
 
     monkeypatch.setattr(tier._work, place, die)
-    slot = tier.copy_out(noise(MIB))
+    slot = copy_out(tier, noise(MIB))
     text = rf"^the {thread} thread of the disk tier failed: {error.__name__}\('no more'\); expected a disk tier "
     text += "without errors\nhint: close this handle"
-    for ask in (slot.take, slot.take, slot.wait_copied_out, lambda: slot.copied_out, lambda: tier.copy_out(noise(MIB))):
+    for ask in (take, take, tier.wait_copied_out, tier.are_copied_out, lambda _: copy_out(tier, noise(MIB))):
         with pytest.raises(DiskError, match=text) as caught:
-            ask()
+            ask([slot])
         assert isinstance(caught.value.__cause__, error)
     slot.free()
     monkeypatch.undo()
@@ -398,7 +355,7 @@ def test_a_thread_that_vanished_hangs_nobody(
     tier: DiskTier, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, thread: int
 ) -> None:
     monkeypatch.setattr(diskwork, "_WAKE_SECONDS", 0.01)
-    slot = tier.copy_out(noise(MIB))
+    slot = copy_out(tier, noise(MIB))
     monkeypatch.setattr(tier._work._threads[thread], "is_alive", lambda: False)
     with pytest.raises(DiskError, match=r"a thread of the disk tier has died; expected .*\nhint: close this handle"):
         slot.take()
@@ -406,7 +363,7 @@ def test_a_thread_that_vanished_hangs_nobody(
 
 def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, write_gate: Gate) -> None:
     source = noise(MIB)
-    slot = tier.copy_out(source)
+    slot = copy_out(tier, source)
 
     def interrupt() -> None:
         while slot._parcel.read is not None or not tier._work._reads:  # until take() has begun to wait
@@ -427,8 +384,8 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
 
 @pytest.mark.parametrize("cause", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError()])
 def test_a_read_without_memory_does_not_blame_the_disk(cause: Exception, tier: DiskTier) -> None:
-    slot = tier.copy_out(noise(MIB))
-    slot.wait_copied_out()
+    slot = copy_out(tier, noise(MIB))
+    tier.wait_copied_out([slot])
     with mock.patch.object(tier._work.pool, "chunk_for", side_effect=cause), pytest.raises(DiskError) as caught:
         slot.take()
     assert "expected memory for these bytes" in str(caught.value) and "smaller window" in str(caught.value)
@@ -453,21 +410,21 @@ def test_a_thread_that_cannot_start_leaves_nothing(missing: str, disk: Path, mon
 
 def test_after_close(disk: Path) -> None:
     tier = DiskTier(disk)
-    slot = tier.copy_out(noise(MIB))
-    slot.wait_copied_out()
+    slot = copy_out(tier, noise(MIB))
+    tier.wait_copied_out([slot])
     tier.close()
     tier.close()
     slot.free()
     tier.trim()
     assert tier.used_bytes == 0
-    for ask in (lambda: tier.copy_out(noise(9)), slot.take, slot.wait_copied_out, slot.prefetch, slot.cancel):
+    for ask in (take, tier.wait_copied_out, tier.prefetch, lambda _: copy_out(tier, noise(9)), lambda _: slot.cancel()):
         with pytest.raises(DiskError, match="closed"):
-            ask()
+            ask([slot])
     assert not [x for x in threading.enumerate() if x in tier._work._threads]
 
 
 def test_close_drops_what_waits(tier: DiskTier, write_gate: Gate) -> None:
-    slots = [tier.copy_out(noise(MIB)) for _ in range(3)]
+    slots = [copy_out(tier, noise(MIB)) for _ in range(3)]
     storages = [weakref.ref(s._parcel.source.untyped_storage()) for s in slots if s._parcel.source is not None]
     closing = threading.Thread(target=tier.close)
     closing.start()
@@ -479,7 +436,7 @@ def test_close_drops_what_waits(tier: DiskTier, write_gate: Gate) -> None:
 
 def test_a_tier_that_is_dropped_lets_its_threads_go(disk: Path) -> None:
     tier = DiskTier(disk)
-    tier.copy_out(noise(MIB)).wait_copied_out()
+    copy_out_one(tier, noise(MIB))
     threads, fd = tier._work._threads, tier._work._file.fd
     del tier
     gc.collect()
@@ -492,7 +449,7 @@ def test_a_tier_that_is_dropped_lets_its_threads_go(disk: Path) -> None:
 
 def test_memory_outlives_the_tier(disk: Path) -> None:
     tier, source = DiskTier(disk), noise(MIB)
-    taken = tier.copy_out(source).take()
+    taken = copy_out(tier, source).take()
     tier.close()
     del tier
     gc.collect()
@@ -501,15 +458,15 @@ def test_memory_outlives_the_tier(disk: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_child_is_refused(tier: DiskTier) -> None:
-    slot = tier.copy_out(noise(MIB))
-    slot.wait_copied_out()
+    slot = copy_out(tier, noise(MIB))
+    tier.wait_copied_out([slot])
     child = os.fork()
     if child == 0:
         code = 1
         try:
             slot.free()
             tier.trim()
-            tier.copy_out(noise(10))
+            copy_out(tier, noise(10))
         except DiskError as error:
             code = 0 if "forked child" in str(error) else 2
         finally:
@@ -520,7 +477,7 @@ def test_a_forked_child_is_refused(tier: DiskTier) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_closing_frees_the_disk_though_a_forked_child_lives(tier: DiskTier) -> None:
-    tier.copy_out(noise(MIB)).wait_copied_out()
+    copy_out_one(tier, noise(MIB))
     file = tier._work._file.fd
     release, held = os.pipe()
     child = os.fork()
@@ -540,7 +497,7 @@ def test_closing_frees_the_disk_though_a_forked_child_lives(tier: DiskTier) -> N
 
 
 def test_blocks_of_a_growth_that_failed_are_returned(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier.copy_out(noise(MIB)).wait_copied_out()
+    copy_out_one(tier, noise(MIB))
     file, allocate = tier._work._file, os.posix_fallocate
     before = os.fstat(file.fd)
 
@@ -562,8 +519,8 @@ def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(os, "O_TMPFILE", 0)
     tier = DiskTier(disk)
     source = noise(MIB)
-    slot = tier.copy_out(source)
-    slot.wait_copied_out()
+    slot = copy_out(tier, source)
+    tier.wait_copied_out([slot])
     assert list(disk.iterdir()) == []
     assert torch.equal(slot.take(), source)
     tier.close()
@@ -573,7 +530,7 @@ def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tm
 def test_kill_leaves_nothing(disk: Path) -> None:
     script = (
         "import sys, torch; from ebbtide.store.disk import DiskTier; t = DiskTier(sys.argv[1]); "
-        "s = t.copy_out(torch.ones(1 << 24, dtype=torch.uint8)); s.wait_copied_out(); print('offloaded', flush=True); "
+        "t.wait_copied_out(t.copy_out_all([torch.ones(1 << 24, dtype=torch.uint8)])); print('offloaded', flush=True); "
         "sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -600,23 +557,20 @@ def test_refused_direct_io_is_logged_once_and_replaced_by_buffered_io(
     with caplog.at_level(logging.WARNING, "ebbtide.store"):
         tier = DiskTier(disk)
         source = noise(MIB + 3)
-        assert torch.equal(tier.copy_out(source).take(), source)
-        assert not tier.direct
+        assert torch.equal(copy_out(tier, source).take(), source)
+        assert not tier._work._file.direct
         monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, hidden by the page cache until then
-        slot = tier.copy_out(source)
+        slot = copy_out(tier, source)
         with pytest.raises(DiskError, match="Input/output error"):
-            slot.wait_copied_out()
+            tier.wait_copied_out([slot])
         tier.close()
     assert [r.message.split(":")[0] for r in caplog.records] == [f"direct I/O is refused in {disk}"]
 
 
 def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*args: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no")
-
-    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
     source = noise(MIB)
-    assert torch.equal(tier.copy_out(source).take(), source)
+    assert torch.equal(copy_out(tier, source).take(), source)
 
 
 @pytest.mark.parametrize(
@@ -630,11 +584,11 @@ def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch:
 )
 def test_only_plain_bytes_are_copied_out(tier: DiskTier, source: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="expected a contiguous"):
-        tier.copy_out(source)
+        copy_out(tier, source)
 
 
 def test_counters_count(tier: DiskTier) -> None:
-    slot = tier.copy_out(noise(MIB))
+    slot = copy_out(tier, noise(MIB))
     slot.take()
     slot.take()
     assert tier.counters.out_bytes == MIB and tier.counters.in_bytes == 2 * MIB
@@ -650,9 +604,9 @@ def test_many_threads_take_and_free(tier: DiskTier) -> None:
         try:
             for i in range(30):
                 source = sources[(seed + i) % len(sources)]
-                slot = tier.copy_out(source)
+                slot = copy_out(tier, source)
                 if i % 3:
-                    slot.prefetch()
+                    tier.prefetch([slot])
                 if i % 5 == 4:
                     slot.free()
                     continue

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.base.errors import DiskFullError
+from ebbtide.base.errors import DiskError, DiskFullError
 from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.extents import round_up
+from ebbtide.store.protocol import copy_out_one
 from tests.helpers.handles import training
 from tests.helpers.interrupts import Fuse
-from tests.helpers.slots import small_disk
+from tests.helpers.slots import copy_out, small_disk
 from tests.unit.store.conftest import Gate, noise
 
 MIB = 1 << 20
@@ -58,32 +59,35 @@ def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.Mo
 
 
 def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, write_gate: Gate) -> None:
-    dying, source = tier.copy_out(noise(MIB)), noise(MIB)
+    dying, source = copy_out(tier, noise(MIB)), noise(MIB)
     assert write_gate.came.wait(60)
-    dying.free()
+    for _ in range(2):
+        dying.free()
     assert tier.used_bytes == tier.gauges()["disk_used_bytes"] == 0
     assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.interior_bytes)
-    slot = tier.copy_out(source)
+    slot = copy_out(tier, source)
     assert 0 < slot._parcel.interior_bytes <= tier.used_bytes
     assert slot._parcel.place >= dying._parcel.interior_bytes  # after the one that is still being written
     write_gate.open()
     assert torch.equal(slot.take(), source)  # one writer: the first write has ended
     assert tier.gauges()["disk_draining_bytes"] == 0
+    with pytest.raises(DiskError, match="freed"):
+        dying.take()
 
 
 def test_what_is_read_for_a_dead_slot_is_never_another_slots_place(tier: DiskTier, read_gate: Gate) -> None:
-    dying, source = tier.copy_out(noise(MIB)), noise(MIB)
-    dying.prefetch()
+    dying, source = copy_out(tier, noise(MIB)), noise(MIB)
+    tier.prefetch([dying])
     assert read_gate.came.wait(60)
     place = dying._parcel.place
     dying.free()
     assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]
-    slot = tier.copy_out(source)
+    slot = copy_out(tier, source)
     assert slot._parcel.place != place
     read_gate.open()
     assert torch.equal(slot.take(), source)
     assert tier.gauges()["disk_draining_bytes"] == 0
-    again = tier.copy_out(noise(MIB))
+    again = copy_out(tier, noise(MIB))
     assert again._parcel.place == place  # now it is free
 
 
@@ -91,10 +95,10 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
     tier, gate = small_disk(disk, MIB), Gate(os.pwritev)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", gate)
-        dying, source = tier.copy_out(noise(MIB)), noise(MIB)
+        dying, source = copy_out(tier, noise(MIB)), noise(MIB)
         assert gate.came.wait(60)
         with pytest.raises(DiskFullError):
-            tier.copy_out(source)  # it has an owner
+            copy_out(tier, source)  # it has an owner
         dying.free()
         assert tier.free_bytes == MIB  # places in use by a thread are waited for
         waits, wait_until = threading.Event(), tier._work._wait_until
@@ -107,7 +111,7 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
         opening = threading.Thread(target=lambda: waits.wait(60) and gate.open())
         opening.start()
         try:
-            slot = tier.copy_out(source)
+            slot = copy_out(tier, source)
         finally:
             gate.open()
             waits.set()
@@ -121,16 +125,16 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
 @pytest.mark.parametrize("nbytes", [MIB, 100])  # the smaller ones are not on disk
 def test_a_dead_slot_holds_nothing(tier: DiskTier, write_gate: Gate, nbytes: int, prefetched: bool) -> None:
     """Also one that dies while its bytes are written or read."""
-    writing = tier.copy_out(noise(MIB))
+    writing = copy_out(tier, noise(MIB))
     assert write_gate.came.wait(60)
-    slots = [writing, tier.copy_out(noise(nbytes))]
+    slots = [writing, copy_out(tier, noise(nbytes))]
     if prefetched:
         tier.prefetch(slots)
     dead = [weakref.ref(slot._parcel) for slot in slots]
     del slots, writing
     assert tier.used_bytes == 0
     write_gate.open()
-    tier.copy_out(noise(MIB)).wait_copied_out()
+    copy_out_one(tier, noise(MIB))
     assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
     assert [parcel() for parcel in dead] == [None, None]
     assert tier._work._ahead_bytes == 0
@@ -172,13 +176,13 @@ def test_interrupted_copies_out_of_several_free_all_their_places(tier: DiskTier)
 def test_an_interrupted_copy_out_never_frees_a_place_of_another(tier: DiskTier) -> None:
     """A shell may keep the exception for long, and with it the slot that was never returned."""
     source, count = noise(UNIT), 0
-    for held, where in interrupted(lambda: tier.copy_out(source)):
+    for held, where in interrupted(lambda: copy_out(tier, source)):
         count += 1
         assert tier.used_bytes <= UNIT, where
         content = noise(UNIT)
-        slots = [tier.copy_out(content)]
+        slots = [copy_out(tier, content)]
         held.clear()
-        slots += [tier.copy_out(noise(UNIT)) for _ in range(3)]
+        slots += [copy_out(tier, noise(UNIT)) for _ in range(3)]
         assert len({slot._parcel.place for slot in slots}) == 4, where
         assert torch.equal(slots[0].take(), content), where
         slots.clear()
@@ -192,10 +196,10 @@ def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, pr
     kept: list[DiskSlot] = []  # a place must not wait for its slot to die
 
     def work() -> None:
-        kept.append(tier.copy_out(noise(UNIT)))
+        kept.append(copy_out(tier, noise(UNIT)))
         if prefetched:
-            kept[-1].wait_copied_out()
-            kept[-1].prefetch()
+            tier.wait_copied_out([kept[-1]])
+            tier.prefetch([kept[-1]])
         kept[-1].free()
         tier.trim()
 
@@ -204,7 +208,7 @@ def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, pr
         for slot in kept:
             slot.free()
         assert tier.used_bytes == 0, where
-        tier.copy_out(noise(UNIT)).take()
+        copy_out(tier, noise(UNIT)).take()
         assert tier.used_bytes == tier._work._out_bytes == tier._work._ahead_bytes == 0, where
         assert tier.gauges()["disk_draining_bytes"] == 0, where
     assert len(kept) > 50
@@ -212,12 +216,12 @@ def test_a_place_is_free_wherever_its_release_was_interrupted(tier: DiskTier, pr
 
 @pytest.mark.usefixtures("no_collector")
 def test_a_place_is_free_wherever_its_cancellation_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
-    begun, kept = tier.copy_out(noise(UNIT)), list[DiskSlot]()
+    begun, kept = copy_out(tier, noise(UNIT)), list[DiskSlot]()
     assert write_gate.came.wait(60)
     used = tier.used_bytes
 
     def work() -> None:
-        kept.append(tier.copy_out(noise(UNIT)))
+        kept.append(copy_out(tier, noise(UNIT)))
         assert kept[-1].cancel()
 
     for held, where in interrupted(work):
@@ -225,15 +229,15 @@ def test_a_place_is_free_wherever_its_cancellation_was_interrupted(tier: DiskTie
         for slot in kept:
             slot.free()
         assert tier.used_bytes == used and tier.gauges()["disk_draining_bytes"] == 0, where
-    assert len(kept) > 20 and not begun.copied_out
+    assert len(kept) > 20 and not tier.are_copied_out([begun])
 
 
 @pytest.mark.usefixtures("no_collector")
 def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: DiskTier) -> None:
     """A lock released twice may be taken away from the thread that holds it by then."""
     source = noise(UNIT)
-    slot, struck = tier.copy_out(source), set[str]()
-    slot.wait_copied_out()
+    slot, struck = copy_out(tier, source), set[str]()
+    tier.wait_copied_out([slot])
     for held, where in interrupted(slot.take, threading.__file__):
         held.clear()
         assert torch.equal(slot.take(), source), where
@@ -245,14 +249,14 @@ def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: 
 
 @pytest.mark.usefixtures("no_collector")
 def test_a_read_whose_asking_was_interrupted_is_done_once(tier: DiskTier, read_gate: Gate) -> None:
-    blocking, slot, count = tier.copy_out(noise(UNIT)), tier.copy_out(noise(UNIT)), 0
-    slot.wait_copied_out()
-    blocking.prefetch()
+    blocking, slot, count = copy_out(tier, noise(UNIT)), copy_out(tier, noise(UNIT)), 0
+    tier.wait_copied_out([slot])
+    tier.prefetch([blocking])
     assert read_gate.came.wait(60)  # the reader is busy: no read of the other slot begins
-    for held, where in interrupted(slot.prefetch):
+    for held, where in interrupted(lambda: tier.prefetch([slot])):
         count += 1
         held.clear()
-        slot.prefetch()
+        tier.prefetch([slot])
         assert [read.parcel for read in tier._work._reads] == [slot._parcel], where
         slot.discard()
     assert count > 5

@@ -21,9 +21,9 @@ class Asked(FakeDevice):
 
     asked = 0
 
-    def free_memory(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, device: torch.device) -> FreeMemory | None:
         self.asked += 1
-        return super().free_memory(where)
+        return super().free_memory(device)
 
 
 def test_one_answer_serves_for_half_of_what_is_free_and_for_no_more_than_some_copies() -> None:

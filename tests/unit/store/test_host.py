@@ -127,7 +127,7 @@ def test_places_are_reused_and_nothing_new_is_allocated() -> None:
             slot.take()
             slot.free()
         tier.trim()
-        assert device.host_calls == 1 and device.host_bytes == tier.arena.reserved_bytes == 1024
+        assert device.host_calls == 1 and device.host_bytes == tier.gauges()["host_held_bytes"] == 1024
     assert tier.used_bytes == 0 and tier.free_bytes == 1024
     tier.close()
     assert device.host_bytes == 0
@@ -392,7 +392,7 @@ def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPa
         try:
             for name in ("query", "synchronize", "record", "wait", "free_host"):
                 monkeypatch.setattr(device, name, refuse)
-            assert tier.used_bytes == tier.arena.used_bytes == 100 and tier.counters.out_bytes == 100
+            assert tier.used_bytes == tier.gauges()["host_used_bytes"] == 100 and tier.counters.out_bytes == 100
             assert tier.free_bytes is None
             slot.free()
             del slot

@@ -68,16 +68,25 @@ def outcome(trainee: Trainee) -> EbbtideError | None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, DiskError), (errno.ENOSPC, DiskFullError)])
+@pytest.mark.parametrize(
+    ("instead", "kind", "number", "text"),
+    [
+        pytest.param(failing(errno.EIO), DiskError, errno.EIO, os.strerror(errno.EIO), id="fails"),
+        pytest.param(failing(errno.ENOSPC), DiskFullError, errno.ENOSPC, os.strerror(errno.ENOSPC), id="is full"),
+        pytest.param(lambda *args: 0, DiskError, errno.EIO, "short", id="ends early"),
+    ],
+)
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_every_write_and_every_read_may_fail(call: str, number: int, kind: type[DiskError], policy: str) -> None:
+def test_every_write_and_every_read_may_fail(
+    call: str, instead: Callable[..., int], kind: type[DiskError], number: int, text: str, policy: str
+) -> None:
     with training(policy, "disk", window=WINDOW) as trainee:
-        with instead_of(call, failing(number)) as counting:
+        with instead_of(call, instead) as counting:
             assert outcome(trainee) is None
         assert counting.calls >= 2  # the first input is not read back where its owner keeps it
         noticed = 0
         for when in range(1, counting.calls + 1):
-            with instead_of(call, failing(number), when):
+            with instead_of(call, instead, when):
                 error = outcome(trainee)
             trainee.assert_recovers()
             if error is None:
@@ -85,25 +94,9 @@ def test_every_write_and_every_read_may_fail(call: str, number: int, kind: type[
             noticed += 1
             assert type(error) is kind and error.__context__ is None  # chained to its cause alone
             doing = "writing" if call == "pwritev" else "reading"
-            assert re.match(rf"{doing} [\d.]+ (KiB|B) (to|from) .* failed: .*{os.strerror(number)}", str(error))
+            assert re.match(rf"{doing} [\d.]+ (KiB|B) (to|from) .* failed: .*{text}", str(error))
             assert says_where(error), str(error)
             assert isinstance(error.__cause__, OSError) and error.__cause__.errno == number
-        assert noticed >= counting.calls - 2
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_every_write_and_every_read_may_end_early(call: str, policy: str) -> None:
-    with training(policy, "disk", window=WINDOW) as trainee:
-        with instead_of(call, lambda *args: 0) as counting:
-            assert outcome(trainee) is None
-        noticed = 0
-        for when in range(1, counting.calls + 1):
-            with instead_of(call, lambda *args: 0, when):
-                error = outcome(trainee)
-            trainee.assert_recovers()
-            noticed += error is not None
-            assert error is None or (type(error) is DiskError and "short" in str(error) and says_where(error)), error
         assert noticed >= counting.calls - 2
 
 
@@ -131,23 +124,16 @@ def test_what_is_written_and_read_in_parts_comes_whole(policy: str, monkeypatch:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_file_that_is_cut_off_under_us(policy: str) -> None:
-    tiny = build("mlp")
     with training(policy, "disk", window=WINDOW) as trainee:
         work: Any = trainee.handle._engine.tier._work
-        size = os.fstat(work._file.fd).st_size
-        assert tiny is not None and size > 0
-        cut = False
+        assert os.fstat(work._file.fd).st_size > 0
+        preadv = os.preadv
 
-        def cut_first(fd: int, views: list[memoryview], offset: int) -> int:
-            nonlocal cut
-            if not cut:
-                cut = True
-                os.ftruncate(fd, 0)
+        def cut_off(fd: int, views: list[memoryview], offset: int) -> int:
+            os.ftruncate(fd, 0)
             return preadv(fd, views, offset)
 
-        preadv = os.preadv
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "preadv", cut_first)
+        with instead_of("preadv", cut_off, 1):
             error = outcome(trainee)
         assert type(error) is DiskError and "short read: 0 of" in str(error) and says_where(error), str(error)
         trainee.assert_recovers()

@@ -25,7 +25,8 @@ from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.meter import store_bytes
 from ebbtide.store.protocol import Tier
-from ebbtide.store.spill import SpillSlot, SpillTier, SplitSlot
+from ebbtide.store.spill import SpillSlot, SpillTier
+from tests.helpers.failing import failing
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
@@ -64,8 +65,8 @@ def test_tiers_with_the_default_budget_have_one_together(disk: Path, monkeypatch
     tiers += [open_tier("host", disk_path=disk), open_tier("host", disk_path=disk, host_budget_bytes=8 * mib)]
     assert [store_bytes(tier) for tier in tiers] == [7 * mib, mib, mib, 7 * mib]
     slots += [copy_out(tier, produce(device, 4 * mib)) for tier in tiers[1:]]
-    assert [type(slot) for slot in slots] == [HostSlot, SplitSlot, SplitSlot, HostSlot]
-    assert sum(tier.host.arena.reserved_bytes for tier in tiers[:3]) <= (8 + 1) * mib  # each has a stage
+    assert [type(slot) for slot in slots] == [HostSlot, SpillSlot, SpillSlot, HostSlot]
+    assert sum(tier.gauges()["host_held_bytes"] for tier in tiers[:3]) <= (8 + 1) * mib  # each has a stage
     slots[0].free()
     tiers[0].close()
     assert store_bytes(tiers[1]) > 3 * mib
@@ -174,18 +175,19 @@ def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_n
         kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
         slot = copy_out(tier, produce(device, 8 * KIB))
         assert isinstance(slot, SpillSlot)
-        tier.host.wait_copied(slot.stage)
+        (piece,) = slot.pieces
+        tier.host.wait_copied(piece.stage)
         with tier._lock:
-            tier._pass_on(tier._disk)
-        slot.on_disk.wait_copied_out()
+            tier._pass_on()
+        tier._disk.wait_copied_out([piece.on_disk])
         tier.prefetch([slot])
         with tier._lock:
-            tier._pass_on(tier._disk)
-        assert slot.stage is not None
+            tier._pass_on()
+        assert piece.stage is not None
         slot.discard()
         with tier._lock:
-            assert tier._pass_on(tier._disk)
-        assert slot.stage is None and not tier._written
+            assert tier._pass_on()
+        assert piece.stage is None and not tier._written
         for each in (*kept, slot):
             each.free()
 
@@ -278,13 +280,10 @@ def test_a_disk_that_fails_within_a_storage_leaves_it_on_the_device(
 def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
     reason: str, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     folder = disk / "missing" if reason == "no directory" else disk
     with spilling(folder) as (device, tier):
         if reason == "disk full":
-            monkeypatch.setattr(os, "posix_fallocate", full)
+            monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         slots: list[tuple[Any, torch.Tensor]] = []
         with pytest.raises(CapError, match=r"no more than the host budget of 64\.0 KiB\nhint: raise host_budget"):
             while True:
@@ -303,13 +302,9 @@ def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPat
     with spilling(disk) as (device, tier):
         sources = [produce(device, 8 * KIB) for _ in range(12)]
         slots = [copy_out(tier, source) for source in sources]
-        spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.stage is None)
-
-        def fail(*args: Any) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+        spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.pieces[0].stage is None)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", fail)
+            patch.setattr(os, "preadv", failing(errno.EIO))
             with pytest.raises(DiskError, match="reading"):
                 spilled.take()
         for slot in slots:
@@ -350,7 +345,7 @@ def test_slots_die_in_any_thread_while_others_are_copied_out(disk: Path) -> None
 def test_a_dead_slot_holds_nothing(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         slots = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(12)]
-        stages = {slot.stage is None for slot in slots if isinstance(slot, SpillSlot)}
+        stages = {slot.pieces[0].stage is None for slot in slots if isinstance(slot, SpillSlot)}
         assert stages == {True, False}  # on disk, and still staged
         slots.clear()
         assert tier.used_bytes == 0
