@@ -5,15 +5,14 @@ The unit tests of their bytes are in ``tests/unit/engine/test_wrappers.py``, sev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -25,15 +24,6 @@ from tests.helpers.oracle import same_bits
 WIDTH, BLOCKS, STEPS = 16, 3, 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 class Block(nn.Module):
