@@ -354,7 +354,9 @@ def _argument(leaf: _Input, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # as autograd saves it, with its class and attributes
     tensor = tensor.detach().requires_grad_()
     plain = tensor.layout is torch.strided and not tensor.is_nested
-    return tensor.view_as(tensor) if plain and not leaf.is_leaf else tensor
+    if not plain or leaf.is_leaf:
+        return tensor
+    return tensor.view_as(tensor) if tensor.numel() else torch.ops.aten.alias(tensor)  # a DTensor refuses that view
 
 
 def _has_only_values(tensor: torch.Tensor) -> bool:

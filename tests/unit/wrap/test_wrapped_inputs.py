@@ -5,7 +5,7 @@ The unit tests of their bytes are in ``tests/unit/engine/test_wrappers.py``, sev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -154,16 +154,18 @@ KINDS = {
 }  # fmt: skip
 
 
-def train(kind: str, mesh: DeviceMesh, **given: Any) -> tuple[list[Tensor], Any]:
+def train(
+    kind: str, mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]] = ((4, 6, WIDTH),) * STEPS, **given: Any
+) -> tuple[list[Tensor], Any]:
     """Train; return the output and all gradients of each step, and the handle's figures."""
     torch.manual_seed(0)
     model = Model(lambda x: x, list)
     KINDS[kind](model, mesh)
     found: list[Tensor] = []
     handle = ebbtide.enable_activation_offloading(model, target="disk", min_bytes=0, **given) if given else None
-    for step in range(STEPS):
+    for step, shape in enumerate(shapes):
         torch.manual_seed(step)
-        y = model(torch.randn(4, 6, WIDTH))
+        y = model(torch.randn(shape))
         y.backward(torch.ones_like(y))
         values = [y, *(p.grad for p in model.parameters() if p.grad is not None)]
         found += [part.clone() for part in plain_tensors([value.detach() for value in values])]
@@ -197,3 +199,12 @@ def test_checkpointed_blocks_keep_no_more_than_what_is_in_their_inputs(kind: str
     _, stats = train(kind, mesh, enable_ckpt=True)
     assert stats.checkpointed_blocks == BLOCKS
     assert stats.offloaded_bytes + stats.kept_bytes < 0.3 * offloaded.unique_bytes
+
+
+@pytest.mark.parametrize("policy", ["minimal", "offload"])
+def test_a_dtensor_without_elements(policy: str, mesh: DeviceMesh) -> None:
+    """Such as the tokens of an expert that gets none."""
+    shapes = [(rows, WIDTH) for rows in (4, 4, 0, 4)]
+    plain, _ = train("sharded", mesh, shapes)
+    got, _ = train("sharded", mesh, shapes, policy=policy)
+    assert len(plain) == len(got) and all(map(same_bits, plain, got))
