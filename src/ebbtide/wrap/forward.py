@@ -72,16 +72,23 @@ class StandIn:
         module: The module; its attribute ``name`` is replaced on the instance.
         call: The replacement; it receives the original.
         name: ``"forward"`` or ``"_compiled_call_impl"``.
-        traced: Called when the stand-in is compiled into surrounding code, where it has no effect.
+        traced: Called when the stand-in is compiled into surrounding code, where it has no effect unless ``compiles``.
+        compiles: ``call`` may be compiled.
     """
 
     def __init__(
-        self, module: nn.Module, call: Call, name: str = "forward", *, traced: Callable[[], None] | None = None
+        self,
+        module: nn.Module,
+        call: Call,
+        name: str = "forward",
+        *,
+        traced: Callable[[], None] | None = None,
+        compiles: bool = False,
     ) -> None:
         self._first = behind = getattr(module, name)  # TorchScript writes it into the instance
         self.__doc__, self.__module__ = behind.__doc__, str(getattr(behind, "__module__", ""))
         self._module, self._name, self._call = module, name, call
-        self._traced = while_tracing(traced)
+        self._traced, self._compiles = while_tracing(traced), compiles
         self._own = module.__dict__.get(name)
         self._known = self._followed = self._find()  # a later one of the class may call the stand-in
         for method, without in _COPIED_BY.items():
@@ -92,7 +99,8 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._traced()
-            return self.__wrapped__(*args, **kwargs)
+            own = self.__wrapped__
+            return self._call(own, args, kwargs) if self._compiles else own(*args, **kwargs)
         found = self._find()
         if self._own is None and found is not self._known and _calls(found, self._name):
             return self._first(*args, **kwargs)
