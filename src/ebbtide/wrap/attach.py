@@ -250,9 +250,7 @@ class Attachment:
             with hooks as run:
                 with self._checkpointable.watched(run, scope.module, state, called):
                     if checkpointed:
-                        varies = self._checkpointable.varies(block, scope.module)
-                        ending = functools.partial(self._checkpointable.ending, block, scope.module, state)
-                        context = ForwardContext(scope.module, run, called.tensors, state, varies, ending)
+                        context = ForwardContext(scope.module, run, called.tensors, state, self._checkpointable)
                         output = context.call(called, self._seen_at.get(block.name, seen).unique_for(run.tally))
                     else:
                         output = self._followed_call(scope, run, called)

@@ -74,9 +74,6 @@ needed, so the third forward that would show it must not run."""
 Unfinished = Callable[[bool], bool]
 """Whether a second forward must run to its end: see ``Checkpointable.ending``."""
 
-Ending = Callable[[], Unfinished | None]
-"""``Checkpointable.ending`` of one block."""
-
 
 class Checkpointable:
     """Decides which blocks are checkpointed.

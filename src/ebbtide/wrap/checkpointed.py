@@ -30,7 +30,7 @@ from ebbtide.engine.guard import changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.called import Called, is_refused
-from ebbtide.wrap.checkpointable import Ending, Unfinished, Varies
+from ebbtide.wrap.checkpointable import Checkpointable, Unfinished, Varies
 from ebbtide.wrap.checkpointedcall import CheckpointedCall
 from ebbtide.wrap.generators import Restorable, generators, restore, states
 from ebbtide.wrap.state import State
@@ -73,8 +73,7 @@ class ForwardContext:
         run: Its run, by which its inputs are saved, and perhaps offloaded.
         inputs: Its input tensors.
         state: Contents of its modules now, if known.
-        varies: Called when the second forward differs, or a tensor of the modules has changed since.
-        ending: See ``Checkpointable.ending``.
+        checkpointable: Learns of a second forward that differs, or is cut off.
     """
 
     def __init__(
@@ -83,10 +82,10 @@ class ForwardContext:
         run: BlockRun,
         inputs: Sequence[torch.Tensor],
         state: State | None,
-        varies: Varies,
-        ending: Ending,
+        checkpointable: Checkpointable,
     ) -> None:
-        self._run, self._varies, self._ending = run, varies, ending
+        self._run, self._varies = run, checkpointable.varies(run.block, module)
+        self._ending = functools.partial(checkpointable.ending, run.block, module, state)
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
         self._leaves = [t for t in self._state.tensors if type(t) is nn.Parameter or (not is_refused(t) and t.is_leaf)]
