@@ -43,11 +43,11 @@ TIERS = ("disk", "host")
 
 
 class ByTable:
-    """A plan for tests: one action for all storages, or a function of the candidate."""
+    """A plan for tests: one action for all storages, or a function of the candidate; and one for all blocks."""
 
-    def __init__(self, choose: Action | Callable[[Candidate], Action]) -> None:
+    def __init__(self, choose: Action | Callable[[Candidate], Action], block: Action = Action.KEEP) -> None:
         self.name, self.recomputes = "table", True
-        self._choose = choose
+        self._choose, self._block = choose, block
         self.asked: list[Candidate] = []
 
     def choose(self, candidate: Candidate) -> Action:
@@ -55,7 +55,7 @@ class ByTable:
         return self._choose if isinstance(self._choose, Action) else self._choose(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        return Action.KEEP
+        return self._block
 
     def explain(self) -> str:
         return "a plan for tests"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -75,3 +75,25 @@ class Fuse:
                 self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"
                 raise self.error("planted")
         return self._step
+
+
+def interrupted_at(place: int, parts: Iterable[Any], work: Callable[[], object]) -> bool:
+    """Run ``work``, interrupted at the ``place``-th line of some functions; False: they ran fewer lines."""
+    codes, lines = {part.__code__ for part in parts}, 0
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines == place and event == "line":
+            raise KeyboardInterrupt
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: line if frame.f_code in codes else None)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return lines >= place

@@ -1304,14 +1304,14 @@ MUTANTS = (
     Mutant(
         "second forward: random numbers are those of now",
         "ebbtide/wrap/checkpointed.py",
-        "            restore(self._generators, self._random, randoms)\n",
+        "            restore(self._restorables, self._values, values)\n",
         "            pass\n",
         ONE_LAYER,
     ),
     Mutant(
         "second forward: its random numbers are drawn for good",
         "ebbtide/wrap/checkpointed.py",
-        "            restore(self._generators, randoms, states(self._generators))\n",
+        "            restore(self._restorables, values, states(self._restorables))\n",
         "            pass\n",
         ONE_LAYER,
     ),

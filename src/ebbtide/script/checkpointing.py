@@ -41,7 +41,7 @@ def checkpoint_model(model: nn.Module) -> str:
     for module in blocks:
         name = called_attribute(module)
         if getattr(module.__dict__.get(name), "_call", None) is not _checkpointed:  # as of a model that shares it
-            StandIn(module, _checkpointed, name)
+            StandIn(module, _checkpointed, name, compiles=True)
     around = [f"torch.utils.checkpoint around {len(blocks)} blocks"] if blocks else []
     return " and ".join([*(how for _, how in switched), *around])
 

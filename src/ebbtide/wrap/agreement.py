@@ -59,11 +59,8 @@ class Vote(StrEnum):
 def groups_of(model: nn.Module, *, ddp: bool = True) -> list[Ranks]:
     """Return the groups of ranks that share a part of the model with this one; none if nothing is distributed.
 
-    A group comes from the same mesh or process group on each of its ranks, so all of them identify it alike.
-
-    Args:
-        model: The model.
-        ddp: Include the groups of DDP, which no forward of a block needs.
+    A group comes from the same mesh or process group on each of its ranks, so all of them identify it alike. Groups of
+    DDP, which no forward of a block needs, are left out without ``ddp``.
     """
     if not is_distributed() or dist.get_backend() == "fake":  # it has no other ranks
         return []
@@ -82,14 +79,9 @@ def groups_of(model: nn.Module, *, ddp: bool = True) -> list[Ranks]:
 
 
 def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine, plan: str) -> dict[str, str]:
-    """Return the settings that ranks compare, each with its value in words.
-
-    The directory of the disk tier may differ.
+    """Return the settings that ranks compare, each with its value in words; the directory of the disk tier may differ.
 
     Args:
-        model: The model.
-        blocks: Its blocks.
-        engine: Has the options and the target.
         plan: How the plan described itself before it measured anything.
     """
     options = engine.options
@@ -143,8 +135,6 @@ class Agreement:
     """Compares a model's settings with the other ranks, once.
 
     Args:
-        model: The model.
-        engine: Has the options, the target and the plan.
         tree: Shows whether the model was wrapped since the last search for groups.
 
     Attributes:
@@ -192,11 +182,9 @@ class Votes:
         self._unseen: Counter[tuple[str, tuple[Ranks, ...]]] = Counter()  # blocks since no rank saw an input
 
     def decide(self, kind: str, block: nn.Module, wish: Vote, seen: Sequence[Ranks] = ()) -> bool:
-        """Return whether blocks of a kind are checkpointed.
+        """Return whether blocks of a kind are checkpointed, of which this rank has seen ``block``.
 
         Args:
-            kind: The kind; this rank has seen one of its blocks.
-            block: One of them.
             wish: The vote of this rank.
             seen: Groups with which similar blocks were seen to call collectives.
 

@@ -27,7 +27,7 @@ from ebbtide.wrap.agreement import Agreement, Votes
 from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, still_inside, under_fsdp1, weights_of
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.checkpointable import Checkpointable
-from ebbtide.wrap.checkpointed import REQUIRES_GRAD, ForwardContext, run_checkpointed
+from ebbtide.wrap.checkpointed import REQUIRES_GRAD, ForwardContext
 from ebbtide.wrap.checkpointedcall import is_checkpoint_hook
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.foreign_checkpoints import (
@@ -44,13 +44,12 @@ from ebbtide.wrap.forward import (
     called_attribute,
     in_backward,
     is_compiled,
-    is_compiled_inside,
     refuse_compiled_around,
     replays_graphs,
     running_transform,
 )
 from ebbtide.wrap.hooks import offloading
-from ebbtide.wrap.other_offloaders import attached, refuse_around, refuse_attached, refuse_compiled, refuse_taken
+from ebbtide.wrap.other_offloaders import attached, refuse_around, refuse_attached, refuse_compiled
 from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
@@ -251,11 +250,8 @@ class Attachment:
             with hooks as run:
                 with self._checkpointable.watched(run, scope.module, state, called):
                     if checkpointed:
-                        context = ForwardContext(scope.module, run, called.tensors, state)
-                        varies = self._checkpointable.varies(block, scope.module)
-                        saved_bytes = self._seen_at.get(block.name, seen).unique_for(run.tally)
-                        ending = functools.partial(self._checkpointable.ending, block, scope.module, state)
-                        output = run_checkpointed(called, context, run, saved_bytes, varies, ending)
+                        context = ForwardContext(scope.module, run, called.tensors, state, self._checkpointable)
+                        output = context.call(called, self._seen_at.get(block.name, seen).unique_for(run.tally))
                     else:
                         output = self._followed_call(scope, run, called)
                 if measured and not checkpointed:
@@ -295,8 +291,7 @@ class Attachment:
             theirs = kept.hook((run.pack, self.engine.unpack))
         finally:
             self.engine.end_block(run, checkpointed=True)
-        if theirs is not None:
-            refuse_taken(block.name, theirs)
+        refuse_around(block.name, theirs)
 
     def _leave_to_reentrant(self, scope: Scope, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a reentrant checkpoint around the previous block keeps."""
@@ -327,7 +322,7 @@ class Attachment:
 
     def _graphed(self, module: nn.Module) -> bool:
         """Whether a compiled block is replayed from device graphs. See [Note: device graphs]."""
-        graphed = is_compiled_inside(module) and replays_graphs()
+        graphed = is_compiled(module) and replays_graphs()
         if graphed:
             self._warn_once(
                 "nothing is offloaded in compiled blocks that torch replays from device graphs "
@@ -386,7 +381,8 @@ class Attachment:
         """Install the hooks around compiled blocks. See [Note: compiled blocks]."""
         refuse_compiled(self._blocks)
         for scope in self._scopes:
-            if is_compiled(scope.module):
+            compiled = scope.module._compiled_call_impl
+            if compiled is not None and not isinstance(compiled, StandIn):
                 scope.leave()
                 call = functools.partial(self._block_call, scope)
                 scope.inside.append(StandIn(scope.module, call, "_compiled_call_impl").remove)

@@ -77,7 +77,6 @@ def planned_blocks(
     """Return the blocks of a plan, which may have been chosen by what they save: see [Note: coverage].
 
     Args:
-        model: The model.
         found: Its blocks by structure; returned if they include those of the plan, or if the model lacks some of these.
         names: The blocks for which the plan has actions.
     """
@@ -178,7 +177,7 @@ def _numbered(children: Found, least: int) -> list[str]:
 def _largest(model: nn.Module) -> Found:
     """Return the largest modules with submodules; none if there are fewer than two."""
     name, module = "", model
-    while not is_compiled_wrapper(module) and not is_compiled(module):
+    while not is_compiled(module):
         children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children() if _composed(c)]
         if len(children) != 1:
             least = LARGE_CHILD * _numbers(model)

@@ -65,3 +65,11 @@ def unflatten(leaves: Iterator[Any], spec: Spec) -> list[Any]:
             held = unflatten(leaves, inside)
             values.append(dict(zip(kind, held, strict=True)) if isinstance(kind, list) else kind(held))
     return values
+
+
+def is_refused(tensor: torch.Tensor) -> bool:
+    """Whether torch refuses every use of a tensor: one of several views, after another was written in place."""
+    try:
+        return tensor.is_leaf is None
+    except RuntimeError:
+        return True

@@ -67,15 +67,12 @@ _MUST_KEEP_BYTES = 2**62
 sizes, whatever its batch, because the ranks that vote must be those that may checkpoint. A process alone also follows
 what the plan chooses for the sizes that it has seen."""
 
-Varies = Callable[[], Callable[[str], object] | None]
-"""Returns what ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other
-ranks are needed, so the third forward that would show it must not run."""
+Varies = Callable[[str], object] | None
+"""Ends the checkpointing of a kind whose second forward differs, for a reason that it takes; None: other ranks are
+needed, so the third forward that would show it must not run."""
 
 Unfinished = Callable[[bool], bool]
 """Whether a second forward must run to its end: see ``Checkpointable.ending``."""
-
-Ending = Callable[[], Unfinished | None]
-"""``Checkpointable.ending`` of one block."""
 
 
 class Checkpointable:
@@ -113,10 +110,7 @@ class Checkpointable:
         """Whether this call of a block is checkpointed.
 
         Args:
-            block: As the engine knows it.
-            module: Its module.
             seen: Bytes that blocks of the kind saved when they last ran without a checkpoint.
-            called: Its call.
             state: From ``before``.
             tried: Checkpoint it if this process alone may decide, to measure the time.
         """
@@ -160,10 +154,8 @@ class Checkpointable:
         return allowed and block.kind not in self._in_doubt
 
     def varies(self, block: Block, module: nn.Module) -> Varies:
-        """Return what is called when a second forward differs, see ``Varies``."""
-        # In the backward, the modules may be in another mode.
-        alone = not shared_groups() or self._alone(block, module)
-        return lambda: partial(self._refuse, block.kind) if alone else None
+        """Return what is called when a second forward differs: in the backward, the modules may be in another mode."""
+        return partial(self._refuse, block.kind) if not shared_groups() or self._alone(block, module) else None
 
     def ending(self, block: Block, module: nn.Module, state: State | None) -> Unfinished | None:
         """Return what looks at a second forward that begins now and is to be cut off. See [Note: cut off].
@@ -338,12 +330,7 @@ def _left_changed(block: str) -> RestoreError:
 
 
 class _Unseen:
-    """What a forward may do without a new version of a tensor: compared around a block's first forward only.
-
-    Args:
-        own: Tensors that the block's modules reach.
-        called: Its call.
-    """
+    """What a forward may do without a new version of a tensor: compared around a block's first forward only."""
 
     def __init__(self, own: Sequence[torch.Tensor], called: Called) -> None:
         self._weights = [t for t in own if isinstance(t, nn.Parameter)]  # FSDP1's views refuse ``is_leaf``

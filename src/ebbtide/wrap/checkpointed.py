@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -28,19 +29,33 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.guard import changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
-from ebbtide.wrap.called import Called
-from ebbtide.wrap.checkpointable import Ending, Unfinished, Varies
+from ebbtide.wrap.called import Called, is_refused
+from ebbtide.wrap.checkpointable import Checkpointable, Unfinished, Varies
 from ebbtide.wrap.checkpointedcall import CheckpointedCall
-from ebbtide.wrap.generators import generators, restore, states
+from ebbtide.wrap.generators import Restorable, generators, restore, states
 from ebbtide.wrap.state import State
 
-_KERNELS = [
-    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+
+def _read_inductor() -> bool | None:
+    return getattr(sys.modules.get("torch._inductor.config"), "deterministic", None)
+
+
+def _write_inductor(deterministic: bool | None) -> None:
+    config: Any = sys.modules.get("torch._inductor.config")
+    if deterministic is not None:
+        config.deterministic = deterministic
+
+
+_SETTINGS = [
+    Restorable(getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), operator.eq)
     for name in ("flash", "mem_efficient", "math", "cudnn")
 ]
-"""Of each kernel of attention: what reads whether it may be used, and what sets it."""
+_SETTINGS += [
+    Restorable(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, operator.eq),
+    Restorable(_read_inductor, _write_inductor, operator.eq),
+]
+"""Which kernels attention may use, and in which order; and what ``torch.use_deterministic_algorithms`` sets besides."""
 
-_ALLOWED = [get for get, _ in _KERNELS]
 REQUIRES_GRAD, _DEVICE, _TYPE = map(operator.attrgetter, ("requires_grad", "device", "type"))
 _HOST = ("cpu", "meta")
 
@@ -51,22 +66,29 @@ _default_device: Callable[[], DeviceContext | None] = functools.partial(
 
 
 class ForwardContext:
-    """The context of a block's forward.
+    """The context of a checkpointed block's forward, which its second forward gets again.
 
     Args:
         module: The block.
-        run: Its run.
+        run: Its run, by which its inputs are saved, and perhaps offloaded.
         inputs: Its input tensors.
         state: Contents of its modules now, if known.
+        checkpointable: Learns of a second forward that differs, or is cut off.
     """
 
     def __init__(
-        self, module: nn.Module, run: BlockRun, inputs: Sequence[torch.Tensor], state: State | None = None
+        self,
+        module: nn.Module,
+        run: BlockRun,
+        inputs: Sequence[torch.Tensor],
+        state: State | None,
+        checkpointable: Checkpointable,
     ) -> None:
-        self._run = run
+        self._run, self._varies = run, checkpointable.varies(run.block, module)
+        self._ending = functools.partial(checkpointable.ending, run.block, module, state)
         self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
-        self._leaves = [t for t in self._state.tensors if type(t) is nn.Parameter or _is_leaf(t)]
+        self._leaves = [t for t in self._state.tensors if type(t) is nn.Parameter or (not is_refused(t) and t.is_leaf)]
         self._flags = list(map(REQUIRES_GRAD, self._leaves))
         self._own = [] if moved else self._state.versioned()
         self._watched = engine.guard.watch_all(self._own, run.compared)
@@ -74,23 +96,28 @@ class ForwardContext:
         # Also of its weights: a block may move its inputs, or be called with none.
         devices = [x for x in {*map(_DEVICE, inputs), *map(_DEVICE, self._state.tensors)} if x.type not in _HOST]
         self._kinds = list(filter(torch._C._is_autocast_available, {"cpu", run.device_type, *map(_TYPE, devices)}))
-        self._generators, self._casts = generators(devices), _casts(self._kinds)
-        self._random = states(self._generators)
-        self._numerics, self._kernels, self._device_mode = current_numerics(), _attention_kernels(), _device_mode()
+        self._restorables, self._casts = [*_SETTINGS, *generators(devices)], _casts(self._kinds)
+        self._values = states(self._restorables)
+        self._numerics, self._device_mode = current_numerics(), _device_mode()
 
-    def back(
-        self,
-        varies: Varies,
-        ending: Ending,
-        region_over: bool,
-        cut_off: bool,
-        forward: Callable[[Unfinished | None], object],
-    ) -> None:
-        """Restore it for the second forward, and the current context afterwards.
+    def call(self, called: Called, saved_bytes: int) -> Any:
+        """Run the block under a checkpoint.
 
         Args:
-            varies: Called if a tensor of the modules has changed since.
-            ending: See ``Checkpointable.ending``.
+            called: Its call.
+            saved_bytes: Bytes that such a block saves without a checkpoint.
+        """
+        second = CheckpointedCall(self._run, called, self._back, self._varies)
+        try:
+            with saved_tensors_hooks(second.pack, second.unpack):
+                return called.run()
+        finally:
+            self._run.add_checkpointed(saved_bytes)
+
+    def _back(self, region_over: bool, cut_off: bool, forward: Callable[[Unfinished | None], object]) -> None:
+        """Restore the context for the second forward, and the current one afterwards.
+
+        Args:
             region_over: The region of autocast around the first forward is closed.
             cut_off: The second forward ends with its last saved tensor.
             forward: Runs the second forward.
@@ -98,16 +125,15 @@ class ForwardContext:
         Raises:
             ModifiedInPlaceError: A tensor of the modules has changed since.
         """
-        instead = self._check_tensors(varies)
+        instead = self._check_tensors()
         now, flags = self._state.now(), list(map(REQUIRES_GRAD, self._leaves))
         casts, default = _casts(self._kinds), _default_device()
-        randoms, kernels, numerics = states(self._generators), _attention_kernels(), NumericsChange()
+        values, numerics = states(self._restorables), NumericsChange()
         try:
             if instead or now is not self._state:  # else it is known to be as it was
                 self._state.restore(instead, tensors=not self._moved)
             self._set_flags(self._flags, flags)
-            restore(self._generators, self._random, randoms)
-            _set_attention_kernels(self._kernels, kernels)
+            restore(self._restorables, self._values, values)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
                 if self._casts != casts:
@@ -118,7 +144,7 @@ class ForwardContext:
                 if region_over and any(casts[0]):
                     # Another region, around the backward, would keep casts for the forward after the weights' update.
                     torch.set_autocast_cache_enabled(False)
-                unfinished = ending() if cut_off else None
+                unfinished = self._ending() if cut_off else None
                 forward(unfinished)
                 if unfinished is not None:
                     unfinished(True)
@@ -128,20 +154,19 @@ class ForwardContext:
                 _set_casts(self._kinds, casts)
             now.restore(tensors=not self._moved)
             self._set_flags(flags, list(map(REQUIRES_GRAD, self._leaves)))
-            restore(self._generators, randoms, states(self._generators))
-            _set_attention_kernels(kernels, _attention_kernels())
+            restore(self._restorables, values, states(self._restorables))
             numerics.restore()
             if _default_device() is not default:
                 torch.set_default_device(default and default.device)
 
-    def _check_tensors(self, varies: Varies) -> dict[int, torch.Tensor]:
+    def _check_tensors(self) -> dict[int, torch.Tensor]:
         """Return id → replacement of tensors whose memory changed since: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
         for tensor, watched in zip(self._own, self._watched, strict=True):
             if watched.as_it_was(tensor):
                 continue
             if (same := watched.same) is not True:
-                failed = functools.partial(_changed, tensor.shape, self._run.block.name, varies())
+                failed = functools.partial(_changed, tensor.shape, self._run.block.name, self._varies)
                 self._run.engine.trust.require(same, failed)
             if watched.replaces(tensor):
                 requires = tensor.requires_grad
@@ -157,39 +182,10 @@ class ForwardContext:
                 tensor.requires_grad_(requires_grad)
 
 
-def _changed(shape: torch.Size, block: str, varies: Callable[[str], object] | None) -> ModifiedInPlaceError:
+def _changed(shape: torch.Size, block: str, varies: Varies) -> ModifiedInPlaceError:
     if varies is not None:
         varies("had a weight, buffer or attribute changed since their forward began")
     return changed_error("weight, buffer or attribute", shape, f"runs block {block!r} again")
-
-
-def run_checkpointed(
-    called: Called, context: ForwardContext, run: BlockRun, saved_bytes: int, varies: Varies, ending: Ending
-) -> Any:
-    """Run a block under a checkpoint. Its inputs are saved, and perhaps offloaded, by its run.
-
-    Args:
-        called: Its call.
-        context: The context of this forward.
-        run: The block's run.
-        saved_bytes: Bytes that such a block saves without a checkpoint.
-        varies: Called when its second forward differs.
-        ending: See ``Checkpointable.ending``.
-    """
-    second = CheckpointedCall(run, called, functools.partial(context.back, varies, ending), varies)
-    try:
-        with saved_tensors_hooks(second.pack, second.unpack):
-            return called.run()
-    finally:
-        run.add_checkpointed(saved_bytes)
-
-
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no graph: one of several views has one, but raises if another was written in place."""
-    try:
-        return tensor.is_leaf
-    except RuntimeError:
-        return False
 
 
 _Casts = tuple[list[bool], list[torch.dtype], bool]
@@ -213,19 +209,3 @@ def _device_mode() -> DeviceContext | None:
         return None
     modes = reversed(_get_current_function_mode_stack())
     return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-def _attention_kernels() -> tuple[list[bool], list[int]]:
-    """Return which kernels attention may use, and in which order it tries them."""
-    return list(map(operator.call, _ALLOWED)), torch._C._get_sdp_priority_order()
-
-
-def _set_attention_kernels(kernels: tuple[list[bool], list[int]], now: tuple[list[bool], list[int]]) -> None:
-    allowed, order = kernels
-    if kernels == now:
-        return
-    if torch._C._get_sdp_priority_order() != order:
-        torch._C._set_sdp_priority_order(order)
-    for (get, allow), on in zip(_KERNELS, allowed, strict=True):
-        if get() != on:
-            allow(on)

@@ -43,7 +43,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.storages import plain_tensors
 from ebbtide.engine.tickets import UNCHECKED, LightTicket, modified_error
 from ebbtide.store.device import StreamHandle
-from ebbtide.wrap.called import Called, unflatten
+from ebbtide.wrap.called import Called, is_refused, unflatten
 from ebbtide.wrap.checkpointable import Unfinished, Varies
 
 _PARTLY_WRITTEN = ("RreluWithNoiseBackward0", "CtcLossBackward0")
@@ -112,14 +112,13 @@ class CheckpointedCall:
     The first forward gets the caller's objects; lists and dictionaries of the second are copies.
 
     Args:
-        run: The block's run, whose hooks save, and perhaps offload, the tensors of its arguments.
-        called: The call.
-        context: See ``ForwardContext.back``.
-        varies: Called when a second forward differs.
+        run: The run, whose hooks save, and perhaps offload, the tensors of the arguments.
+        context: Runs the second forward in the context of the first.
+        varies: Called when a second forward differs, if it may be.
     """
 
     def __init__(self, run: BlockRun, called: Called, context: Callable[..., None], varies: Varies) -> None:
-        once = {id(x): x for x in called.tensors}  # given twice, it is one object: ``q is k``
+        once = {id(x): x for x in called.tensors if not is_refused(x)}  # given twice, it is one object: ``q is k``
         with torch.no_grad():
             inputs = {key: _Input(run.pack(x), x.requires_grad, x.is_leaf) for key, x in once.items()}
         self._leaves = [inputs.get(id(x), x) for x in called.leaves]
@@ -234,7 +233,7 @@ class CheckpointedCall:
             if dropped.same is False and self._only_rounds(dropped, tensor):
                 return tensor
             how = f"computed another {list(dropped.size)} tensor than the first"
-            failed = functools.partial(_differs, self.run.block.name, how, self._varies())
+            failed = functools.partial(_differs, self.run.block.name, how, self._varies)
             self.run.engine.trust.require(dropped.same, failed)
         return tensor
 
@@ -243,7 +242,7 @@ class CheckpointedCall:
 
     def _saved_less(self) -> RestoreError:
         how = f"saved {self._position} of {len(self._dropped)} tensors"
-        return _differs(self.run.block.name, how, self._varies())
+        return _differs(self.run.block.name, how, self._varies)
 
     def _run_second_forward(self, task: int) -> None:
         if task != -1 and _group() is None:
@@ -280,7 +279,7 @@ class CheckpointedCall:
 
         Then a third forward differs from the second, and all by rounding. As in plain training, none is the right one.
         """
-        if not dropped.nearly_same(tensor) or (varies := self._varies()) is None:
+        if not dropped.nearly_same(tensor) or self._varies is None:
             return False
         if self._rounds is None:
             found = [reference and reference() for reference in self._dropped]
@@ -288,30 +287,24 @@ class CheckpointedCall:
             kept = {n: value for n, value in kept.items() if value is not None}
             self._rounds = any(self._third_differs(kept) for _ in range(TRIES))
             if self._rounds:
-                varies("compute sums in another order each time they run")
+                self._varies("compute sums in another order each time they run")
         return self._rounds
 
     def _third_differs(self, kept: dict[int, torch.Tensor]) -> bool:
         """Run the forward once more; return whether it differs from what the second kept, and by rounding only."""
         equal, near = True, True
 
-        def save(tensor: torch.Tensor) -> torch.Tensor:
+        def compare(third: torch.Tensor) -> None:
             nonlocal equal, near
-            if type(tensor) is FakeTensor and not self._simulated:
-                return tensor
             second = kept.get(self._position)
-            if second is not None and not all_equal(second, tensor):
-                equal, near = False, near and nearly_equal(second, tensor.detach())
-            self._position += 1
-            if self._position >= len(self._dropped) and self._early_stop:
-                raise _LastSaved
-            return tensor.detach()
+            if second is not None and not all_equal(second, third):
+                equal, near = False, near and nearly_equal(second, third)
 
-        self._run_with(save)
+        self._run_with(functools.partial(self._save_second, compare=compare))
         return near and not equal
 
-    def _save_second(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hold and compare a tensor that the second forward saves: its pack hook."""
+    def _save_second(self, tensor: torch.Tensor, compare: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """Hold and compare a tensor that the second forward saves: its pack hook; that of a third only compares."""
         if type(tensor) is FakeTensor and not self._simulated:
             return tensor
         position, known = self._position, len(self._dropped)
@@ -320,7 +313,9 @@ class CheckpointedCall:
         value = tensor.detach() if tensor.requires_grad else tensor
         reference = self._dropped[position] if position < known else None
         dropped = None if reference is None else reference()
-        if dropped is not None:
+        if compare is not None:
+            compare(value)
+        elif dropped is not None:
             if dropped.fingerprint is not None:
                 dropped.same = dropped.fingerprint.same(value)
             tier = self.run.engine.tier
@@ -359,7 +354,9 @@ def _argument(leaf: _Input, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # as autograd saves it, with its class and attributes
     tensor = tensor.detach().requires_grad_()
     plain = tensor.layout is torch.strided and not tensor.is_nested
-    return tensor.view_as(tensor) if plain and not leaf.is_leaf else tensor
+    if not plain or leaf.is_leaf:
+        return tensor
+    return tensor.view_as(tensor) if tensor.numel() else torch.ops.aten.alias(tensor)  # a DTensor refuses that view
 
 
 def _has_only_values(tensor: torch.Tensor) -> bool:
@@ -383,7 +380,7 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     return name not in _PARTLY_WRITTEN or dropped.requires_grad
 
 
-def _differs(block: str, how: str, varies: Callable[[str], object] | None) -> RestoreError:
+def _differs(block: str, how: str, varies: Varies) -> RestoreError:
     if varies is not None:
         varies("computed other values in a second forward")
     return RestoreError(

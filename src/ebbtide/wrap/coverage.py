@@ -40,7 +40,7 @@ from ebbtide.engine.weights import is_parameter
 from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.foreign_checkpoints import name_checkpoints
-from ebbtide.wrap.forward import encoder_layers, is_compiled, is_compiled_wrapper, is_scripted
+from ebbtide.wrap.forward import encoder_layers, is_compiled, is_scripted
 from ebbtide.wrap.scope import ModuleHook
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -90,7 +90,6 @@ class Watch:
         """Account for a pass; return different blocks for the next one, or None.
 
         Args:
-            blocks: The blocks of that pass.
             before: Its latest block that ran without gradients, if that was in an autograd function.
         """
         outside, self._outside = self._outside, None
@@ -204,7 +203,7 @@ def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str
     pending = [("", model)]
     while pending:
         path, module = pending.pop()
-        if id(module) in inside or is_compiled(module) or is_compiled_wrapper(module) or is_scripted(module):
+        if id(module) in inside or is_compiled(module) or is_scripted(module):
             continue
         yield path, module
         pending += [(f"{path}.{k}" if path else k, c) for k, c in reversed(list(module.named_children()))]

@@ -43,11 +43,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Kept:
-    """The tensors that one checkpoint keeps.
-
-    Args:
-        saved: Its ``torch._C._autograd.SavedTensor`` objects.
-    """
+    """The tensors that one checkpoint keeps, as ``torch._C._autograd.SavedTensor`` objects."""
 
     def __init__(self, saved: Sequence[Any]) -> None:
         self._saved = saved
@@ -81,8 +77,6 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
     """Log once that the model checkpoints its own blocks, which leaves ebbtide little to choose.
 
     Args:
-        logged: The reasons logged so far; this one is added.
-        block: The name of such a block.
         known: Whether the checkpoint is torch's; otherwise what it keeps is not found.
     """
     if "checkpointed" not in logged:

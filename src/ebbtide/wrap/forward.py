@@ -72,16 +72,23 @@ class StandIn:
         module: The module; its attribute ``name`` is replaced on the instance.
         call: The replacement; it receives the original.
         name: ``"forward"`` or ``"_compiled_call_impl"``.
-        traced: Called when the stand-in is compiled into surrounding code, where it has no effect.
+        traced: Called when the stand-in is compiled into surrounding code, where it has no effect unless ``compiles``.
+        compiles: ``call`` may be compiled.
     """
 
     def __init__(
-        self, module: nn.Module, call: Call, name: str = "forward", *, traced: Callable[[], None] | None = None
+        self,
+        module: nn.Module,
+        call: Call,
+        name: str = "forward",
+        *,
+        traced: Callable[[], None] | None = None,
+        compiles: bool = False,
     ) -> None:
         self._first = behind = getattr(module, name)  # TorchScript writes it into the instance
         self.__doc__, self.__module__ = behind.__doc__, str(getattr(behind, "__module__", ""))
         self._module, self._name, self._call = module, name, call
-        self._traced = while_tracing(traced)
+        self._traced, self._compiles = while_tracing(traced), compiles
         self._own = module.__dict__.get(name)
         self._known = self._followed = self._find()  # a later one of the class may call the stand-in
         for method, without in _COPIED_BY.items():
@@ -92,7 +99,8 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._traced()
-            return self.__wrapped__(*args, **kwargs)
+            own = self.__wrapped__
+            return self._call(own, args, kwargs) if self._compiles else own(*args, **kwargs)
         found = self._find()
         if self._own is None and found is not self._known and _calls(found, self._name):
             return self._first(*args, **kwargs)
@@ -210,12 +218,6 @@ def _is_stand_in(value: Any) -> bool:
     return issubclass(type(value), StandIn)  # ``isinstance`` raises for a proxy of a dead object
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of ``module`` go to a compiled call without a stand-in."""
-    call = module._compiled_call_impl
-    return call is not None and not isinstance(call, StandIn)
-
-
 def called_attribute(module: nn.Module) -> str:
     """Return the attribute that calls of ``module`` run: if it is compiled, only the compiled call, not ``forward``."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
@@ -231,7 +233,7 @@ def is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def is_compiled_inside(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs compiled code, with or without a stand-in."""
     return module._compiled_call_impl is not None or is_compiled_wrapper(module)
 
@@ -248,7 +250,7 @@ def replays_graphs() -> bool:
 def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules inside a block, with their paths, except those in compiled or scripted parts."""
     below = [m for m in block.modules() if m is not block or is_scripted(m)]
-    compiled = [m for m in below if is_compiled(m) or is_compiled_wrapper(m) or is_scripted(m)]
+    compiled = [m for m in below if is_compiled(m) or is_scripted(m)]
     left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
     return [(name, module) for name, module in block.named_modules() if id(module) not in left_out]
 
@@ -268,7 +270,7 @@ def refuse_compiled_around(model: nn.Module, block: str) -> None:
     parts = block.split(".")[:-1]
     for path in (".".join(parts[:n]) for n in range(len(parts) + 1)):
         module = model.get_submodule(path)
-        if is_compiled(module) or is_compiled_wrapper(module):
+        if is_compiled(module):
             raise ConflictError(
                 f"block {block!r} is a part of compiled code ({path or 'the model'} is compiled)",
                 expected="compiled blocks, or none: hooks inside compiled code would break its graph",

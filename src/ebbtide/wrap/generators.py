@@ -25,37 +25,37 @@ from ebbtide.base.errors import RestoreError
 _HEADER = object.__basicsize__
 
 
-class Generator(NamedTuple):
-    """A default random generator: what reads its state, what writes it, and whether two states are the same."""
+class Restorable(NamedTuple):
+    """A global state, such as a generator's: what reads it, what writes it, and whether two states are the same."""
 
     state: Callable[[], Any]
     restore: Callable[[Any], object]
     same: Callable[[Any, Any], bool]
 
 
-def generators(devices: Iterable[torch.device]) -> list[Generator]:
+def generators(devices: Iterable[torch.device]) -> list[Restorable]:
     """Return the default generators, and those of accelerators."""
-    found = [Generator(torch.get_rng_state, torch.set_rng_state, torch.equal), _python()]
+    found = [Restorable(torch.get_rng_state, torch.set_rng_state, torch.equal), _python()]
     if sys.modules.get("numpy") is not None:  # None: its import is forbidden
         found.append(_numpy())
     for device in devices:
         module = torch.get_device_module(device)
         if getattr(module, "_initialized", False):  # not where tensors are fake
             read = functools.partial(module.get_rng_state, device)
-            found.append(Generator(read, functools.partial(module.set_rng_state, device=device), torch.equal))
+            found.append(Restorable(read, functools.partial(module.set_rng_state, device=device), torch.equal))
     return found
 
 
-def states(these: Iterable[Generator]) -> list[Any]:
-    """Return the states of generators."""
-    return [generator.state() for generator in these]
+def states(these: Iterable[Restorable]) -> list[Any]:
+    """Return the current states."""
+    return [one.state() for one in these]
 
 
-def restore(these: Iterable[Generator], before: list[Any], now: list[Any]) -> None:
-    """Restore the states of generators where they are not the current ones: to compare costs less than to write."""
-    for generator, state, current in zip(these, before, now, strict=True):
-        if state is not current and not generator.same(state, current):
-            generator.restore(state)
+def restore(these: Iterable[Restorable], before: list[Any], now: list[Any]) -> None:
+    """Restore states where they are not the current ones: to compare costs less than to write."""
+    for one, state, current in zip(these, before, now, strict=True):
+        if state is not current and not one.same(state, current):
+            one.restore(state)
 
 
 class _Remembered:
@@ -81,7 +81,7 @@ class _Remembered:
 
 
 @functools.cache
-def _python() -> Generator:
+def _python() -> Restorable:
     def memory() -> Any:
         held: Any = getattr(random.getstate, "__self__", None)
         return (_bytes_of(held), vars(held).get("gauss_next")) if type(held) is random.Random else None
@@ -91,11 +91,11 @@ def _python() -> Generator:
 
     own = random.Random(0)
     shown = _changes(lambda: _bytes_of(own), own.random, own.random)
-    return Generator(_Remembered(read, memory) if shown else read, lambda state: random.setstate(state), operator.eq)
+    return Restorable(_Remembered(read, memory) if shown else read, lambda state: random.setstate(state), operator.eq)
 
 
 @functools.cache
-def _numpy() -> Generator:
+def _numpy() -> Restorable:
     numpy: Any = sys.modules["numpy"].random
 
     def of(held: Any) -> Any:
@@ -117,7 +117,7 @@ def _numpy() -> Generator:
     own: Any = numpy.RandomState(0)
     shown = _changes(lambda: of(own), own.random_sample, own.standard_normal, own.standard_normal)
     remembered = _Remembered(read, lambda: of(getattr(numpy.get_state, "__self__", None)))
-    return Generator(remembered if shown else read, write, _same_of_numpy)
+    return Restorable(remembered if shown else read, write, _same_of_numpy)
 
 
 def _bytes_of(value: object) -> bytes:

@@ -53,10 +53,9 @@ class offloading:
             note_place(error, f"in block {self._block.name!r}, which calls torch.func inside its forward; hint: {hint}")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the hooks and end the block. May be called repeatedly; a repeat finishes an interrupted close.
+        """Close the hooks and end the block, which may have raised.
 
-        Args:
-            error: What the block raised.
+        May be called repeatedly: a repeat finishes an interrupted close.
         """
         if error is not None:
             _close_checkpoints(error)

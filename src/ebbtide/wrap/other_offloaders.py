@@ -23,7 +23,7 @@ from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.foreign_checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
-from ebbtide.wrap.forward import is_compiled_inside
+from ebbtide.wrap.forward import is_compiled
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -126,27 +126,18 @@ def refuse_attached(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
             )
 
 
-def refuse_around(block: str, pack: Any) -> None:
-    """Raise if foreign saved-tensor hooks are open around ours.
+def refuse_around(block: str, found: Any) -> None:
+    """Raise if another offloader is around ours.
 
     Args:
         block: Its name.
-        pack: The pack hook that is innermost; None: there is none.
+        found: The innermost pack hook around it, or an object that a checkpoint around it keeps; None: there is none.
 
     Raises:
         ConflictError: Another offloader is on.
     """
-    if pack is not None and not isinstance(_owner(pack), BlockRun):
-        _refuse(f"block {block!r} runs under other saved-tensor hooks ({_name(pack)})")
-
-
-def refuse_taken(block: str, taken: object) -> None:
-    """Raise: another offloader packed a tensor that a checkpoint around a block keeps.
-
-    Raises:
-        ConflictError: Always.
-    """
-    _refuse(f"block {block!r} runs under other saved-tensor hooks ({_name(type(taken))})")
+    if found is not None and not isinstance(_owner(found), BlockRun):
+        _refuse(f"block {block!r} runs under other saved-tensor hooks ({_name(found)})")
 
 
 def refuse_compiled(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
@@ -157,7 +148,7 @@ def refuse_compiled(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
     """
     if not getattr(sys.modules.get(COMPILED), "enable_activation_offloading", False):
         return
-    compiled = next((block.name for module, block in blocks if is_compiled_inside(module)), None)
+    compiled = next((block.name for module, block in blocks if is_compiled(module)), None)
     if compiled is not None:
         raise ConflictError(
             f"block {compiled!r} is compiled, and torch's compiler offloads activations ({COMPILED})",
@@ -184,4 +175,6 @@ def _owner(pack: Any) -> Any:
 
 
 def _name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    """Return the name of a function or class, or that of another object's class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"

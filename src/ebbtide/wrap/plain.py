@@ -41,9 +41,6 @@ class PlainBlocks:
     A block called with clearly larger inputs than in the measured step that the plan was made from runs with hooks: the
     plan does not keep that much. So does each block if other weights are trained, or a dimension of an input is larger
     (attention scores grow with the square of the length), until a pass has shown that it saves hardly more.
-
-    Args:
-        engine: Its timer chooses, its pass counts.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -57,11 +54,7 @@ class PlainBlocks:
         self._seen: dict[str, dict[_State, _Seen]] = {}  # by path of the block
 
     def begin_pass(self, trains: bytes) -> None:
-        """A pass begins; learn from the one before.
-
-        Args:
-            trains: ``Tree.trains`` of the model.
-        """
+        """A pass begins, with ``Tree.trains`` of the model; learn from the one before."""
         timer, saved_bytes = self._engine.timer, self._engine.last_tally.unique
         if timer is not None and timer.wanted and not self.ran:
             self._planned_bytes = saved_bytes
@@ -104,13 +97,7 @@ class PlainBlocks:
         return None
 
     def call(self, block: Block, called: Called, seen: _Seen) -> Any:
-        """Run a block without hooks.
-
-        Args:
-            block: The block.
-            called: Its call.
-            seen: From ``wanted``.
-        """
+        """Run a block without hooks, of which ``wanted`` returned how it ran with them."""
         engine = self._engine
         timer, pass_ = engine.timer, engine.current_pass
         device = next((t.device for t in called.tensors if engine.tier.owns(t)), None)
@@ -134,12 +121,8 @@ class PlainBlocks:
     def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:
         """Notify the timer, and listeners of a plain block, when the gradient of a block's output is ready.
 
-        A plain block after blocks with hooks starts their prefetches, which its backward hides.
-
-        Args:
-            run: The block.
-            inputs: Its input tensors; an input that it returns is not its own output.
-            output: Its output.
+        A plain block after blocks with hooks starts their prefetches, which its backward hides. An input that a block
+        returns is not its own output.
         """
         self.order.append(run.block.name)
         timer = self._engine.timer

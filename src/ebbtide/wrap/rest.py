@@ -23,7 +23,7 @@ from ebbtide.base.actions import Action, Site
 from ebbtide.engine import Engine
 from ebbtide.engine.passes import Pass
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.forward import is_compiled_inside
+from ebbtide.wrap.forward import is_compiled
 from ebbtide.wrap.plain import PlainBlocks, all_kept, plain_site, shapes_of, within
 from ebbtide.wrap.scope import Scope
 
@@ -31,12 +31,7 @@ PutOn = Callable[[Scope], None]
 
 
 class Rest:
-    """Decides on which blocks nothing is installed. See [Note: rest].
-
-    Args:
-        engine: Its timer knows which blocks run without hooks.
-        plain: Runs them, and knows what they keep.
-    """
+    """Decides on which blocks nothing is installed. See [Note: rest]."""
 
     def __init__(self, engine: Engine, plain: PlainBlocks) -> None:
         self._engine, self._plain = engine, plain
@@ -57,8 +52,6 @@ class Rest:
             scopes: All blocks; a model that is its own block stays as it is.
             put_on: Installs everything on a block.
             trains: ``Tree.trains`` of the model.
-            args: The model's positional arguments.
-            kwargs: The model's keyword arguments.
         """
         timer = self._engine.timer
         if timer is None or not (timer.wanted or timer.unhooked or self._resting):
@@ -123,13 +116,7 @@ class Rest:
         return self._sums[1:]
 
     def _leave(self, scopes: Sequence[Scope], unhooked: frozenset[str], elements: int) -> None:
-        """Remove everything from blocks on which nothing needs to be installed, as the latest pass showed.
-
-        Args:
-            scopes: All blocks.
-            unhooked: Those that run without hooks.
-            elements: Of the inputs of that pass.
-        """
+        """Remove everything from unhooked blocks on which nothing needs to be installed, as the latest pass showed."""
         order, kept = self._plain.order, self._plain.counted
         first = next((place for place, name in enumerate(order) if name not in kept), len(order))
         stay = {  # the next one does not run plain, or there is none: each starts the prefetches of those before it
@@ -156,7 +143,7 @@ class Rest:
 def _ours(scope: Scope) -> bool:
     """Whether nobody has replaced a block's replaced forward, which would stay behind theirs."""
     stand_ins = [getattr(remove, "__self__", None) for remove in scope.inside]
-    return stand_ins == [vars(scope.module).get("forward", scope)] and not is_compiled_inside(scope.module)
+    return stand_ins == [vars(scope.module).get("forward", scope)] and not is_compiled(scope.module)
 
 
 def _elements(shapes: Sequence[torch.Size]) -> int:

@@ -34,7 +34,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed, checkpointedcall
 from ebbtide.wrap.blocks import gathered_for, parts_of, weights_of
-from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled_inside, while_tracing
+from ebbtide.wrap.forward import eager_parts, encoder_layers, is_compiled, while_tracing
 from ebbtide.wrap.other_offloaders import Inside
 from ebbtide.wrap.strategy import is_fsdp1, is_fsdp2
 
@@ -90,7 +90,7 @@ class Scope:
         self._parts = None
 
     def _find_parts(self) -> list[Part]:
-        parts = [] if is_compiled_inside(self.module) else eager_parts(self.module)
+        parts = [] if is_compiled(self.module) else eager_parts(self.module)
         around = encoder_layers(self.module)
         found: list[Part] = []
         for name, part in parts:
@@ -153,7 +153,7 @@ class Scope:
 
 def _compiled_units(block: nn.Module) -> list[Unit]:
     """Return the FSDP units that gather their weights in compiled code. See [Note: compiled units]."""
-    compiled = [module for module in block.modules() if is_compiled_inside(module)]
+    compiled = [module for module in block.modules() if is_compiled(module)]
     units = dict.fromkeys(m for module in compiled for m in module.modules() if is_fsdp2(m) or is_fsdp1(m))
     found: list[Unit] = []
     for unit in units:

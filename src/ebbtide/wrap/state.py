@@ -12,7 +12,6 @@ the block's last forward. So a state is used again where all its containers stil
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -25,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_writeable, size_of
+from ebbtide.wrap.called import is_refused
 from ebbtide.wrap.contents import Contents, Slots
 from ebbtide.wrap.roles import Role, has_attributes, role, slots_of
 
@@ -303,9 +303,8 @@ def _empty(container: Any) -> Any:
 
 def _is_computed(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a graph. FSDP1's views of its weights, which raise where they are written, are not meant."""
-    with contextlib.suppress(RuntimeError):
-        return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and not tensor.is_leaf
-    return False
+    plain = tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    return plain and not is_refused(tensor) and not tensor.is_leaf
 
 
 def _holds(contents: Any, these: Mapping[int, Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -411,6 +412,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "default device": (torch.get_default_device, _set_device, torch.device("meta")),
     "determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "Inductor's": (lambda: torch._inductor.config.deterministic, torch.use_deterministic_algorithms, True),
     "threads": (torch.get_num_threads, torch.set_num_threads, 2),
     "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
     "low precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),

@@ -127,3 +127,39 @@ def test_compiled_blocks_are_checkpointed_and_compiled_no_more_often() -> None:
     plain, twice = counts(checkpointed=False), counts(checkpointed=True)
     torch._dynamo.reset()
     assert plain[1] == 3 and twice == (plain[0], 6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of compiling
+@pytest.mark.parametrize("how", ["in place", "a wrapper"])
+def test_blocks_are_checkpointed_in_a_model_that_is_compiled_whole(how: str) -> None:
+    """Checkpoints inside compiled code leave their blocks' inputs to save, and what backward computes from."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.special.i0e(torch.special.i0e(self.linear(x).sin()))
+
+    def trained(*, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, saved = Tower(), list[int]()
+        model.layers = nn.ModuleList(Deep() for _ in range(3))
+        called: nn.Module = model
+        if how == "in place":
+            model.compile(backend="aot_eager", fullgraph=True)
+        else:
+            called = torch.compile(model, backend="aot_eager", fullgraph=True)
+        if checkpointed:
+            assert checkpoint_model(called) == "torch.utils.checkpoint around 3 blocks"
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.nbytes), t)[1], lambda t: t):
+            loss = called(torch.ones(2, 4, requires_grad=True)).sum()
+        loss.backward()
+        torch._dynamo.reset()
+        return [p.grad for p in model.parameters() if p.grad is not None], sum(saved)
+
+    (plain, bytes_without), (ours, bytes_with) = trained(checkpointed=False), trained(checkpointed=True)
+    assert len(plain) == len(ours) == 6 and all(map(torch.equal, plain, ours))
+    assert bytes_with < bytes_without

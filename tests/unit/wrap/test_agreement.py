@@ -33,14 +33,15 @@ class Parted(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, Sequence[Sequence[int]], str]] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The votes of this rank, which all others share."""
+    wishes: list[str] = []
+    monkeypatch.setattr(Votes, "_ask", staticmethod(lambda about, groups, wish: (wishes.append(wish), wish)[1]))
+    return wishes
 
-    def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
-        asked.append((about, groups, wish))
-        return wish
 
-    monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
+def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(asked: list[str]) -> None:
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
     votes.stop("Layer", block, ranks, "draw")
     assert asked == [], "nothing was decided"
@@ -48,8 +49,7 @@ def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypa
     for _ in range(2):
         votes.stop("Layer", block, ranks, "draw")
         assert not votes.decide("Layer", block, Vote.CHECKPOINT, ranks)
-    wishes = [wish for _, _, wish in asked]
-    assert wishes == [Vote.CHECKPOINT, Vote.NEVER], "the others are met once, and the answer is final"
+    assert asked == [Vote.CHECKPOINT, Vote.NEVER], "the others are met once, and the answer is final"
     votes.stop("Layer", block, (), "draw")
     assert votes.decide("Layer", block, Vote.CHECKPOINT), "alone a rank may begin again"
 
@@ -96,16 +96,9 @@ def test_a_rank_that_stops_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("at_the_vote", "wishes"), [(False, [Vote.CHECKPOINT]), (True, [Vote.LATER, Vote.CHECKPOINT])])
 def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
-    at_the_vote: bool, wishes: list[str], monkeypatch: pytest.MonkeyPatch
+    at_the_vote: bool, wishes: list[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for ranks that have no doubt, and that never vote."""
-    asked: list[str] = []
-
-    def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
-        asked.append(wish)
-        return wish
-
-    monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True, blocks=["*"]) as handle:
         model(torch.randn(2, 4)).sum().backward()

@@ -7,9 +7,9 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import logging
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +34,7 @@ from ebbtide.wrap.attach import Attachment
 from ebbtide.wrap.forward import StandIn, _warn_of_replicas
 from ebbtide.wrap.scope import Scope
 from tests.helpers.engines import assert_nothing_left, drain
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Stack, Tiny, build
 from tests.helpers.oracle import differences
 
@@ -196,15 +196,6 @@ def test_a_closed_model_is_freed_without_the_collector(policy: str, kept: bool, 
     if remaining is not None:
         remaining.disable()
         assert not remaining.enabled and remaining.stats().packs and "% of" in remaining.explain()
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_closed_sharded_model_is_freed(mesh: DeviceMesh) -> None:
@@ -649,39 +640,17 @@ def test_the_middle_of_three_handles_is_closed_and_the_others_work_on() -> None:
     assert leftovers(model) == []
 
 
-def closed_with_an_interrupt_at(place: int) -> bool:
-    """Interrupt a close at a line that removes something, and close again; False: there are fewer lines."""
-    parts = (ebbtide.Handle.close, Attachment.remove, Attachment._install, Scope.leave, StandIn.remove)
-    codes, lines = {part.__code__ for part in parts}, 0
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-    handle = enable(model, target="disk")
-
-    def line(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        if lines == place and event == "line":
-            raise KeyboardInterrupt
-        return line
-
-    traced = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: line if frame.f_code in codes else None)
-    try:
-        handle.close()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-    reached = lines >= place
-    handle.close()
-    assert leftovers(model) == [], place
-    enable(model, target="disk").close()
-    return reached
-
-
 def test_a_close_that_was_interrupted_at_any_line_is_finished_by_another() -> None:
-    place = 1
-    while closed_with_an_interrupt_at(place):
-        place += 1
+    parts = (ebbtide.Handle.close, Attachment.remove, Attachment._install, Scope.leave, StandIn.remove)
+    for place in itertools.count(1):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+        handle = enable(model, target="disk")
+        reached = interrupted_at(place, parts, handle.close)
+        handle.close()
+        assert leftovers(model) == [], place
+        enable(model, target="disk").close()
+        if not reached:
+            break
     assert place > 30
 
 
@@ -700,8 +669,7 @@ def test_a_handle_closed_inside_its_first_forward_leaves_nothing() -> None:
     model, handles = Closes(), list[ebbtide.Handle]()
     handles.append(enable(model))
     model(torch.randn(2, 4)).sum().backward()
-    assert not any(isinstance(value, StandIn) for m in model.modules() for value in vars(m).values())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert leftovers(model) == []
     enable(model).close()
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -287,14 +286,11 @@ def test_weights_are_those_of_the_block_and_below() -> None:
     assert set(map(id, block.weights())) == {id(t) for t in (*module.parameters(), *module.buffers())}
 
 
+@pytest.mark.usefixtures("world")
 def test_blocks_keep_their_kind_under_replicate_of_fsdp2() -> None:
     torch_module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = Stack(*(Block() for _ in range(2)))
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
-        for layer in model.layers:
-            torch_module.replicate(layer, mesh=mesh)
-        assert [block.kind for _, block in find_blocks(torch_module.replicate(model, mesh=mesh))] == ["Block"] * 2
-    finally:
-        dist.destroy_process_group()
+    model = Stack(*(Block() for _ in range(2)))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
+    for layer in model.layers:
+        torch_module.replicate(layer, mesh=mesh)
+    assert [block.kind for _, block in find_blocks(torch_module.replicate(model, mesh=mesh))] == ["Block"] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.helpers.models import WIDTH as MODEL_WIDTH
 from tests.helpers.models import Mlp, Recurrent, Stack, build
 from tests.helpers.oracle import differences, same_bits
 from tests.helpers.torches import needs_slots
+from tests.unit.wrap.test_foreign_checkpoints import Checkpointer
 
 POLICIES = ("auto", "offload", "inputs", "minimal", "keep")
 WIDTH = 24
@@ -115,13 +115,6 @@ def test_inside_and_outside_are_all_that_autograd_saves(policy: str) -> None:
         # the norm: its input and two numbers a row; the head: its input; the model itself: what exp returned
         assert coverage.outside == {"norm": 6 * (WIDTH + 2) * 4, "head": 6 * WIDTH * 4, "": 6 * 7 * 4}
         assert f"blocks hold {stats.coverage_percent:.0f} % of what autograd saves; outside: norm" in handle.explain()
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @needs_slots
@@ -248,30 +241,13 @@ def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCap
     assert record.levelno == logging.INFO and "(2 blocks are checkpointed" in record.getMessage()
 
 
-class OwnCheckpoint(torch.autograd.Function):
-    """Like Unsloth's: not torch's, and under an unknown name."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x.detach())
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.layer(x)
-        torch.autograd.backward(y, grads[0])
-        return None, x.grad
-
-
 class OwnCheckpointed(Head):
+    """Checkpoints like Unsloth: not by torch, and under an unknown name."""
+
     def forward(self, x: Tensor) -> dict[str, Any]:
         x = x.requires_grad_()
         for layer in self.body.layers:
-            x = OwnCheckpoint.apply(layer, x)
+            x = Checkpointer.apply(layer, x)
         return {"logits": self.head(self.norm(x)).exp()}
 
 

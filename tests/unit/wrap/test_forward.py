@@ -6,8 +6,8 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import pickle
-import sys
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 import ebbtide
-from ebbtide.wrap import scope
 from ebbtide.wrap.forward import StandIn
+from ebbtide.wrap.scope import Scope
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.oracle import same_bits
 from tests.helpers.twice import Stack, check, sgd, step_of
 
@@ -347,15 +348,12 @@ def test_layers_outside_the_blocks_take_the_fused_path(fused: list[bool]) -> Non
 
 
 def test_targets_that_the_model_computes_take_the_fused_path(fused: list[bool]) -> None:
-    def step(model: Any, number: int) -> Tensor:
+    @step_of
+    def step(model: Any) -> Tensor:
         x, mask = padded()
         with torch.no_grad():
             target = model.eval()(x, mask)
-        model.train().optimizer.zero_grad()
-        loss = (model(x, mask) - target)[~mask].square().mean()
-        loss.backward()
-        model.optimizer.step()
-        return loss
+        return (model.train()(x, mask) - target)[~mask].square().mean()
 
     check(lambda: sgd(Encoded()), step, steps=4)
     assert fused == [False] * (6 * 4 * 3)
@@ -479,34 +477,13 @@ def test_a_module_that_is_copied_while_its_block_runs_can_be_saved(copied: Calla
         assert torch.equal(one(x), F.linear(x, one.weight, one.bias))
 
 
-def interrupted_at(place: int) -> bool:
-    """Interrupt a forward at a line that adds or removes hooks, and close the handle; False: there are fewer lines."""
-    codes, lines = {scope.Scope.begin.__code__, scope.Scope.end.__code__}, 0
-    model = Stack(Gelu(), Gelu())
-    handle = ebbtide.enable_activation_offloading(model, policy="offload", target="disk", min_bytes=0)
-
-    def line(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        if lines == place and event == "line":
-            raise KeyboardInterrupt
-        return line
-
-    traced = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: line if frame.f_code in codes else None)
-    try:
-        model(torch.randn(2, 16))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-    handle.close()
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), place
-    return lines >= place
-
-
 def test_an_interrupt_at_any_line_that_adds_or_removes_hooks_leaves_none_after_close() -> None:
-    place = 1
-    while interrupted_at(place):
-        place += 1
+    for place in itertools.count(1):
+        model = Stack(Gelu(), Gelu())
+        handle = ebbtide.enable_activation_offloading(model, policy="offload", target="disk", min_bytes=0)
+        reached = interrupted_at(place, (Scope.begin, Scope.end), lambda model=model: model(torch.randn(2, 16)))
+        handle.close()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), place
+        if not reached:
+            break
     assert place > 20

@@ -199,17 +199,10 @@ def test_a_model_under_a_handle_is_exported_as_it_is_alone(tracer: str) -> None:
         assert hooks_are_closed()
 
 
-class Checkpoints(ByTable):
-    """Checkpoints each block."""
-
-    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        return Action.CHECKPOINT
-
-
 def test_a_model_whose_blocks_are_checkpointed_is_traced_by_fx(caplog: pytest.LogCaptureFixture) -> None:
     step = step_of(lambda model: model(torch.ones(8, 16)).square().mean())
-    model = sgd(Stack(*(Block() for _ in range(3))))
-    with ebbtide.enable_activation_offloading(model, policy=Checkpoints(Action.KEEP), min_bytes=0) as handle:
+    model, plan = sgd(Stack(*(Block() for _ in range(3)))), ByTable(Action.KEEP, Action.CHECKPOINT)
+    with ebbtide.enable_activation_offloading(model, policy=plan, min_bytes=0) as handle:
         for _ in range(2):
             step(model, 0)
         before = handle.stats(), handle.explain()

@@ -504,6 +504,26 @@ def test_inputs_are_what_they_were() -> None:
     alike(Reads, act)
 
 
+class Ignores(Block):
+    """Takes a second argument, which it does not use."""
+
+    def forward(self, x: Tensor, unused: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_an_argument_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used() -> None:
+    def act(model: Model) -> None:
+        y = torch.ones(4, 4, requires_grad=True) * 1
+        part, _ = y.split(2)
+        y.mul_(2)  # from here on torch refuses every use of the part
+        x = model.x
+        for block in model.blocks:
+            x = block(x, part)
+        x.square().mean().backward()
+
+    assert alike(Ignores, act)[1] == 2
+
+
 def test_a_second_forward_may_have_to_run_to_its_end() -> None:
     ends: list[None] = []
 

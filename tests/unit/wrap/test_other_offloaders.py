@@ -150,19 +150,12 @@ class Calls(nn.Module):
         return self.mlp(x)
 
 
-class Checkpoints(ByTable):
-    """Checkpoints every block that allows it."""
-
-    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        return Action.CHECKPOINT
-
-
 def test_the_hooks_of_our_own_checkpoint_are_no_others() -> None:
     torch.manual_seed(0)
     first = Calls()
     model = Stack(first, Calls(first), Calls())
-    expected = train(model)
-    with ebbtide.enable_activation_offloading(model, policy=Checkpoints(Action.OFFLOAD), min_bytes=0) as handle:
+    expected, plan = train(model), ByTable(Action.OFFLOAD, Action.CHECKPOINT)
+    with ebbtide.enable_activation_offloading(model, policy=plan, min_bytes=0) as handle:
         for step in range(3):
             assert all(map(same_bits, expected, train(model))), step
             # Of each structure (the second block holds the first) the first that runs is not checkpointed.

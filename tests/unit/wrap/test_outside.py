@@ -23,7 +23,7 @@ from ebbtide.base.errors import RestoreError
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.outside import Outside
 from tests.helpers.oracle import same_bits
-from tests.unit.wrap.test_second_forward import hard
+from tests.helpers.twice import hard
 
 WIDTH = 8
 STATS: dict[str, Any] = {}
@@ -47,9 +47,57 @@ class Block(nn.Module):
         pass
 
 
+class Owner:
+    """Has a forward hook that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def hook(self, *given: Any) -> None:
+        self.calls += 1
+
+
+def stack(kind: Callable[[], nn.Module], blocks: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(kind() for _ in range(blocks)))
+
+
+def enable(model: nn.Module, **given: Any) -> ebbtide.Handle:
+    return ebbtide.enable_activation_offloading(model, min_bytes=0, **(given or {"enable_ckpt": True}))
+
+
+def train(kind: type[Block], steps: int, blocks: int, **given: Any) -> tuple[list[Tensor], int | None]:
+    """Return the gradients of the last step, and how many blocks were checkpointed in it."""
+    STATS.clear()
+    CACHE.clear()
+    torch.manual_seed(0)
+    model, x = stack(kind, blocks), torch.randn(16, WIDTH)
+    handle = enable(model, blocks=["*"], **given) if given else None
+    for _ in range(steps):
+        model.zero_grad()
+        LOSSES.clear()
+        loss = model(x).square().mean() + sum(LOSSES) / (1 + STATS.get("calls", 0))
+        loss.backward()
+    count = None if handle is None else handle.stats().checkpointed_blocks
+    if handle is not None:
+        handle.close()
+    return [p.grad for p in model.parameters() if p.grad is not None], count
+
+
+def check(kind: type[Block], checkpointed: int | None, steps: int = 6, blocks: int = 3, **given: Any) -> None:
+    """Compare training with and without checkpoints, or another policy; None: any number of blocks is checkpointed."""
+    plain, _ = train(kind, steps, blocks)
+    ours, count = train(kind, steps, blocks, **(given or {"enable_ckpt": True}))
+    assert len(ours) == len(plain) > 0 and all(map(same_bits, ours, plain))
+    assert checkpointed is None or count == checkpointed
+
+
 class Counts(Block):
     def note(self, x: Tensor) -> None:
         STATS["calls"] = STATS.get("calls", 0) + 1
+
+
+class Inherits(Counts):
+    """Has no code of its own."""
 
 
 class Adds(Block):
@@ -63,54 +111,58 @@ class Fills(Block):
             CACHE[x.shape[0]] = torch.ones(WIDTH)
 
 
-class Owner:
-    """Has a forward hook that counts."""
+class Patched(Block):
+    """Its forward is replaced on the instance."""
 
     def __init__(self) -> None:
-        self.calls = 0
-
-    def hook(self, *given: Any) -> None:
-        self.calls += 1
+        super().__init__()
+        self.forward = types.MethodType(_adds_and_runs, self)
 
 
-def run(kind: type[Block], steps: int = 6, blocks: int = 3, **given: Any) -> tuple[list[Tensor], str]:
-    """Train; return the gradients of the last step, and the plan's actions on blocks."""
-    STATS.clear()
-    LOSSES.clear()
-    CACHE.clear()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(kind() for _ in range(blocks)))
-    x = torch.randn(16, WIDTH)
-    given |= {"blocks": ["*"]} if given else {}
-    handle = ebbtide.enable_activation_offloading(model, min_bytes=0, **given) if given else None
-    for _ in range(steps):
-        model.zero_grad()
-        LOSSES.clear()
-        loss = model(x).square().mean() + sum(LOSSES) / (1 + STATS.get("calls", 0))
-        loss.backward()
-    said = "" if handle is None else f"checkpointed: {handle.stats().checkpointed_blocks}"
-    if handle is not None:
-        handle.close()
-    return [p.grad for p in model.parameters() if p.grad is not None], said
+def _adds_and_runs(block: Any, x: Tensor) -> Tensor:
+    LOSSES.append(x.square().mean())
+    return Block.forward(block, x)
 
 
-@pytest.mark.parametrize(("kind", "checkpointed"), [(Block, 3), (Fills, 3), (Counts, 0), (Adds, 0)])
-def test_a_kind_that_changes_what_is_outside_is_not_checkpointed(kind: type[Block], checkpointed: int) -> None:
-    plain, _ = run(kind)
-    ours, said = run(kind, enable_ckpt=True)
-    assert all(map(same_bits, ours, plain)) and said == f"checkpointed: {checkpointed}"
+class Numbered(Block):
+    """Is numbered by an iterator, which no forward reads."""
+
+    count = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = next(Numbered.count)
 
 
-class Inherits(Counts):
-    """Has no code of its own."""
+class Lazy(dict[str, Any]):
+    """Imports its values when it is listed, like the registries of transformers."""
+
+    def keys(self) -> Any:
+        raise ImportError("a package")
+
+    values = items = __iter__ = keys
 
 
-@pytest.mark.parametrize(("blocks", "kind"), [(1, Counts), (2, Inherits), (1, Inherits)])
-def test_a_lone_block_or_an_inherited_forward_is_not_checkpointed_either(blocks: int, kind: type[Block]) -> None:
-    given: dict[str, Any] = {"blocks": blocks, "steps": 6}
-    plain, _ = run(kind, **given)
-    ours, said = run(kind, enable_ckpt=True, **given)
-    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+REGISTRY = Lazy(act=hard)
+
+
+class Registered(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(REGISTRY["act"](x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "checkpointed"),
+    [
+        *((kind, 3, 3) for kind in (Block, Fills, Numbered, Registered)),
+        *((kind, 3, 0) for kind in (Counts, Adds, Patched)),
+        *((kind, blocks, 0) for kind, blocks in ((Counts, 1), (Inherits, 2), (Inherits, 1))),
+    ],
+)
+def test_a_kind_that_changes_what_is_outside_is_not_checkpointed(
+    kind: type[Block], blocks: int, checkpointed: int
+) -> None:
+    check(kind, checkpointed, blocks=blocks)
 
 
 STACK: list[int] = []
@@ -162,28 +214,24 @@ class CountsDepth(Ends):
         DEPTH -= 1
 
 
-class Hooked(Ends):
-    """Its last module has hooks, of which an exception skips the later one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = Hard()
-        self.last.register_forward_pre_hook(lambda *_: STACK.append(1))
-        self.last.register_forward_hook(_pop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.last(x + hard(self.a(x)))
-        ENDS.of.forwards += 1
-        return y
-
-
 class Hard(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return hard(x)
 
 
-def _pop(*_: Any) -> None:
-    STACK.pop()
+class Hooked(Ends):
+    """Its last module has hooks, of which an exception skips the later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: nn.Module = Hard()
+        self.last.register_forward_pre_hook(lambda *_: STACK.append(1))
+        self.last.register_forward_hook(lambda *_: (STACK.pop(), None)[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(x + hard(self.a(x)))
+        ENDS.of.forwards += 1
+        return y
 
 
 DEPTH = 0
@@ -194,12 +242,9 @@ def test_what_a_block_changes_back_at_its_end_is_changed_back_in_its_second_forw
     kind: type[Block], ends: int
 ) -> None:
     """Other blocks are cut off after their last saved tensor."""
-    plain, _ = run(kind)
-    ours, said = run(kind, enable_ckpt=True)
-    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 3"
-    assert (STACK, SPOT.flag, DEPTH) == ([], False, 0)
-    model, x = nn.Sequential(*(kind() for _ in range(3))), torch.randn(4, WIDTH)
-    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True):
+    check(kind, 3)
+    model, x = stack(kind), torch.randn(4, WIDTH)
+    with enable(model):
         for _ in range(6):
             ENDS.of.forwards = 0
             model(x).sum().backward()
@@ -218,8 +263,8 @@ def test_the_ends_of_second_forwards_are_looked_at_until_nothing_is_left_changed
 
     x = torch.randn(4, WIDTH)
     for kind, later in ((Ends, 0), (Pushes, 3)):
-        model = nn.Sequential(*(kind() for _ in range(3)))
-        with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True), monkeypatch.context() as patch:
+        model = stack(kind)
+        with enable(model), monkeypatch.context() as patch:
             for _ in range(6):
                 model(x).sum().backward()
             patch.setattr("ebbtide.wrap.checkpointable.Outside", look)
@@ -245,8 +290,8 @@ def test_the_end_of_a_block_with_another_module_is_looked_at_again() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(x + hard(self.a(x)))
 
-    model, x = nn.Sequential(*(Last() for _ in range(3))), torch.randn(4, WIDTH)
-    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+    model, x = stack(Last), torch.randn(4, WIDTH)
+    with enable(model) as handle:
         for step in range(8):
             if step == 4:
                 for block in model:
@@ -268,10 +313,9 @@ class Unwinds(Pushes):
 def test_a_block_that_communicates_is_cut_off_and_what_it_leaves_changed_is_an_error(
     kind: type[Block], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = nn.Sequential(*(kind() for _ in range(3)))
-    x = torch.randn(4, WIDTH)
+    model, x = stack(kind), torch.randn(4, WIDTH)
     try:
-        with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+        with enable(model) as handle:
             model(x).sum().backward()
             loss = model(x).sum()
             # As a block of tensor parallelism: the other ranks may not come to its end.
@@ -289,43 +333,21 @@ def test_a_block_that_communicates_is_cut_off_and_what_it_leaves_changed_is_an_e
 
 
 CALLS = 0
+SPACE, LOCAL = SimpleNamespace(calls=0), threading.local()
 
 
-def _in_a_class(block: Any, x: Tensor) -> None:
-    type(block).held.append(1)
+class Total:
+    calls = 0
 
 
-def _a_number_of_a_class(block: Any, x: Tensor) -> None:
-    type(block).number += 1
+class Counter:
+    def __init__(self) -> None:
+        self.count = itertools.count()
 
 
 def _a_number_of_the_file(block: Any, x: Tensor) -> None:
     global CALLS  # noqa: PLW0603
     CALLS += 1
-
-
-def _in_a_list_that_is_built(block: Any, x: Tensor) -> None:
-    [LOSSES.append(block.a.bias.detach().sum()) for _ in range(1)]
-
-
-def _by_a_held_function(block: Any, x: Tensor) -> None:
-    block.held_function()
-
-
-def _by_an_iterator_inside(block: Any, x: Tensor) -> None:
-    block.inside["counter"].send()
-
-
-class _Counter:
-    def __init__(self) -> None:
-        self.count = itertools.count()
-
-    def send(self) -> None:
-        next(self.count)
-
-
-def _by_a_held_builtin(block: Any, x: Tensor) -> None:
-    block.held_builtin(x.detach().sum())
 
 
 def _adds(function: Callable[..., None]) -> Callable[..., None]:
@@ -344,43 +366,28 @@ def _by_a_decorator(block: Any, x: Tensor) -> None:
     pass
 
 
-def _in_a_default(block: Any, x: Tensor, seen: list[float] = [0.0]) -> None:  # noqa: B006
-    seen[0] += 1
+NOTES: dict[str, Callable[..., Any]] = {
+    "a list of a class": lambda block, x: type(block).held.append(1),
+    "a number of a class": lambda block, x: setattr(type(block), "number", type(block).number + 1),
+    "a number of the file": _a_number_of_the_file,
+    "a list that is built": lambda block, x: [LOSSES.append(block.a.bias.detach().sum()) for _ in range(1)],
+    "a held function": lambda block, x: block.held_function(),
+    "a held builtin": lambda block, x: block.held_builtin(x.detach().sum()),
+    "an iterator inside": lambda block, x: next(block.inside["counter"].count),
+    "a decorator": _by_a_decorator,
+    "a default": lambda block, x, seen=[0.0]: seen.append(seen.pop() + 1),
+    "a default by name": lambda block, x, *, seen={}: seen.update(calls=seen.get("calls", 0) + 1),
+    "a function's attribute": lambda block, x: vars(_by_a_decorator).update(
+        calls=vars(_by_a_decorator).get("calls", 0) + 1
+    ),
+    "a class of the file": lambda block, x: setattr(Total, "calls", Total.calls + 1),
+    "an object of the file": lambda block, x: setattr(SPACE, "calls", SPACE.calls + 1),
+    "a thread": lambda block, x: setattr(LOCAL, "calls", getattr(LOCAL, "calls", 0) + 1),
+}
 
 
-def _in_a_default_by_name(block: Any, x: Tensor, *, seen: dict[str, int] = {}) -> None:  # noqa: B006
-    seen["calls"] = seen.get("calls", 0) + 1
-
-
-def _on_a_function(block: Any, x: Tensor) -> None:
-    vars(_by_a_decorator)["calls"] = vars(_by_a_decorator).get("calls", 0) + 1
-
-
-def _in_a_class_of_the_file(block: Any, x: Tensor) -> None:
-    Total.calls += 1
-
-
-def _in_an_object_of_the_file(block: Any, x: Tensor) -> None:
-    SPACE.calls += 1
-
-
-def _in_a_thread(block: Any, x: Tensor) -> None:
-    LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
-
-
-class Total:
-    calls = 0
-
-
-SPACE, LOCAL = SimpleNamespace(calls=0), threading.local()
-
-NOTES = (_in_a_class, _a_number_of_a_class, _a_number_of_the_file, _in_a_list_that_is_built, _by_a_held_function)
-NOTES += (_by_a_held_builtin, _by_a_decorator, _in_a_default, _in_a_default_by_name, _on_a_function)
-NOTES += (_in_a_class_of_the_file, _in_an_object_of_the_file, _in_a_thread)
-
-
-@pytest.mark.parametrize("note", [*NOTES, _by_an_iterator_inside])
-def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: Callable[[Any, Tensor], None]) -> None:
+@pytest.mark.parametrize("note", NOTES)
+def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: str) -> None:
     owner = Owner()
 
     class Notes(Block):
@@ -390,50 +397,10 @@ def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: Callable[[An
         def __init__(self) -> None:
             super().__init__()
             self.held_function, self.held_builtin = owner.hook, ADD
-            self.inside = {"counter": _Counter()} if note is _by_an_iterator_inside else {}
+            self.inside = {"counter": Counter()} if note == "an iterator inside" else {}
 
-    Notes.note = note  # pyright: ignore[reportAttributeAccessIssue]
-    plain, _ = run(Notes, steps=5)
-    ours, said = run(Notes, steps=5, enable_ckpt=True)
-    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
-
-
-class Lazy(dict[str, Any]):
-    """Imports its values when it is listed, like the registries of transformers."""
-
-    def keys(self) -> Any:
-        raise ImportError("a package")
-
-    values = items = __iter__ = keys
-
-
-REGISTRY = Lazy(act=hard)
-
-
-class Registered(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(REGISTRY["act"](x))
-
-
-def test_a_dictionary_of_a_class_that_lists_itself_otherwise() -> None:
-    plain, _ = run(Registered)
-    ours, said = run(Registered, enable_ckpt=True)
-    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 3"
-
-
-def test_a_forward_that_was_replaced_on_a_block_is_looked_at() -> None:
-    def forward(block: Any, x: Tensor) -> Tensor:
-        LOSSES.append(x.square().mean())
-        return Block.forward(block, x)
-
-    class Patched(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.forward = types.MethodType(forward, self)
-
-    plain, _ = run(Patched)
-    ours, said = run(Patched, enable_ckpt=True)
-    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+    Notes.note = NOTES[note]  # pyright: ignore[reportAttributeAccessIssue]
+    check(Notes, 0, steps=5)
 
 
 class Unbound:
@@ -447,8 +414,10 @@ class Unbound:
 UNBOUND: Any = Unbound()
 
 
-@pytest.mark.parametrize("policy", ["auto", "minimal"])
-def test_an_attribute_may_be_a_function_of_no_module_or_a_proxy_of_nothing(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "checkpointed"), [("auto", None), ("minimal", 3)])
+def test_an_attribute_may_be_a_function_of_no_module_or_a_proxy_of_nothing(
+    policy: str, checkpointed: int | None
+) -> None:
     names: dict[str, Any] = {}
     exec("def act(x): return x", names)
     assert names["act"].__module__ is None
@@ -462,20 +431,7 @@ def test_an_attribute_may_be_a_function_of_no_module_or_a_proxy_of_nothing(polic
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if UNBOUND is not None else x
 
-    ours, said = run(Holds, policy=policy)
-    assert all(map(same_bits, ours, run(Holds)[0])) and (policy == "auto" or said == "checkpointed: 3")
-
-
-class Numbered(Block):
-    count = itertools.count()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = next(Numbered.count)
-
-
-def test_an_iterator_that_only_numbers_blocks_does_not_forbid_a_second_forward() -> None:
-    assert run(Numbered, enable_ckpt=True)[1] == "checkpointed: 3"
+    check(Holds, checkpointed, policy=policy)
 
 
 class Late(Block):
@@ -493,9 +449,7 @@ class Late(Block):
 
 
 def test_each_block_of_a_kind_is_looked_at() -> None:
-    plain, _ = run(Late, steps=3, blocks=8)
-    ours, said = run(Late, steps=3, blocks=8, enable_ckpt=True)
-    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+    check(Late, 0, steps=3, blocks=8)
 
 
 @pytest.mark.parametrize("bind", [lambda owner: owner.hook, lambda owner: functools.partial(Owner.hook, owner)])
@@ -520,20 +474,16 @@ class Twice(torch.autograd.Function):
         return gradient * first, gradient * ctx.saved_tensors[0]
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Reads(Block):
     def forward(self, x: Tensor) -> Tensor:
         return Twice.apply(hard(self.a(x)), hard(self.b(x)))
 
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_a_function_may_read_what_it_saved_twice(retain: bool) -> None:
-    model = nn.Sequential(*(Reads() for _ in range(3)))
+    model = stack(Reads)
     twin, x = copy.deepcopy(model), torch.randn(16, WIDTH)
-    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+    with enable(model) as handle:
         for _ in range(4):
             for one in (model, twin):
                 one.zero_grad()
@@ -550,21 +500,17 @@ ATTENDED = SimpleNamespace(run=SimpleNamespace(orders=()))
 """Too far inside to be found."""
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Attends(Block):
     def forward(self, x: Tensor) -> Tensor:
         ATTENDED.run.orders += (torch._C._get_sdp_priority_order(),)
         y = F.scaled_dot_product_attention(x, x, x)
-        return hard(self.layer(x + y))
+        return hard(self.a(x + y))
 
 
 def test_a_second_forward_tries_attentions_kernels_in_the_order_of_the_first() -> None:
-    model, x = nn.Sequential(*(Attends() for _ in range(2))), torch.randn(2, 2, 4, WIDTH, requires_grad=True)
+    model, x = stack(Attends, 2), torch.randn(2, 2, 4, WIDTH, requires_grad=True)
     usual = torch._C._get_sdp_priority_order()
-    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+    with enable(model) as handle:
         for _ in range(4):
             ATTENDED.run.orders = ()
             with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
@@ -578,8 +524,7 @@ def test_a_second_forward_tries_attentions_kernels_in_the_order_of_the_first() -
 def test_a_kind_in_doubt_waits_and_one_that_changes_something_twice_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = nn.Sequential(Block(), Block())
-    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+    with enable(stack(Block, 2)) as handle:
         checkpointable: Any = handle._attachment._checkpointable
 
         def look(changed: bool) -> bool:
@@ -600,10 +545,10 @@ def test_a_counter_of_an_enclosing_function() -> None:
         nonlocal calls
         calls += 1
 
-    model = nn.Sequential(Block(), Block())
+    model = stack(Block, 2)
     for block in model:
         next(block.children()).register_forward_hook(count)
-    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+    with enable(model) as handle:
         for _ in range(5):
             model(torch.randn(4, WIDTH)).sum().backward()
         assert handle.stats().checkpointed_blocks == 0

@@ -69,9 +69,11 @@ def batch(tokens: int, seed: int) -> Tensor:
     return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def one_step(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
+def one_step(model: nn.Module, twin: nn.Module, x: Tensor, *, autocast: bool = False) -> None:
     for m in (model, twin):
-        m(x).square().mean().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = m(x).float().square().mean()
+        loss.backward()
     check(model, twin)
 
 
@@ -331,11 +333,7 @@ def test_the_copies_that_autocast_makes_of_weights(frozen: bool, policy: str) ->
     twin = copy.deepcopy(model)
     with analysed_too(model, twin, policy) as (handle, compare):
         for step in range(4):
-            for m in (model, twin):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = m(batch(8, step)).float().square().mean()
-                loss.backward()
-            check(model, twin)
+            one_step(model, twin, batch(8, step), autocast=True)
             compare(step)
             assert step == 0 or share(handle) == 1, (step, share(handle))
             with torch.no_grad():  # as an optimizer does: the copy of the next step has other values
@@ -346,8 +344,4 @@ def test_the_copies_that_autocast_makes_of_weights(frozen: bool, policy: str) ->
     chosen = REMAKE if policy == "recompute" else policy
     with ebbtide.enable_activation_offloading(model, policy=chosen, min_bytes=0, target="disk"):
         for step in range(3):
-            for m in (model, reference):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = m(batch(8, step)).float().square().mean()
-                loss.backward()
-            check(model, reference)
+            one_step(model, reference, batch(8, step), autocast=True)

@@ -21,17 +21,21 @@ def replaced(timed: Timed) -> list[int]:
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
-    """A judged plan that keeps everything of the last four of six blocks."""
+def unjudged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
+    """A plan that will keep everything of the last four of six blocks."""
     monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(4))
     monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
     timed = Timed(BLOCKS, max_slowdown=10.0)
     with timed.handle:
-        timed.steps(UNTIL_PLAN)
-        while not timed.plan.judged:
-            timed.steps(1)
-        timed.steps(2)
         yield timed
+
+
+@pytest.fixture
+def timed(unjudged: Timed) -> Timed:
+    """The same, judged: what it keeps rests."""
+    until_judged(unjudged)
+    unjudged.steps(2)
+    return unjudged
 
 
 def test_of_the_kept_blocks_after_others_only_the_last_has_its_forward_replaced(timed: Timed) -> None:
@@ -176,21 +180,18 @@ class _Attends(Layer):
         return super().forward((x @ x.transpose(-1, -2)).softmax(-1) @ x)
 
 
-def test_fewer_longer_sequences_are_counted_with_what_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(4))
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
-    timed = Timed(BLOCKS, max_slowdown=10.0)
+def test_fewer_longer_sequences_are_counted_with_what_they_save(unjudged: Timed) -> None:
+    timed = unjudged
     for layer in timed.model:
         layer.__class__ = _Attends
     timed.x = torch.randn(8, 2, 8)
     timed.expected = timed.gradients()
-    with timed.handle:
-        until_judged(timed)
-        before = timed.handle.stats()
-        timed.model(timed.x.view(1, 16, 8)).square().sum().backward()
-        stats = timed.handle.stats()
-        assert stats.unique_bytes > 1.2 * before.unique_bytes
-        assert stats.kept_bytes < 1.1 * before.kept_bytes
+    until_judged(timed)
+    before = timed.handle.stats()
+    timed.model(timed.x.view(1, 16, 8)).square().sum().backward()
+    stats = timed.handle.stats()
+    assert stats.unique_bytes > 1.2 * before.unique_bytes
+    assert stats.kept_bytes < 1.1 * before.kept_bytes
 
 
 @pytest.mark.parametrize(
@@ -248,18 +249,12 @@ class _Reversed(nn.Sequential):
         return x
 
 
-def test_the_last_block_is_the_one_that_runs_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(4))
-    monkeypatch.setattr("ebbtide.profiling.closed_loop.YARDSTICKS", 0)
-    timed = Timed(BLOCKS, max_slowdown=10.0)
-    timed.model.__class__ = _Reversed
-    timed.expected = timed.gradients()
-    with timed.handle:
-        timed.steps(UNTIL_PLAN)
-        while not timed.plan.judged:
-            timed.steps(1)
-        timed.steps(2)
-        assert replaced(timed) == [0, 4, 5]
+def test_the_last_block_is_the_one_that_runs_last(unjudged: Timed) -> None:
+    unjudged.model.__class__ = _Reversed
+    unjudged.expected = unjudged.gradients()
+    until_judged(unjudged)
+    unjudged.steps(2)
+    assert replaced(unjudged) == [0, 4, 5]
 
 
 def test_a_pass_that_is_timed_ends_the_rest(timed: Timed) -> None:

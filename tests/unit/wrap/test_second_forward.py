@@ -64,13 +64,10 @@ def test_the_case_itself() -> None:
 
 
 def test_functional_calls_with_other_weights() -> None:
-    def step(model: Any, number: int) -> Tensor:
-        model.optimizer.zero_grad()
+    @step_of
+    def step(model: Any) -> Tensor:
         fast = {n: p - 0.1 * torch.randn_like(p) for n, p in model.named_parameters()}
-        loss = functional_call(model, fast, (rows(),)).square().mean()
-        loss.backward()
-        model.optimizer.step()
-        return loss
+        return functional_call(model, fast, (rows(),)).square().mean()
 
     check_checkpointed(blocks, step)
 
@@ -112,14 +109,12 @@ def test_adapters_that_are_switched_between_two_forwards(in_place: bool) -> None
             else:
                 block.active = [name]
 
-    def step(model: Any, number: int) -> Tensor:
-        model.optimizer.zero_grad()
+    @step_of
+    def step(model: Any) -> Tensor:
         x, loss = rows(), torch.zeros(())
         for name in ("a", "b"):
             use(model, name)
             loss = loss + model(x).square().mean()
-        loss.backward()
-        model.optimizer.step()
         return loss
 
     check_checkpointed(lambda: blocks(Adapters), step)
@@ -162,6 +157,11 @@ def test_a_memory_of_the_step_before() -> None:
     check_checkpointed(lambda: blocks(Remembers), squares)
 
 
+class Counter:
+    def __init__(self) -> None:
+        self.count, self.seen = 0, [0]
+
+
 class Slotted:
     __slots__ = ("count", "never")
 
@@ -183,6 +183,12 @@ def _count_slot(slotted: Slotted) -> int:
     return slotted.count
 
 
+def _count_attribute(counter: Counter) -> int:
+    counter.seen.append(counter.seen[-1] + 1)
+    counter.count += 1
+    return counter.count + counter.seen[-1]
+
+
 def _count_row(array: np.ndarray) -> int:
     array[1] += 1
     return int(array[1])
@@ -200,6 +206,7 @@ def _count_entry(entries: Listed) -> int:
 
 
 COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
+    "an object": (Counter, _count_attribute),
     "a slotted object": (Slotted, _count_slot),
     "an array": (lambda: np.zeros(3), _count_row),
     "a Counter": (collections.Counter, _count_key),
@@ -227,24 +234,6 @@ def test_what_counts_the_calls_of_a_block_counts_them_once(kind: str) -> None:
     check(lambda: blocks(Counts), step, policies=("minimal", "auto"))
     runs = 0 if kind == "an iterator" else 3
     assert train(lambda: blocks(Counts), step, 3, policy="minimal")[1].checkpointed_blocks == runs
-
-
-def test_an_object_that_counts() -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.count, self.seen = 0, [0.0]
-
-    class Counts(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counter = Counter()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.counter.count += 1
-            self.counter.seen.append(self.counter.seen[-1] + 0.1)
-            return super().forward(x * (1 + 0.1 * self.counter.count)) * hard(x * self.counter.seen[-1])
-
-    check_checkpointed(lambda: blocks(Counts), squares)
 
 
 def make_generator(kind: str) -> Any:
@@ -660,20 +649,11 @@ def test_a_weight_that_is_changed_through_data_is_an_error() -> None:
 
 
 def test_statistics_whose_kernel_moves_no_version_are_updated_once() -> None:
-    class Normalises(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(16))
-            self.register_buffer("variance", torch.ones(16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(nn.functional.batch_norm(x, self.mean, self.variance, training=True))
-
     def step(model: Any, number: int) -> Tensor:
         loss = squares(model, number)
         return torch.cat([loss.detach()[None], *(buffer for buffer in model.buffers())])
 
-    check_checkpointed(lambda: blocks(Normalises), step, count=0)
+    check_checkpointed(lambda: blocks(Norms), step, count=0)
 
 
 def test_a_parameter_that_its_own_forward_changes_is_treated_tensor_by_tensor() -> None:
@@ -982,14 +962,11 @@ def test_blocks_without_the_model_that_call_earlier_blocks(policy: str) -> None:
         last.inner = [first]
         return sgd(Stack(first, Block(), last))
 
-    def step(model: Any, number: int) -> Tensor:
-        model.optimizer.zero_grad()
+    @step_of
+    def step(model: Any) -> Tensor:
         x = rows()
         for block in model.blocks:
             x = block(x)
-        loss = x.square().mean()
-        loss.backward()
-        model.optimizer.step()
-        return loss
+        return x.square().mean()
 
     check(make, step, policies=(policy,))

@@ -5,15 +5,14 @@ The unit tests of their bytes are in ``tests/unit/engine/test_wrappers.py``, sev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -25,15 +24,6 @@ from tests.helpers.oracle import same_bits
 WIDTH, BLOCKS, STEPS = 16, 3, 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -164,16 +154,18 @@ KINDS = {
 }  # fmt: skip
 
 
-def train(kind: str, mesh: DeviceMesh, **given: Any) -> tuple[list[Tensor], Any]:
+def train(
+    kind: str, mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]] = ((4, 6, WIDTH),) * STEPS, **given: Any
+) -> tuple[list[Tensor], Any]:
     """Train; return the output and all gradients of each step, and the handle's figures."""
     torch.manual_seed(0)
     model = Model(lambda x: x, list)
     KINDS[kind](model, mesh)
     found: list[Tensor] = []
     handle = ebbtide.enable_activation_offloading(model, target="disk", min_bytes=0, **given) if given else None
-    for step in range(STEPS):
+    for step, shape in enumerate(shapes):
         torch.manual_seed(step)
-        y = model(torch.randn(4, 6, WIDTH))
+        y = model(torch.randn(shape))
         y.backward(torch.ones_like(y))
         values = [y, *(p.grad for p in model.parameters() if p.grad is not None)]
         found += [part.clone() for part in plain_tensors([value.detach() for value in values])]
@@ -207,3 +199,12 @@ def test_checkpointed_blocks_keep_no_more_than_what_is_in_their_inputs(kind: str
     _, stats = train(kind, mesh, enable_ckpt=True)
     assert stats.checkpointed_blocks == BLOCKS
     assert stats.offloaded_bytes + stats.kept_bytes < 0.3 * offloaded.unique_bytes
+
+
+@pytest.mark.parametrize("policy", ["minimal", "offload"])
+def test_a_dtensor_without_elements(policy: str, mesh: DeviceMesh) -> None:
+    """Such as the tokens of an expert that gets none."""
+    shapes = [(rows, WIDTH) for rows in (4, 4, 0, 4)]
+    plain, _ = train("sharded", mesh, shapes)
+    got, _ = train("sharded", mesh, shapes, policy=policy)
+    assert len(plain) == len(got) and all(map(same_bits, plain, got))
