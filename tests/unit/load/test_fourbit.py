@@ -114,6 +114,17 @@ def test_damaged_scales_are_reported(values: dict[str, torch.Tensor]) -> None:
         ebbtide.load_sharded(meta(), saved)
 
 
+@pytest.mark.parametrize("storage", [torch.float16, torch.uint8], ids=str)
+def test_columns_that_are_packed_in_another_dtype_are_refused(
+    values: dict[str, torch.Tensor], storage: torch.dtype
+) -> None:
+    """Converted, they would be other numbers."""
+    saved = dict(ebbtide.load_sharded(meta(torch.bfloat16), values).state_dict())
+    with pytest.raises(DataError, match=rf"'0\.weight' is packed as torch\.bfloat16 .* as {storage}") as caught:
+        ebbtide.load_sharded(meta(storage), saved)
+    assert "quant_storage=torch.bfloat16" in caught.value.hint
+
+
 @pytest.mark.parametrize("saved", [False, True], ids=["to be quantised", "with scales"])
 def test_a_load_may_be_repeated_after_it_failed(values: dict[str, torch.Tensor], saved: bool) -> None:
     wanted = ebbtide.load_sharded(meta(), values)
