@@ -109,19 +109,19 @@ class Loading:
                 targets = targets_of(sharded, device)
                 check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
-                if self._initialiser.has_drawn:
-                    _draw_seed()  # or the next model would be the same
             self._read(targets)
             found.append((sharded, targets))
-            return {}
+            return {"drawn": self._initialiser.has_drawn}
 
         try:
             self._agree(dtype, optimizer)
             self._emit("begin", None)
-            self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
+            answers = self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         except BaseException:
             self._undo.close()
             raise
+        if any(answer["drawn"] for answer in answers):
+            _draw_seed()  # or the next model would be the same; on all ranks, for the first one's seed is used
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)
