@@ -188,15 +188,30 @@ class FourBit:
             ) from error
         weight.state, weight.flat = made.quant_state, target.old is None
 
-    def finish(self, model: nn.Module) -> None:
-        """Give modules the scales of their weights, once columns are in the model.
+    def check(self, sharded: nn.Module, targets: Mapping[str, Target]) -> None:
+        """Refuse a model that converts columns.
 
         Raises:
-            ConfigError: The wrapper would convert columns to another dtype, which would change the packed numbers.
+            ConfigError: They were converted when it was sharded, or would be when they are gathered.
         """
-        if not self._weights:
-            return
-        _check_gathered(model)
+        gathered: dict[int, torch.dtype | None] = {
+            id(param.sharded_param): param.mp_policy.param_dtype for param in fsdp2_params(sharded)
+        }
+        for target in (targets[name] for name in self._weights.keys() & targets.keys()):
+            stored: torch.dtype = self._weights[target.name].old.quant_storage
+            found = target.local.dtype
+            if found == stored and stored.is_floating_point:  # integers are gathered as they are
+                found = gathered.get(id(target.old)) or stored
+            if found != stored:
+                raise ConfigError(
+                    f"{target.name!r} is packed as {stored} and would be {found} in the sharded model",
+                    expected="one dtype: a conversion would destroy the packed numbers",
+                    hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the MixedPrecisionPolicy, and "
+                    "convert only other parameters in the function passed as shard=",
+                )
+
+    def finish(self) -> None:
+        """Give modules the scales of their weights, once columns are in the model."""
         for weight in self._weights.values():
             module: Any = weight.module
             module.quant_state = weight.state
@@ -234,19 +249,3 @@ def _usual_dtype(model: nn.Module) -> torch.dtype | None:
         if parameter.is_floating_point() and not is_four_bit(parameter):
             numels[parameter.dtype] += parameter.numel()
     return max(numels, key=lambda dtype: numels[dtype]) if numels else None
-
-
-def _check_gathered(model: nn.Module) -> None:
-    """Refuse wrappers that gather columns in another dtype than they are stored in."""
-    for param in fsdp2_params(model):
-        module: Any = param._module_info.module
-        if not hasattr(module, "quant_storage") or param._module_info.param_name != "weight":
-            continue
-        gathered: torch.dtype | None = param.mp_policy.param_dtype
-        # Integers are gathered as they are.
-        if module.quant_storage.is_floating_point and gathered not in (None, module.quant_storage):
-            raise ConfigError(
-                f"4-bit weights are stored as {module.quant_storage} and gathered as {gathered}",
-                expected="one dtype: a conversion would destroy the packed numbers",
-                hint=f"set bnb_4bit_quant_storage={gathered}, or no param_dtype in the MixedPrecisionPolicy",
-            )

@@ -107,6 +107,7 @@ class Loading:
                 sharded = self._sharded(shard)
                 self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
+                self._four.check(sharded, targets)
                 check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)
@@ -124,7 +125,7 @@ class Loading:
             _draw_seed()  # or the next model would be the same; on all ranks, for the first one's seed is used
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
-        self._four.finish(sharded)
+        self._four.finish()
         self._rebinding.rebind(sharded)
         seconds = time.monotonic() - started
         figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
