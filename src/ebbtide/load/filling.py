@@ -108,20 +108,20 @@ class Filling:
             else:
                 self._conversions.setdefault(id(source), (source, []))[1].append((match.base, target))
         self._all_sliced = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
-        self._whole_keys = [key for conversion, _ in self._conversions.values() for key in conversion.keys]
-        self._whole_keys += [key for target in self._scaled for key in four.scales_of(target.name).values()]
+        self._unsliced_keys = [key for conversion, _ in self._conversions.values() for key in conversion.keys]
+        self._unsliced_keys += [key for target in self._scaled for key in four.scales_of(target.name).values()]
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the checkpoint that are to be read."""
         sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._all_sliced for box, _ in t.boxes)
         sliced += sum(layout.numel() * layout.dtype.itemsize for layout, _ in self._quantised)
-        return sliced + sum(self._entries[key].nbytes for key in self._whole_keys)
+        return sliced + sum(self._entries[key].nbytes for key in self._unsliced_keys)
 
     def shared_keys(self) -> set[str]:
         """Return the tensors of which other ranks read the same bytes."""
         keys = {key for layout, target in self._all_sliced if target.shared for key in layout.keys}
-        return keys.union(self._whole_keys, *(layout.keys for layout, _ in self._quantised))
+        return keys.union(self._unsliced_keys, *(layout.keys for layout, _ in self._quantised))
 
     def fill(self, source: SliceSource, done: Callable[[int], None]) -> None:
         """Read everything: slices first, then conversions of whole tensors, one after the other.

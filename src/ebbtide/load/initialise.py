@@ -109,12 +109,12 @@ class Initialiser:
     def _made(self, calls: Sequence[InitialCall], names: list[str], device: torch.device) -> dict[str, torch.Tensor]:
         """Make calls on real memory, and return tensors that they set: all of each, and not from what has no values."""
         needed = {name for call in calls for name in call.needs}
-        whole = {name for call in calls for name, complete in call.writes.items() if complete}
-        unset = {name for call in calls for name in call.writes} - whole - needed
+        complete = {name for call in calls for name, is_complete in call.writes.items() if is_complete}
+        unset = {name for call in calls for name in call.writes} - complete - needed
 
         def run(*, again: bool = False) -> dict[str, torch.Tensor]:
             real: dict[str, torch.Tensor] = {}
-            with self._placed(needed | whole | unset, device, real), torch.no_grad():
+            with self._placed(needed | complete | unset, device, real), torch.no_grad():
                 for name in needed:
                     real[name].copy_(self._valued[name])
                 for name in unset:
