@@ -83,7 +83,7 @@ def load_sharded(
     checked: list[tuple[LoadOptions, torch.device | None]] = []
 
     def check() -> dict[str, Any]:
-        _check_arguments(weights, {"shard": shard, "init": init, "progress": progress}, allow_pickle=allow_pickle)
+        _check_arguments(weights, {"shard": shard, "init": init, "progress": progress})
         options = LoadOptions(
             source=source,  # pyright: ignore[reportArgumentType]
             missing=missing,  # pyright: ignore[reportArgumentType]
@@ -94,9 +94,9 @@ def load_sharded(
         return {}
 
     Ranks(_meet).run_on_all_ranks("call load_sharded", check)
-    ((options, where),) = checked
+    ((options, place),) = checked
     loading = Loading(model, weights, options, meet=_meet, init=init, progress=progress)
-    return loading.run(shard, dtype=dtype, device=where, optimizer=optimizer)
+    return loading.run(shard, dtype=dtype, device=place, optimizer=optimizer)
 
 
 def save_sharded(
@@ -142,7 +142,7 @@ def save_sharded(
     Saving(model, folder, meet=_meet, max_file_bytes=max_file_bytes, name=name).run()
 
 
-def _check_arguments(weights: object, functions: Mapping[str, object], *, allow_pickle: object) -> None:
+def _check_arguments(weights: object, functions: Mapping[str, object]) -> None:
     check_version("torch")
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -154,7 +154,6 @@ def _check_arguments(weights: object, functions: Mapping[str, object], *, allow_
             expected="a path, a state dict, a model, or None",
             hint="pass the folder of the checkpoint",
         )
-    check_value("allow_pickle", allow_pickle, bool)
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:

@@ -412,65 +412,69 @@ def refuse(save: bool, option: str, folder: str) -> str:
     return ""
 
 
+def _sent(progress: Callable[[int, int], object] | None = None) -> str:
+    """Load weights that all ranks but the last have, in several messages; return what this rank raised."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    values = None if _is_last() else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    try:
+        ebbtide.load_sharded(model, values, progress=progress)
+    except (ebbtide.EbbtideError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _is_last() -> bool:
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+
 def fail_receiving() -> str:
-    """Let the last rank fail after the first of several messages with its weights; return the error's message."""
-    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    """Let the last rank fail after the first of several messages with its weights; return what this rank raised."""
 
     def stop(done: int, total: int) -> None:
         raise RuntimeError("progress")
 
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
-    values = None if last else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
-    try:
-        ebbtide.load_sharded(model, values, progress=stop if last else None)
-    except ebbtide.EbbtideError as error:
-        return str(error)
-    return ""
+    return _sent(stop if _is_last() else None)
 
 
 def interrupt(rank: int) -> str:
     """Interrupt one rank while weights go from the first to the last; return what this rank raised."""
-    me = torch.distributed.get_rank()
-    last = me == torch.distributed.get_world_size() - 1
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-    values = None if last else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
-    try:
-        ebbtide.load_sharded(model, values, progress=stop if me == rank else None)
-    except (ebbtide.EbbtideError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return _sent(stop if torch.distributed.get_rank() == rank else None)
 
 
 def interrupt_messages(rank: int) -> str:
     """Interrupt one rank between the messages with the last rank's weights; return what this rank raised."""
     me = torch.distributed.get_rank()
-    last = me == torch.distributed.get_world_size() - 1
     before, plain, received = signal.signal(signal.SIGINT, signal.default_int_handler), torch.distributed.recv, [0]
 
     def receive(data: Tensor, src: int) -> None:
         plain(data, src=src)
         received[0] += 1
-        if me == rank and received[0] == (2 if last else 1):  # a message, or the first part of the request
+        if me == rank and received[0] == (2 if _is_last() else 1):  # a message, or the first part of the request
             signal.raise_signal(signal.SIGINT)  # as one that came while this rank was waiting
 
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
-    values = None if last else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
     torch.distributed.recv = receive  # type: ignore[assignment]
     try:
-        ebbtide.load_sharded(model, values)
-    except (ebbtide.EbbtideError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
+        return _sent()
     finally:
         torch.distributed.recv = plain
         signal.signal(signal.SIGINT, before)
-    return ""
+
+
+def draw_twice() -> bool:
+    """Load two models of which only the last rank has a part without values; return whether the two are equal."""
+    name, made = "second" if _is_last() else "first", list[Tensor]()
+    for _ in range(2):
+        with torch.device("meta"):
+            model = nn.ModuleDict({name: nn.Linear(4, 4)})
+        values = {f"first.{kind}": torch.ones(shape) for kind, shape in (("weight", (4, 4)), ("bias", (4,)))}
+        loaded = ebbtide.load_sharded(model, values, missing="initialize", unexpected="ignore")
+        made.append(loaded.get_parameter(f"{name}.weight").detach())
+    return torch.equal(*made)
 
 
 def tie(kind: str, folder: str) -> tuple[bool, str]:

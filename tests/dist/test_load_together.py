@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.dist.loading import (
     Setup,
     compare,
     count,
+    draw_twice,
     fail,
     fail_receiving,
     first_values,
@@ -114,17 +116,10 @@ def test_a_rank_that_fails_while_it_receives_hangs_nobody() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [interrupt, interrupt_messages], ids=["at once", "between two messages"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["the sender", "the receiver"])
-def test_an_interrupt_of_one_rank_hangs_nobody(rank: int) -> None:
-    raised = run_cases({"interrupt": (interrupt, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
-    assert raised[rank].startswith("KeyboardInterrupt")
-    assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("rank", [0, 1], ids=["the sender", "the receiver"])
-def test_an_interrupt_between_two_messages_hangs_nobody(rank: int) -> None:
-    raised = run_cases({"interrupt": (interrupt_messages, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
+def test_an_interrupt_of_one_rank_hangs_nobody(rank: int, case: Callable[[int], str]) -> None:
+    raised = run_cases({"interrupt": (case, (rank,))}, 2, timeout_seconds=20.0)["interrupt"].values()
     assert raised[rank].startswith("KeyboardInterrupt")
     assert f"rank {rank}: KeyboardInterrupt" in raised[1 - rank] and "hint:" in raised[1 - rank]
 
@@ -193,6 +188,11 @@ def test_what_is_saved_is_loaded_on_another_number_of_ranks(
             for found in result.values():
                 assert found["loaded"] == [], name
                 assert found["trained"] == [], name
+
+
+@pytest.mark.timeout(300)
+def test_a_second_model_has_other_first_values_though_the_first_rank_drew_none() -> None:
+    assert [*run_cases({"draw": (draw_twice, ())}, 2, timeout_seconds=60.0)["draw"].values()] == [True, False]
 
 
 @pytest.mark.timeout(600)

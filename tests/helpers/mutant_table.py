@@ -2142,7 +2142,7 @@ MUTANTS = (
     Mutant(
         "load: trained copies begin as the base",
         "ebbtide/load/names.py",
-        "adapters_of(model) - (copies - entries.keys())",
+        "adapters_of(model) - (copies - layouts.keys())",
         "adapters_of(model)",
         ("tests/unit/load/test_adapters.py",),
     ),
@@ -2205,8 +2205,8 @@ MUTANTS = (
     Mutant(
         "load: an initializer sets all of a tensor",
         "ebbtide/load/initialise.py",
-        "if not touched[first[name]]}",
-        "if False}",
+        "if unset and not halves:",
+        "if False:",
         ("tests/unit/load/test_initialise.py",),
     ),
     Mutant(
@@ -2226,7 +2226,7 @@ MUTANTS = (
     Mutant(
         "load: a second model gets other first values",
         "ebbtide/load/load.py",
-        "if self._initialiser.has_drawn:",
+        'if any(answer["drawn"] for answer in answers):',
         "if False:",
         ("tests/unit/load/test_load.py",),
     ),

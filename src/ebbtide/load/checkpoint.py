@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.files import json_object
 from ebbtide.load.header import CheckpointEntry, read_header, unreadable
 from ebbtide.load.names import UNSAVED
 from ebbtide.load.pickled import ScatteredTensors, place_tensor, tensors_of
@@ -92,12 +93,12 @@ def _middle_of_file(entry: CheckpointEntry) -> bytes:
 
 def is_present(path: str | os.PathLike[str]) -> bool:
     """Whether this rank sees a file, or a folder with files of weights, at a path."""
-    where = Path(path).expanduser()
+    place = Path(path).expanduser()
     try:
-        if where.is_dir():
+        if place.is_dir():
             ends = (".safetensors", INDEX_SUFFIX, *_PICKLED, _DISTRIBUTED)
-            return any(name.endswith(ends) and not _STATES.fullmatch(name) for name in os.listdir(where))
-        return where.exists()
+            return any(name.endswith(ends) and not _STATES.fullmatch(name) for name in os.listdir(place))
+        return place.exists()
     except OSError:
         return False
 
@@ -126,27 +127,41 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
         file, files, promised = _files_of(named)
     except OSError as error:
         raise unreadable(named[0], error) from error
-    where = named[0] if len(named) == 1 else named[0].parent
-    pickled = [f for f in files if f.suffix in _PICKLED]
-    if pickled:
-        if not allow_pickle:
-            raise ConfigError(
-                f"{str(pickled[0])!r} is a pickled checkpoint",
-                expected="safetensors files",
-                hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
-            )
-        found, places = _unpickled(files, str(where))
-    else:
-        entries: dict[str, CheckpointEntry] = {}
-        for one in files:
-            for name, entry in read_header(one).items():
-                if name in entries:
-                    raise _in_two_files(name, entries[name].file, one)
-                entries[name] = entry
-        found, places = Checkpoint(entries=entries, name=str(where)), {name: e.file for name, e in entries.items()}
-    if promised:
-        _check_promised(file, promised, places)
-    return found
+    pickled = next((f for f in files if f.suffix in _PICKLED), None)
+    if pickled and not allow_pickle:
+        raise ConfigError(
+            f"{str(pickled)!r} is a pickled checkpoint",
+            expected="safetensors files",
+            hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
+        )
+    entries, places, scattered = dict[str, CheckpointEntry](), dict[str, Path](), ScatteredTensors()
+    for one in files:
+        for name, entry in _entries_of(one, scattered).items():
+            if name in places:
+                raise DataError(
+                    f"{name!r} is in {str(places[name])!r} and in {str(one)!r}",
+                    expected="each tensor in exactly one file",
+                    hint="remove the file that is not part of the checkpoint, or the tensor from one of the two",
+                )
+            entries[name], places[name] = entry, one
+    if absent := [name for name, one in promised.items() if places.get(name) != one]:
+        close = "" if absent[0] in places else nearest(absent[0], places)
+        raise DataError(
+            f"{str(file)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
+            expected="each tensor in the file named by the index",
+            hint=close or "index and files belong to different checkpoints: fetch them again",
+        )
+    folder = named[0] if len(named) == 1 else named[0].parent
+    return Checkpoint(entries=entries, values=scattered, name=str(folder))
+
+
+def _entries_of(file: Path, scattered: ScatteredTensors) -> dict[str, CheckpointEntry]:
+    """Return the tensors of a file by name; those of a pickled file that do not lie row by row go to ``scattered``."""
+    if file.suffix not in _PICKLED:
+        return read_header(file)
+    found, state = tensors_of(file)
+    values = checkpoint_of(found, str(file)).values
+    return {key: place_tensor(key, value, file, state, scattered) for key, value in values.items()}
 
 
 def _files_of(named: list[Path]) -> tuple[Path, list[Path], dict[str, Path]]:
@@ -228,20 +243,10 @@ def _front(folder: Path) -> Path:
 
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files that an index names, and the file of each tensor."""
-    try:
-        document = json.loads(index.read_text(encoding="utf-8"))
-        weights = cast("dict[str, Any]", document)["weight_map"]
-        promised = {str(k): str(v) for k, v in weights.items()}
-    except OSError as error:
-        raise DataError(
-            f"{str(index)!r} cannot be read ({error.strerror})", expected="an index", hint="check its permissions"
-        ) from error
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{str(index)!r} is no index ({type(error).__name__}: {error})",
-            expected="a JSON object with a weight_map from tensors to files",
-            hint="fetch it again",
-        ) from error
+    expected, hint = "a JSON object with a weight_map from tensors to files", "fetch it again, or check its permissions"
+    promised: Any = json_object(index, f"the index {str(index)!r}", expected=expected, hint=hint).get("weight_map")
+    if not isinstance(promised, dict) or not all(isinstance(name, str) for name in promised.values()):
+        raise DataError(f"the index {str(index)!r} has {promised!r:.80} as weight_map", expected=expected, hint=hint)
     foreign = [name for name in promised.values() if Path(name).name != name or name in ("", ".", "..")]
     if foreign:
         raise DataError(
@@ -260,43 +265,12 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     return list(files.values()), {name: files[file] for name, file in promised.items()}
 
 
-def _check_promised(index: Path, promised: Mapping[str, Path], places: Mapping[str, str]) -> None:
-    absent = [name for name, file in promised.items() if places.get(name) != str(file)]
-    if absent:
-        close = "" if absent[0] in places else nearest(absent[0], places)
-        raise DataError(
-            f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
-            expected="each tensor in the file named by the index",
-            hint=close or "index and files belong to different checkpoints: fetch them again",
-        )
-
-
-def _unpickled(files: list[Path], name: str) -> tuple[Checkpoint, dict[str, str]]:
-    """Return the tensors of pickled files, and the file of each."""
-    entries, places, scattered = dict[str, CheckpointEntry](), dict[str, str](), ScatteredTensors()
-    for file in files:
-        found, state = tensors_of(file)
-        for key, value in checkpoint_of(found, str(file)).values.items():
-            if key in places:
-                raise _in_two_files(key, places[key], file)
-            entries[key], places[key] = place_tensor(key, value, file, state, scattered), str(file)
-    return Checkpoint(entries=entries, values=scattered, name=name), places
-
-
-def _in_two_files(name: str, one: str, other: Path) -> DataError:
+def _no_checkpoint(path: Path, what: str) -> DataError:
+    like_a_name = not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in (".", "..")
     return DataError(
-        f"{name!r} is in {one!r} and in {str(other)!r}",
-        expected="each tensor in exactly one file",
-        hint="remove the file that is not part of the checkpoint, or the tensor from one of the two",
-    )
-
-
-def _no_checkpoint(where: Path, what: str) -> DataError:
-    named_so = not where.is_absolute() and len(where.parts) == 2 and where.parts[0] not in (".", "..")
-    return DataError(
-        f"{str(where)!r} {what}",
+        f"{str(path)!r} {what}",
         expected="a folder with model.safetensors or its index, or such a file",
         hint="for a model of the Hub, pass the folder that huggingface_hub.snapshot_download returns"
-        if named_so and not where.exists()
+        if like_a_name and not path.exists()
         else "check that this rank mounts the file system of the checkpoint",
     )

@@ -17,7 +17,6 @@ import torch
 
 from ebbtide.base.errors import DataError, few
 from ebbtide.base.extras import check_version
-from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, Source, SourceLayout
 
 logger = logging.getLogger("ebbtide.load")
@@ -43,22 +42,29 @@ class _Group:
 
 
 def converted(
-    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
+    model: Any | None, wanted: Mapping[str, torch.Tensor], layouts: Mapping[str, SourceLayout]
 ) -> tuple[dict[str, list[Source]], list[str]]:
-    """Return the sources by the names of a transformers model, and the unused keys.
+    """Return the sources by the names of a model, and the unused keys.
 
     A name has several sources where several keys become it: with and without the model's prefix, say.
+
+    Args:
+        model: Of transformers, or built like one of them; ``None``: a checkpoint has the model's names.
+        wanted: The model's tensors.
+        layouts: The checkpoint's tensors.
 
     Raises:
         DataError: A conversion fails.
         EbbtideError: transformers is older than the tested versions.
     """
+    if model is None:
+        return _renamed("", wanted, layouts)
     check_version("transformers")
     try:
         core: Any = importlib.import_module("transformers.core_model_loading")
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
     except ImportError:  # a model of another library, built like one of transformers
-        return _renamed(model, wanted, entries)
+        return _renamed(f"{model.base_model_prefix}.", wanted, layouts)
     transforms = list(mapping.get_model_conversion_mapping(model))
     renamings = [t for t in transforms if isinstance(t, core.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, core.WeightConverter)]
@@ -67,52 +73,50 @@ def converted(
     sources: dict[str, list[Source]] = {}
     groups: dict[str, _Group] = {}
     unexpected: list[str] = []
-    for key in sorted(entries, key=core.dot_natural_key):
+    for key in sorted(layouts, key=core.dot_natural_key):
         name, pattern = core.rename_source_key(key, renamings, converters, prefix, names)
         if name not in names and key in names:  # it has the new name already
             name, pattern = core.rename_source_key(key, [], [], prefix, names)
         if name not in names:
             unexpected.append(key)
         elif pattern is None:
-            sources.setdefault(name, []).append(SourceLayout.of(key, entries[key].shape, entries[key].dtype))
+            sources.setdefault(name, []).append(layouts[key])
         else:
             group = groups.setdefault(name, _Group(converter=by_pattern[pattern], name=name))
             group.keys.setdefault(pattern, []).append(key)
     for group in groups.values():
-        for name, source in _followed(model, group, entries).items():
+        for name, source in _followed(model, group, layouts).items():
             sources.setdefault(name, []).append(source)
     return sources, unexpected
 
 
 def _renamed(
-    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
+    prefix: str, wanted: Mapping[str, torch.Tensor], layouts: Mapping[str, SourceLayout]
 ) -> tuple[dict[str, list[Source]], list[str]]:
-    """Return what ``converted`` does, for a library that only renames."""
-    prefix = f"{model.base_model_prefix}."
+    """Return what ``converted`` does, where keys are names with the prefix or without."""
     sources: dict[str, list[Source]] = {}
     unexpected: list[str] = []
-    for key, entry in entries.items():
+    for key, layout in layouts.items():
         near = (key, prefix + key, key.removeprefix(prefix))
         name = next((n for n in near if n in wanted), None)
         if name is None:
             unexpected.append(key)
         else:
-            sources.setdefault(name, []).append(SourceLayout.of(key, entry.shape, entry.dtype))
+            sources.setdefault(name, []).append(layout)
     return sources, unexpected
 
 
-def _followed(model: Any, group: _Group, entries: Mapping[str, CheckpointEntry]) -> dict[str, Source]:
+def _followed(model: Any, group: _Group, layouts: Mapping[str, SourceLayout]) -> dict[str, Source]:
     keys = [key for keys in group.keys.values() for key in keys]
     try:
-        made = group.run(model, {k: SourceLayout.of(k, entries[k].shape, entries[k].dtype) for k in keys})
+        made = group.run(model, layouts)
         if all(isinstance(layout, SourceLayout) for layout in made.values()):
             return dict(made)
     except Exception as error:  # what a layout cannot do, a tensor may: the same is tried with shapes only
         logger.debug("%s is converted in one piece: %s", group.name, repr(error))
     try:
-        shapes = group.run(
-            model, {k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in keys}
-        )
+        meta = {k: torch.empty(layouts[k].shape, dtype=layouts[k].dtype, device="meta") for k in keys}
+        shapes = group.run(model, meta)
     except Exception as error:
         raise DataError(
             f"{group.name!r} cannot be made of {few(map(repr, keys), count=2)} "

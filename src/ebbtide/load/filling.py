@@ -12,7 +12,7 @@ from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.layout import Box, Conversion, Piece, SourceLayout
-from ebbtide.load.names import NameMap
+from ebbtide.load.names import Match, NameMap
 from ebbtide.load.targets import Target
 
 _PART = 1024**2
@@ -86,12 +86,12 @@ class Filling:
         self._quantised: list[tuple[SourceLayout, Target]] = []
         self._scaled: list[Target] = []
         self._sliced: list[tuple[SourceLayout, Target]] = []
-        self._twins: list[tuple[SourceLayout, SourceLayout, Target]] = []
+        self._twins: list[tuple[Match, SourceLayout, Target]] = []
         self._before: dict[str, torch.dtype] = {}
-        self._tied = {name for names in plan.tied.values() if len(names) > 1 for name in names}
         self._conversions: dict[int, tuple[Conversion, list[tuple[str, Target]]]] = {}
-        for name, source in plan.sources.items():
-            target = next((targets[n] for n in plan.tied[name] if n in targets), None)
+        for name, match in plan.matches.items():
+            source = match.source
+            target = next((targets[n] for n in match.names if n in targets), None)
             if target is not None and name in four:  # its scales are needed where no part of the column is
                 if four.scales_of(name):
                     self._scaled.append(target)
@@ -101,29 +101,27 @@ class Filling:
             elif target is None or not target.boxes:
                 continue  # another rank holds it
             else:
-                self._before[target.name] = plan.dtypes[name]
+                self._before[target.name] = match.dtype
             if isinstance(source, SourceLayout):
                 self._sliced.append((source, target))
-                self._twins += [(source, twin, target) for twin in plan.twins.get(name, ())]
+                self._twins += [(match, twin, target) for twin in match.twins]
             else:
-                self._conversions.setdefault(id(source), (source, []))[1].append((plan.bases[name], target))
+                self._conversions.setdefault(id(source), (source, []))[1].append((match.base, target))
         self._all_sliced = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
+        self._unsliced_keys = [key for conversion, _ in self._conversions.values() for key in conversion.keys]
+        self._unsliced_keys += [key for target in self._scaled for key in four.scales_of(target.name).values()]
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the checkpoint that are to be read."""
         sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._all_sliced for box, _ in t.boxes)
         sliced += sum(layout.numel() * layout.dtype.itemsize for layout, _ in self._quantised)
-        keys = [k for conversion, _ in self._conversions.values() for k in conversion.keys]
-        keys += [key for target in self._scaled for key in self._four.scales_of(target.name).values()]
-        return sliced + sum(self._entries[key].nbytes for key in keys)
+        return sliced + sum(self._entries[key].nbytes for key in self._unsliced_keys)
 
     def shared_keys(self) -> set[str]:
         """Return the tensors of which other ranks read the same bytes."""
         keys = {key for layout, target in self._all_sliced if target.shared for key in layout.keys}
-        keys = keys.union(*(layout.keys for layout, _ in self._quantised))
-        keys = keys.union(*(self._four.scales_of(target.name).values() for target in self._scaled))
-        return keys.union(*(conversion.keys for conversion, _ in self._conversions.values()))
+        return keys.union(self._unsliced_keys, *(layout.keys for layout, _ in self._quantised))
 
     def fill(self, source: SliceSource, done: Callable[[int], None]) -> None:
         """Read everything: slices first, then conversions of whole tensors, one after the other.
@@ -134,13 +132,13 @@ class Filling:
         source.read(self._pieces(), done)
         for layout, target in self._sliced:
             self._round(target, layout.dtype)
-        for first, twin, target in self._twins:
+        for match, twin, target in self._twins:
             dtype = self._passed(target, twin.dtype)
             for part, view in _parts(target):
                 other = torch.empty(view.shape, dtype=dtype, device=view.device)
                 source.read(twin.pieces(part, other), done)
                 if not torch.allclose(other.to(view.dtype), view, rtol=0, atol=0, equal_nan=True):
-                    raise _two_values(first.keys, twin.keys, tied=target.name in self._tied)
+                    raise _two_values(match, twin)
         for layout, target in self._quantised:
             tensor = self._four.empty(target.name)
             source.read(layout.pieces(Box.full(tensor.shape), tensor), done)
@@ -209,7 +207,7 @@ def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Init
     Raises:
         DataError: Nothing initialises some of them.
     """
-    sourced = {name for names in plan.tied.values() for name in names}
+    sourced = plan.sourced
     computed: dict[str, Target] = {}
     for name, target in targets.items():
         old: Any = target.old
@@ -224,10 +222,11 @@ def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Init
             computed[name].fill(tensor)
 
 
-def _two_values(one: Iterable[str], other: Iterable[str], *, tied: bool) -> DataError:
-    what, remove = "one tied weight" if tied else "one weight", "take the unused one out of the checkpoint"
+def _two_values(match: Match, twin: SourceLayout) -> DataError:
+    tied, remove = len(match.names) > 1, "take the unused one out of the checkpoint"
+    one, other, what = ", ".join(match.source.keys), ", ".join(twin.keys), "one tied weight" if tied else "one weight"
     return DataError(
-        f"{', '.join(one)} and {', '.join(other)} differ in the checkpoint and are {what} in the model",
+        f"{one} and {other} differ in the checkpoint and are {what} in the model",
         expected="equal values of one weight, or only one of them",
         hint=f"build the model with tie_word_embeddings=False, or {remove}" if tied else remove,
     )

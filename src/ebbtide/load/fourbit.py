@@ -36,16 +36,24 @@ def is_four_bit(tensor: torch.Tensor) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class _Weight:
-    """A 4-bit weight: its module, the parameter that was on meta, and its shape before it is quantised."""
+    """A 4-bit weight: its module, and the parameter that was on meta, in its shape before it is quantised."""
 
     module: nn.Module
     attribute: str
     old: Any
-    shape: torch.Size
     scales: dict[str, str] = field(default_factory=dict[str, str])  # their keys in the checkpoint
     column: nn.Parameter | None = None  # on meta
     state: Any = None  # the scales in memory
     flat: bool = False  # FSDP1 makes it a part of a flat parameter
+
+    def parameter(self, data: torch.Tensor, **options: Any) -> nn.Parameter:
+        """Return a parameter of the library's class that differs from the one on meta in its data and these options."""
+        options = vars(self.old) | {"requires_grad": False} | options
+        return cast("nn.Parameter", type(self.old)(data, **options))
+
+    def quantised(self, column: torch.Tensor) -> nn.Parameter:
+        """Return a parameter of a column."""
+        return self.parameter(column, quant_state=self.state, bnb_quantized=True)
 
 
 class FourBit:
@@ -74,7 +82,7 @@ class FourBit:
                         expected="a 4-bit weight on meta that has not been quantised yet",
                         hint="build the model on meta and let load_sharded quantise it while it is loaded",
                     )
-                self._weights[name] = _Weight(module=module, attribute=attribute, old=old, shape=old.shape)
+                self._weights[name] = _Weight(module=module, attribute=attribute, old=old)
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
@@ -83,11 +91,23 @@ class FourBit:
         return iter(self._weights)
 
     def oriented(self, name: str, layout: SourceLayout) -> SourceLayout:
-        """Return the layout that a weight is quantised from: that of a ``Conv1D`` is transposed."""
-        source = getattr(self._weights[name].module, "source_cls", None)
-        if self._packed:
-            return layout
-        return layout.transpose(0, 1) if source is not None and source.__name__ == "Conv1D" else layout
+        """Return the layout of a weight's column, or that it is quantised from: that of a ``Conv1D`` is transposed.
+
+        Raises:
+            DataError: The checkpoint has the column in another dtype than the model.
+        """
+        weight = self._weights[name]
+        if not self._packed:
+            source = getattr(weight.module, "source_cls", None)
+            return layout.transpose(0, 1) if source is not None and source.__name__ == "Conv1D" else layout
+        stored = weight.old.quant_storage
+        if layout.keys[0] in self._scales and layout.dtype != stored:
+            raise DataError(
+                f"{name!r} is packed as {layout.dtype} in the checkpoint and as {stored} in the model",
+                expected="one dtype: a conversion would destroy the packed numbers",
+                hint=f"set bnb_4bit_quant_storage={layout.dtype}",
+            )
+        return layout
 
     def without_scales(self, entries: Mapping[str, CheckpointEntry]) -> dict[str, CheckpointEntry]:
         """Return a checkpoint's entries without scales; if it has scales, weights are columns from here on."""
@@ -122,9 +142,9 @@ class FourBit:
         self._packed = True
         for weight in self._weights.values():
             old = weight.old
-            rows = -(-weight.shape.numel() // (2 * old.quant_storage.itemsize))
+            rows = -(-old.numel() // (2 * old.quant_storage.itemsize))
             column = torch.empty((rows, 1), dtype=old.quant_storage, device="meta")
-            weight.column = weight.module._parameters[weight.attribute] = self._parameter(weight, column)
+            weight.column = weight.module._parameters[weight.attribute] = weight.quantised(column)
 
     def undo(self) -> None:
         """Put weights back in place of columns, unless the model was sharded, so that it may be loaded again."""
@@ -139,14 +159,14 @@ class FourBit:
 
     def empty(self, name: str) -> torch.Tensor:
         """Return memory for a whole weight, in the dtype in which it is quantised."""
-        weight = self._weights[name]
-        return torch.empty(weight.shape, dtype=self._dtype or weight.old.dtype)
+        old = self._weights[name].old
+        return torch.empty(old.shape, dtype=self._dtype or old.dtype)
 
     def quantise(self, target: Target, tensor: torch.Tensor) -> None:
         """Give a target its part of a weight's column, and keep the scales; ``empty`` made the weight's memory."""
         weight = self._weights[target.name]
-        kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
-        made = type(weight.old)(tensor.to(target.local.device), requires_grad=False, **kept).to(target.local.device)
+        device = target.local.device
+        made: Any = weight.parameter(tensor.to(device)).to(device)
         target.fill(made.data)
         weight.state, weight.flat = made.quant_state, target.old is None
 
@@ -168,15 +188,30 @@ class FourBit:
             ) from error
         weight.state, weight.flat = made.quant_state, target.old is None
 
-    def finish(self, model: nn.Module) -> None:
-        """Give modules the scales of their weights, once columns are in the model.
+    def check(self, sharded: nn.Module, targets: Mapping[str, Target]) -> None:
+        """Refuse a model that converts columns.
 
         Raises:
-            ConfigError: The wrapper would convert columns to another dtype, which would change the packed numbers.
+            ConfigError: They were converted when it was sharded, or would be when they are gathered.
         """
-        if not self._weights:
-            return
-        _check_gathered(model)
+        gathered: dict[int, torch.dtype | None] = {
+            id(param.sharded_param): param.mp_policy.param_dtype for param in fsdp2_params(sharded)
+        }
+        for target in (targets[name] for name in self._weights.keys() & targets.keys()):
+            stored: torch.dtype = self._weights[target.name].old.quant_storage
+            found = target.local.dtype
+            if found == stored and stored.is_floating_point:  # integers are gathered as they are
+                found = gathered.get(id(target.old)) or stored
+            if found != stored:
+                raise ConfigError(
+                    f"{target.name!r} is packed as {stored} and would be {found} in the sharded model",
+                    expected="one dtype: a conversion would destroy the packed numbers",
+                    hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the MixedPrecisionPolicy, and "
+                    "convert only other parameters in the function passed as shard=",
+                )
+
+    def finish(self) -> None:
+        """Give modules the scales of their weights, once columns are in the model."""
         for weight in self._weights.values():
             module: Any = weight.module
             module.quant_state = weight.state
@@ -184,12 +219,7 @@ class FourBit:
             if hasattr(found, "device_mesh"):  # PEFT reads from a shard, too, how it was quantised
                 found.compress_statistics, found.quant_type = weight.old.compress_statistics, weight.old.quant_type
             elif not weight.flat:
-                module._parameters[weight.attribute] = self._parameter(weight, found.data)
-
-    def _parameter(self, weight: _Weight, column: torch.Tensor) -> nn.Parameter:
-        kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
-        kept |= {"quant_state": weight.state, "bnb_quantized": True}
-        return cast("nn.Parameter", type(weight.old)(column, requires_grad=False, **kept))
+                module._parameters[weight.attribute] = weight.quantised(found.data)
 
 
 def scales_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,19 +249,3 @@ def _usual_dtype(model: nn.Module) -> torch.dtype | None:
         if parameter.is_floating_point() and not is_four_bit(parameter):
             numels[parameter.dtype] += parameter.numel()
     return max(numels, key=lambda dtype: numels[dtype]) if numels else None
-
-
-def _check_gathered(model: nn.Module) -> None:
-    """Refuse wrappers that gather columns in another dtype than they are stored in."""
-    for param in fsdp2_params(model):
-        module: Any = param._module_info.module
-        if not hasattr(module, "quant_storage") or param._module_info.param_name != "weight":
-            continue
-        gathered: torch.dtype | None = param.mp_policy.param_dtype
-        # Integers are gathered as they are.
-        if module.quant_storage.is_floating_point and gathered not in (None, module.quant_storage):
-            raise ConfigError(
-                f"4-bit weights are stored as {module.quant_storage} and gathered as {gathered}",
-                expected="one dtype: a conversion would destroy the packed numbers",
-                hint=f"set bnb_4bit_quant_storage={gathered}, or no param_dtype in the MixedPrecisionPolicy",
-            )

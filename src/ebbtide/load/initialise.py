@@ -17,7 +17,7 @@ import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.initialisers import ADD_FIRST, InitialCall, WriteWatch, calls_in, check_adapters
 from ebbtide.load.names import adapters_of, is_copy
-from ebbtide.load.targets import default_device, owners_of, tensor_of
+from ebbtide.load.targets import owners_of, tensor_of
 
 _Kept = tuple[str, Any, str, torch.Tensor, torch.Tensor]
 """A tensor's first name, the dict and the key that it is under, itself, and another view of its storage."""
@@ -75,22 +75,19 @@ class Initialiser:
             needed = {name for call in self._calls for name in call.needs}
             self._valued = {name: tensor for name, tensor in self._valued.items() if name in needed}
 
-    def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def values(self, names: Collection[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole initialised tensors, few at a time.
 
         Args:
             names: The wanted tensors; any name of a tied one.
-            device: Where values are drawn; a device has its own random numbers.
+            device: Of the values; a device has its own random numbers.
 
         Raises:
             DataError: Nothing in the model initialises some of them.
         """
-        wanted = list(names)
-        if not wanted:
-            return
-        check_adapters(self._model, wanted)
+        check_adapters(self._model, names)
         groups: dict[tuple[int, ...], list[str]] = {}
-        for name in wanted:
+        for name in names:
             groups.setdefault(self._calls_of(name), []).append(name)
         if unknown := groups.pop((), []):
             if added := [name for name in unknown if name in self._adapters]:
@@ -107,60 +104,51 @@ class Initialiser:
             )
         for indices, members in groups.items():
             self.has_drawn |= any(self._calls[i].draws for i in indices)
-            yield from self._made(indices, members, device or default_device())
+            yield from self._made([self._calls[i] for i in indices], members, device).items()
 
-    def _made(
-        self, indices: tuple[int, ...], members: list[str], device: torch.device
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        calls = [self._calls[i] for i in indices]
-        first = self._first
-
-        def made(name: str) -> torch.Tensor:  # a call may have replaced the tensor that it got
-            return tensor_of(self._owners[first[name]])
-
-        touched: dict[str, bool] = {}
-        for name, complete in (item for call in calls for item in call.writes.items()):
-            touched[name] = touched.get(name, False) or complete
-        real: dict[str, torch.Tensor] = {}
+    def _made(self, calls: Sequence[InitialCall], names: list[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """Make calls on real memory, and return tensors that they set: all of each, and not from what has no values."""
         needed = {name for call in calls for name in call.needs}
-        with self._placed({*touched, *needed}, device, real), torch.no_grad():
-            incomplete = [name for name, complete in touched.items() if not complete and name not in needed]
-            incomplete = {name: real[name] for name in (*incomplete, *needed)}
-            self._run_all(calls, device, incomplete)
-            marks = {name: _marked(made(name)) for name in members if not touched[first[name]]}
+        complete = {name for call in calls for name, is_complete in call.writes.items() if is_complete}
+        unset = {name for call in calls for name in call.writes} - complete - needed
+
+        def run(*, again: bool = False) -> dict[str, torch.Tensor]:
+            real: dict[str, torch.Tensor] = {}
+            with self._placed(needed | complete | unset, device, real), torch.no_grad():
+                for name in needed:
+                    real[name].copy_(self._valued[name])
+                for name in unset:
+                    real[name].fill_(_unset(real[name].dtype, again=again))
+                for call in calls:
+                    self._call(call, device)
+                # A call may have replaced the tensor that it got.
+                return {name: tensor_of(self._owners[self._first[name]]).detach() for name in names}
+
+        made = run()
+        halves = [name for name, tensor in made.items() if tensor.is_meta]
+        if unset and not halves:
+            marks = {name: _marked(tensor) for name, tensor in made.items()}
             halves = [name for name, marked in marks.items() if marked.any()]
             if halves:  # or it sets what marks: the values are the same with other marks
-                self._run_all(calls, device, incomplete, again=True)
-                halves = [name for name in halves if (marks[name] & _marked(made(name), again=True)).any()]
-            if halves:
-                raise DataError(
-                    f"{few(halves)}: the initializer sets only a part",
-                    expected="an initializer that sets all of a tensor: on meta, values of the constructor are lost",
-                    hint="set all of it in reset_parameters, or pass init=, a function that gives a module its values",
-                )
-            for name in members:
-                yield name, made(name).detach()
+                others = run(again=True)
+                halves = [name for name in halves if (marks[name] & _marked(others[name], again=True)).any()]
+        if halves:
+            raise DataError(
+                f"{few(halves)}: the initializer sets only a part, or computes it from tensors without values",
+                expected="an initializer that sets all of a tensor: on meta, values of the constructor are lost",
+                hint="set all of it in reset_parameters, or pass init=, a function that gives a module its values",
+            )
+        return made
 
-    def _run_all(
-        self,
-        calls: Iterable[InitialCall],
-        device: torch.device,
-        before: dict[str, torch.Tensor],
-        *,
-        again: bool = False,
-    ) -> None:
-        """Fill tensors with the model's values or marks of what is not set; make the calls, each with its own seed."""
-        for name, tensor in before.items():
-            value = self._valued.get(name)
-            tensor.fill_(_unset(tensor.dtype, again=again)) if value is None else tensor.copy_(value)
+    def _call(self, call: InitialCall, device: torch.device) -> None:
+        """Make a call with its own seed."""
         cards = [] if device.type == "cpu" else [device]
-        for call in calls:
-            with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
-                digest = hashlib.sha256(f"{self._seed} {call.name}".encode()).digest()
-                # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
-                seed = torch.manual_seed if cards else torch.default_generator.manual_seed
-                seed(int.from_bytes(digest[:7], "little"))
-                call.run()
+        with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
+            digest = hashlib.sha256(f"{self._seed} {call.name}".encode()).digest()
+            # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
+            seed = torch.manual_seed if cards else torch.default_generator.manual_seed
+            seed(int.from_bytes(digest[:7], "little"))
+            call.run()
 
     @contextlib.contextmanager
     def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
@@ -173,8 +161,8 @@ class Initialiser:
                     continue
                 old = tensor_of((module, attribute, is_buffer))
                 if first not in real:
-                    where = self._valued[first].device if first in self._valued else device
-                    empty = torch.empty(old.shape, dtype=old.dtype, device=where)
+                    place = self._valued[first].device if first in self._valued else device
+                    empty = torch.empty(old.shape, dtype=old.dtype, device=place)
                     real[first] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
                 slots: Any = module._buffers if is_buffer else module._parameters
                 put.append((slots, attribute, old))

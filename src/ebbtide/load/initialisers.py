@@ -149,7 +149,7 @@ def check_adapters(model: Any, names: Iterable[str]) -> None:
         ConfigError: One of them does.
     """
     methods = {name: getattr(c, "init_lora_weights", True) for name, c in getattr(model, "peft_config", {}).items()}
-    other = {name: how for name, how in methods.items() if not (isinstance(how, bool) or _is_gaussian(how))}
+    other = {name: how for name, how in methods.items() if not _is_random(how)}
     for name in names:
         for adapter, how in other.items():
             if re.search(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)", name):
@@ -160,8 +160,9 @@ def check_adapters(model: Any, names: Iterable[str]) -> None:
                 )
 
 
-def _is_gaussian(how: object) -> bool:
-    return isinstance(how, str) and how.lower() == "gaussian"
+def _is_random(how: object) -> bool:
+    """Whether adapters that begin so need nothing but random numbers."""
+    return isinstance(how, bool) or (isinstance(how, str) and how.lower() == "gaussian")
 
 
 def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[InitialCall]:
@@ -169,7 +170,7 @@ def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[InitialCall
     if callable(reset := getattr(module, "reset_lora_parameters", None)):
         for adapter, config in getattr(model, "peft_config", {}).items():
             how = getattr(config, "init_lora_weights", True)
-            if how is True or how is False or _is_gaussian(how):
+            if _is_random(how):
                 act = partial(reset, adapter, how) if how else partial(_reset_as_torch, module, adapter)
                 yield InitialCall(name=f"{prefix}.{adapter}", module=module, act=act, adapts=True)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -54,10 +54,14 @@ class Box:
         dim = next(d for d, n in enumerate(self.size) if n > 1)
         step = max(most * self.size[dim] // self.numel, 1)
         for begin in range(0, self.size[dim], step):
-            start, size = list(self.start), list(self.size)
-            start[dim] += begin
-            size[dim] = min(step, size[dim] - begin)
-            yield from Box(start=tuple(start), size=tuple(size)).parts(most)
+            yield from self.narrow(dim, begin, min(step, self.size[dim] - begin)).parts(most)
+
+    def narrow(self, dim: int, begin: int, length: int) -> Box:
+        """Return the part that has ``length`` from ``begin`` on in one dimension."""
+        start, size = list(self.start), list(self.size)
+        start[dim] += begin
+        size[dim] = length
+        return Box(start=tuple(start), size=tuple(size))
 
     def of(self, tensor: torch.Tensor, *, origin: Sequence[int] | None = None) -> torch.Tensor:
         """Return the view of a tensor that this box is; ``origin`` is where the tensor itself begins."""
@@ -116,33 +120,32 @@ class SourceLayout:
 
     def pieces(self, box: Box, into: torch.Tensor) -> Iterator[Piece]:
         """Yield what to read for a box of this tensor, into a view of the box's size."""
-        for part in self._parts:
-            shared = part.box.meet(box) if box.size else box
-            if shared is None:
-                continue
-            view = shared.of(into, origin=box.start)
-            start, size = list(part.start), [1] * len(part.start)
+        for part in self._within(box):
+            view = part.box.of(into)
+            # Dimensions of size 1 come and go without moving an element, so the view can take the source's own.
+            size, stride = [1] * len(part.start), [1] * len(part.start)
             for dim, axis in enumerate(part.axes):
                 if axis is not None:
-                    start[axis] += shared.start[dim] - part.box.start[dim]
-                    size[axis] = shared.size[dim]
-            mapped = sorted((axis, dim) for dim, axis in enumerate(part.axes) if axis is not None)
-            added = [dim for dim, axis in enumerate(part.axes) if axis is None]
-            view = view.permute([dim for _, dim in mapped] + added)
-            # Dimensions of size 1 come and go without moving an element, so the view can take the source's own.
-            have = {axis: view.stride(i) for i, (axis, _) in enumerate(mapped)}
-            stride = [have.get(axis, 1) for axis in range(len(size))]
-            yield Piece(key=part.key, box=Box(start=tuple(start), size=tuple(size)), into=view.as_strided(size, stride))
+                    size[axis], stride[axis] = view.shape[dim], view.stride(dim)
+            yield Piece(key=part.key, box=Box(start=part.start, size=tuple(size)), into=view.as_strided(size, stride))
+
+    def _within(self, box: Box) -> Iterator[_Part]:
+        """Yield the parts of a box of this tensor, with their boxes in it."""
+        for part in self._parts:
+            if (shared := part.box.meet(box)) is None:
+                continue
+            source = list(part.start)
+            for dim, axis in enumerate(part.axes):
+                if axis is not None:
+                    source[axis] += shared.start[dim] - part.box.start[dim]
+            start = tuple(s - b for s, b in zip(shared.start, box.start, strict=True))
+            yield replace(part, box=Box(start=start, size=shared.size), start=tuple(source))
 
     # What conversions do to tensors.
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or one of its sizes."""
         return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return self.ndim
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -178,21 +181,8 @@ class SourceLayout:
 
     def narrow(self, dim: int, start: int, length: int) -> SourceLayout:
         """Keep ``length`` from ``start`` on in one dimension."""
-        dim = dim % self.ndim
-        kept = Box(
-            start=tuple(start if d == dim else 0 for d in range(self.ndim)),
-            size=tuple(length if d == dim else n for d, n in enumerate(self.shape)),
-        )
-        parts: list[_Part] = []
-        for part in self._parts:
-            if (shared := part.box.meet(kept)) is None:
-                continue
-            source = list(part.start)
-            if (axis := part.axes[dim]) is not None:
-                source[axis] += shared.start[dim] - part.box.start[dim]
-            moved = tuple(s - k for s, k in zip(shared.start, kept.start, strict=True))
-            parts.append(replace(part, box=Box(start=moved, size=shared.size), start=tuple(source)))
-        return SourceLayout(kept.size, parts, self.dtype)
+        kept = Box.full(self.shape).narrow(dim % self.ndim, start, length)
+        return SourceLayout(kept.size, list(self._within(kept)), self.dtype)
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[SourceLayout, ...]:
         """Cut along a dimension into parts of these sizes."""
@@ -250,11 +240,11 @@ def _cat(tensors: Sequence[SourceLayout], dim: int = 0) -> SourceLayout:
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: lambda tensors, dim=0: _cat([one.unsqueeze(dim) for one in tensors], dim),
-    torch.chunk: lambda tensor, chunks, dim=0: cast("SourceLayout", tensor).chunk(chunks, dim),
-    torch.split: lambda tensor, sizes, dim=0: cast("SourceLayout", tensor).split(sizes, dim),
-    torch.transpose: lambda tensor, dim0, dim1: cast("SourceLayout", tensor).transpose(dim0, dim1),
-    torch.squeeze: lambda tensor, dim: cast("SourceLayout", tensor).squeeze(dim),
-    torch.unsqueeze: lambda tensor, dim: cast("SourceLayout", tensor).unsqueeze(dim),
+    torch.chunk: SourceLayout.chunk,
+    torch.split: SourceLayout.split,
+    torch.transpose: SourceLayout.transpose,
+    torch.squeeze: SourceLayout.squeeze,
+    torch.unsqueeze: SourceLayout.unsqueeze,
 }
 
 

@@ -107,24 +107,25 @@ class Loading:
                 sharded = self._sharded(shard)
                 self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
+                self._four.check(sharded, targets)
                 check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
-                if self._initialiser.has_drawn:
-                    _draw_seed()  # or the next model would be the same
             self._read(targets)
             found.append((sharded, targets))
-            return {}
+            return {"drawn": self._initialiser.has_drawn}
 
         try:
             self._agree(dtype, optimizer)
             self._emit("begin", None)
-            self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
+            answers = self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         except BaseException:
             self._undo.close()
             raise
+        if any(answer["drawn"] for answer in answers):
+            _draw_seed()  # or the next model would be the same; on all ranks, for the first one's seed is used
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
-        self._four.finish(sharded)
+        self._four.finish()
         self._rebinding.rebind(sharded)
         seconds = time.monotonic() - started
         figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
@@ -195,8 +196,8 @@ class Loading:
             self.checkpoint = checkpoint_of(weights, "the given state dict")
         elif weights is not None:
             paths = [weights] if isinstance(weights, (str, os.PathLike)) else list(weights)
-            where = str(paths[0] if len(paths) == 1 else Path(paths[0]).parent) if paths else ""
-            name = f"a checkpoint in {where!r}"
+            folder = str(paths[0] if len(paths) == 1 else Path(paths[0]).parent) if paths else ""
+            name = f"a checkpoint in {folder!r}"
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
@@ -235,7 +236,7 @@ class Loading:
             )
         hosts = [s["host"] for s in sights]
         self._one_machine = len(set(hosts)) == 1
-        self._servers = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
+        self._servers = servers_of(sees, hosts, one_a_host=source == "broadcast")
         self.path = "initialize" if not kinds else "broadcast" if self._servers else "slices"
         reason = {
             "initialize": "there is no checkpoint",
@@ -260,24 +261,17 @@ class Loading:
                 for key, (shape, dtype) in catalog["entries"].items()
             }
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
-        if self.checkpoint is not None and self.path != "initialize":
+        if self.checkpoint is not None:
             self.plan = match_names(self.model, self.checkpoint.entries, self._four)
-            check_names(
-                self.plan,
-                self.checkpoint.name,
-                missing=self.options.missing,
-                unexpected=self.options.unexpected,
-                keys=self.checkpoint.entries,
-            )
-            plan = self.plan
+            plan, options = self.plan, self.options
+            check_names(plan, self.checkpoint.name, missing=options.missing, unexpected=options.unexpected)
             catalog = {"made by the model": plan.missing, "kept as they are": plan.kept, "not used": plan.unexpected}
             for what, names in catalog.items():
                 if names and self.ranks.me == 0:
                     shown = few(names, count=SHOWN)
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
-        sourced = {name for names in self.plan.tied.values() for name in names}
-        self._initialiser = Initialiser(self.model, self._init, seed=seed, sourced=sourced)
-        self._four.learn_sources(self.plan.sources)
+        self._initialiser = Initialiser(self.model, self._init, seed=seed, sourced=self.plan.sourced)
+        self._four.learn_sources({name: match.source for name, match in self.plan.matches.items()})
         return {name: f"{tuple(t.shape)} of {word(t.dtype)}" for name, t in wanted_of(self.model).items()}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -291,9 +285,9 @@ class Loading:
         clients = [client for client, server in self._servers.items() if server == self.ranks.me]
         with signals_held(raised):
             if self.ranks.me in self._servers:
-                self._client().finish()
+                Client(self._servers[self.ranks.me], {}).finish()
             elif clients and self.checkpoint is not None:
-                with self._source(set()) as source:
+                with self._source(self.checkpoint, set()) as source:
                     send_slices(clients, source, self.checkpoint.entries, raised)
         if raised:
             raise raised[0]
@@ -303,7 +297,7 @@ class Loading:
         """Let this machine's ranks read the checkpoint into the page cache, if together they need all of it."""
         if self.checkpoint is None or not self.checkpoint.files or self.path != "slices" or not self._one_machine:
             return contextlib.nullcontext()
-        keys = dict.fromkeys(key for source in self.plan.sources.values() for key in source.keys)
+        keys = dict.fromkeys(key for match in self.plan.matches.values() for key in match.source.keys)
         return ReadAhead([self.checkpoint.entries[key] for key in keys], self.ranks.me, self.ranks.count)
 
     def _read(self, targets: dict[str, Target]) -> None:
@@ -311,28 +305,23 @@ class Loading:
         for target in targets.values():
             if target.local.device.type == "cpu" and target.local.is_contiguous():
                 use_huge_pages(target.local.data_ptr(), target.local.nbytes)
-        if self.checkpoint is not None and self.path != "initialize":
+        if self.checkpoint is not None:
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes
             if self.ranks.me in self._servers:
-                filling.fill(self._client(), self._done)
+                filling.fill(Client(self._servers[self.ranks.me], self.checkpoint.entries), self._done)
             else:
                 pinned = any(target.local.device.type != "cpu" for target in targets.values())
-                with self._source(filling.shared_keys(), pinned=pinned) as source:
+                with self._source(self.checkpoint, filling.shared_keys(), pinned=pinned) as source:
                     filling.fill(source, self._done)
 
-    def _client(self) -> Client:
-        return Client(self._servers[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
-
     @contextlib.contextmanager
-    def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:
-        """Open the source of this rank."""
-        checkpoint = self.checkpoint or Checkpoint(entries={})
-        if not checkpoint.files:
-            yield Values(checkpoint.values)
-            return
+    def _source(
+        self, checkpoint: Checkpoint, shared: Collection[str], *, pinned: bool = False
+    ) -> Generator[SliceSource]:
+        """Open a checkpoint; arguments as for ``SliceReader``."""
         with SliceReader(checkpoint.entries, shared=shared, ahead=self._one_machine, pinned=pinned) as reader:
-            yield Values(checkpoint.values, reader) if checkpoint.values else reader
+            yield Values(checkpoint.values, reader)
 
     def _done(self, nbytes: int) -> None:
         """Count the bytes read; report at every twentieth part and at the end."""

@@ -32,20 +32,30 @@ SHOWN = 8
 _COPY = re.compile(r"(?<=\.)(?:modules_to_save|ln_tuning_layers)\.[^.]+\.")
 
 
-@dataclass(kw_only=True)
-class NameMap:
-    """The source of each of the model's names, and the mismatches.
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A tensor of the model that the checkpoint has.
 
-    ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
-    its library knows it by. ``twins`` has a tensor's other sources, by its first name: they must be equal.
-    ``dtypes`` has the dtype of each tensor before the model is sharded, by its first name.
+    Args:
+        names: In the model; a tied tensor has several.
+        base: The name that its library knows it by.
+        dtype: Before the model is sharded.
+        source: Of its values.
+        twins: Other sources of it, which must be equal.
     """
 
-    sources: dict[str, Source] = field(default_factory=dict[str, Source])
-    tied: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    bases: dict[str, str] = field(default_factory=dict[str, str])
-    twins: dict[str, list[SourceLayout]] = field(default_factory=dict[str, list[SourceLayout]])
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    names: tuple[str, ...]
+    base: str
+    dtype: torch.dtype
+    source: Source
+    twins: tuple[SourceLayout, ...] = ()
+
+
+@dataclass(kw_only=True)
+class NameMap:
+    """The tensors that model and checkpoint have, by the first of their names in the model, and the mismatches."""
+
+    matches: dict[str, Match] = field(default_factory=dict[str, Match])
     missing: list[str] = field(default_factory=list[str])
     kept: list[str] = field(default_factory=list[str])
     """Parameters and persistent buffers that the checkpoint lacks and that have values in the model."""
@@ -54,6 +64,11 @@ class NameMap:
     """Names with several sources that cannot be compared."""
     misshaped: list[str] = field(default_factory=list[str])
     uncast: list[str] = field(default_factory=list[str])
+
+    @property
+    def sourced(self) -> set[str]:
+        """All names of the tensors that the checkpoint has."""
+        return {name for match in self.matches.values() for name in match.names}
 
 
 def wanted_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -134,10 +149,10 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
         ConfigError: Two weights of an adapted model have one name in the base.
         DataError: A conversion of the model's library fails.
     """
-    entries = four.without_scales(entries)
+    layouts = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in four.without_scales(entries).items()}
     wanted = wanted_of(model)
     copies = {name for name, tensor in wanted.items() if is_copy(name) and tensor.is_meta}
-    adapters = adapters_of(model) - (copies - entries.keys())  # these begin with the base's values, as in PEFT
+    adapters = adapters_of(model) - (copies - layouts.keys())  # these begin with the base's values, as in PEFT
     base_of = _by_base(model, [name for name in wanted if name not in adapters])
     by_base: dict[str, list[str]] = {}
     for name, base in base_of.items():
@@ -145,22 +160,18 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
     base_model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
     host = base_model if hasattr(base_model, "base_model_prefix") and hasattr(base_model, "config") else None
     # A checkpoint of the adapted model itself has its names.
-    direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if base_of.get(k, k) != k}
-    direct |= {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
-    entries = {k: e for k, e in entries.items() if k not in direct}
-    computed = _computed_of(model, entries)
-    entries = {k: e for k, e in entries.items() if not k.startswith(UNSAVED)}
-    if host is not None:
-        found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, entries)
-    else:
-        found = {k: list[Source]([SourceLayout.of(k, e.shape, e.dtype)]) for k, e in entries.items() if k in by_base}
-        unexpected = [key for key in entries if key not in by_base]
+    direct = {k: layout for k, layout in layouts.items() if base_of.get(k, k) != k or k in adapters}
+    # Buffers on meta that a given model has and no checkpoint would; real ones keep theirs.
+    tensors = {name: tensor_of(owner) for name, owner in owners_of(model).items()}
+    computed = {n: layouts[UNSAVED + n] for n, tensor in tensors.items() if tensor.is_meta and UNSAVED + n in layouts}
+    others = {k: layout for k, layout in layouts.items() if k not in direct and not k.startswith(UNSAVED)}
+    found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, others)
     plan = NameMap(unexpected=_not_ignored(base_model, unexpected, hosted=host is not None))
     by_base |= {name: [name] for name in adapters & direct.keys()}
     for name, source in direct.items():
         found.setdefault(base_of.get(name, name), []).append(source)
     by_base |= {name: [name] for name in computed}
-    found |= {name: [source] for name, (_, source) in computed.items()}
+    found |= {name: [source] for name, source in computed.items()}
     for name in four:
         sources = found.get(base := base_of.get(name, name), [])
         if len(sources) > 1:  # quantized values are not compared
@@ -168,44 +179,25 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
             del by_base[base]
         elif sources and isinstance(source := sources[0], SourceLayout):
             found[base] = [four.oriented(name, source)]
-    _assign(plan, wanted | {name: tensor for name, (tensor, _) in computed.items()}, by_base, found)
-    plan.tied = _with_all_names(model, plan.tied)
+    _assign(plan, names_by_tensor(model), tensors, by_base, found)
     plan.kept = _reported(model, host, plan.kept)
     return plan
 
 
-def _computed_of(
-    model: nn.Module, entries: Mapping[str, CheckpointEntry]
-) -> dict[str, tuple[torch.Tensor, SourceLayout]]:
-    """Return the model's buffers on meta that a given model has and no checkpoint would; real ones keep theirs."""
-    tensors = {UNSAVED + name: tensor_of(owner) for name, owner in owners_of(model).items()}
-    return {
-        key.removeprefix(UNSAVED): (tensors[key], SourceLayout.of(key, entry.shape, entry.dtype))
-        for key, entry in entries.items()
-        if key in tensors and tensors[key].is_meta
-    }
-
-
-def _with_all_names(model: nn.Module, tied: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Add the names that no checkpoint has: one module may save a buffer that another does not."""
-    owners, names_of = owners_of(model), names_by_tensor(model)
-    return {
-        first: tuple(dict.fromkeys([*names, *names_of[id(tensor_of(owners[first]))]])) for first, names in tied.items()
-    }
-
-
 def _assign(
     plan: NameMap,
-    wanted: Mapping[str, torch.Tensor],
+    all_names: Mapping[int, Sequence[str]],
+    tensors: Mapping[str, torch.Tensor],
     by_base: Mapping[str, Sequence[str]],
     found: Mapping[str, Sequence[Source]],
 ) -> None:
+    """Match the tensors of a model; ``all_names`` has each tensor's, also those that no checkpoint has."""
     names_of: dict[int, list[str]] = {}
     base_of = {name: base for base, names in by_base.items() for name in names}
     for name in base_of:
-        names_of.setdefault(id(wanted[name]), []).append(name)
+        names_of.setdefault(id(tensors[name]), []).append(name)
     for names in names_of.values():
-        first, tensor = names[0], wanted[names[0]]
+        first, tensor = names[0], tensors[names[0]]
         bases = dict.fromkeys(base_of[n] for n in names if base_of[n] in found)
         if not bases:
             # What has values keeps them, which is reported: they may differ between ranks.
@@ -225,11 +217,14 @@ def _assign(
                 f"{first} is {word(source.dtype)} in the checkpoint and {word(tensor.dtype)} in the model"
             )
         else:
-            plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
-            plan.dtypes[first] = tensor.dtype
             same += [twin for other in others for twin in found[other]]
-            if twins := [twin for twin in same if isinstance(twin, SourceLayout)]:
-                plan.twins[first] = twins
+            plan.matches[first] = Match(
+                names=tuple(dict.fromkeys([*names, *all_names[id(tensor)]])),
+                base=base,
+                dtype=tensor.dtype,
+                source=source,
+                twins=tuple(twin for twin in same if isinstance(twin, SourceLayout)),
+            )
 
 
 def _shape(source: Source, name: str) -> torch.Size:
@@ -246,7 +241,7 @@ def castable(found: torch.dtype, wanted: torch.dtype) -> bool:
     return found == wanted or (found in plain and wanted in plain)
 
 
-def check_names(plan: NameMap, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
+def check_names(plan: NameMap, name: str, *, missing: str, unexpected: str) -> None:
     """Raise one error for all mismatches.
 
     Args:
@@ -254,7 +249,6 @@ def check_names(plan: NameMap, name: str, *, missing: str, unexpected: str, keys
         name: The checkpoint.
         missing: ``"error"`` or ``"initialize"``.
         unexpected: ``"error"`` or ``"ignore"``.
-        keys: Names in the checkpoint, to find near ones.
 
     Raises:
         DataError: There is a mismatch.
@@ -270,11 +264,10 @@ def check_names(plan: NameMap, name: str, *, missing: str, unexpected: str, keys
     if not lines:
         return
     hints = [_prefix_hint(plan)]
-    if problems[0][1] and plan.sources:  # else the checkpoint is another model's
-        unused = set(plan.unexpected)
-        close = nearest(problems[0][1][0], [key for key in keys if key in unused])
+    if problems[0][1] and plan.matches:  # else the checkpoint is another model's
+        close = nearest(problems[0][1][0], plan.unexpected)
         hints.append(close or "missing='initialize' initializes missing weights with the model's own code")
-    if problems[1][1] and plan.sources:
+    if problems[1][1] and plan.matches:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
     if plan.uncast:
         hints.append(

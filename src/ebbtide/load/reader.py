@@ -162,7 +162,12 @@ class SliceReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """End the threads and close the files."""
+        self._stopped = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read pieces into their views and return when all are read; ``done`` receives the bytes of each job.
@@ -275,14 +280,6 @@ class SliceReader:
             self._local.staging = found
         return found
 
-    def close(self) -> None:
-        """End the threads and close the files."""
-        self._stopped = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
 
 def _check(file: CheckpointFile) -> None:
     try:
@@ -324,11 +321,8 @@ def spans_of(piece: Piece, entry: CheckpointEntry, *, exact: bool = False) -> It
             continue
         half = one.box.size[dim] // 2
         for start, length in ((half, one.box.size[dim] - half), (0, half)):
-            box = Box(
-                start=tuple(s + (start if d == dim else 0) for d, s in enumerate(one.box.start)),
-                size=tuple(length if d == dim else n for d, n in enumerate(one.box.size)),
-            )
-            waiting.append(Piece(key=one.key, box=box, into=one.into.narrow(dim, start, length)))
+            box, into = one.box.narrow(dim, start, length), one.into.narrow(dim, start, length)
+            waiting.append(Piece(key=one.key, box=box, into=into))
 
 
 def place_of(box: Box, entry: CheckpointEntry) -> int:

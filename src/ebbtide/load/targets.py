@@ -98,7 +98,7 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
     Raises:
         ConfigError: A parameter has a placement without slices.
     """
-    return _held(model, lambda local, where: torch.empty_like(local, device=where, requires_grad=False), device)
+    return _held(model, lambda local, device: torch.empty_like(local, device=device, requires_grad=False), device)
 
 
 def held_by(model: nn.Module) -> dict[str, Target]:
@@ -109,7 +109,7 @@ def held_by(model: nn.Module) -> dict[str, Target]:
         if not (is_buffer and attribute in module._non_persistent_buffers_set)
     }
     found: dict[str, Target] = {}
-    for name, target in _held(model, lambda local, where: local.detach(), None).items():
+    for name, target in _held(model, lambda local, _: local.detach(), None).items():
         if target.old is None:
             found[name] = target
         elif id(target.old) in saved:
@@ -132,8 +132,8 @@ def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dic
         if id(tensor) in by_tensor:
             by_tensor[id(tensor)].owners.append(owner)
             continue
-        where = torch.device("cpu") if id(tensor) in on_host else device
-        found[name] = by_tensor[id(tensor)] = _target(name, tensor, memory, where)
+        place = torch.device("cpu") if id(tensor) in on_host else device
+        found[name] = by_tensor[id(tensor)] = _target(name, tensor, memory, place)
         found[name].owners.append(owner)
     return found
 

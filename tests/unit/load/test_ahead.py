@@ -112,17 +112,11 @@ def test_a_system_that_cannot_fetch_leaves_it_to_the_reader(
     assert tried == [os.path.realpath(file) for file in dict.fromkeys(e.file for e in entries)]  # one block of each
 
 
-def test_cached_files_are_skipped(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_module, "cached_share", lambda fd: 1.0)
-    spans = noting(monkeypatch)
-    finished(ReadAhead(entries, 0, 1))
-    assert spans == []
-
-
-def test_a_checkpoint_that_does_not_fit_is_left_to_the_reader(
-    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("function", "value"), [("cached_share", 1.0), ("fits_page_cache", False)])
+def test_cached_files_and_a_checkpoint_that_does_not_fit_are_left_to_the_reader(
+    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch, function: str, value: object
 ) -> None:
-    monkeypatch.setattr(ahead_module, "fits_page_cache", lambda entries: False)
+    monkeypatch.setattr(ahead_module, function, lambda _: value)
     spans = noting(monkeypatch)
     finished(ReadAhead(entries, 0, 1))
     assert spans == []

@@ -130,12 +130,18 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: str) -> 
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "\x00", "[" * 100_000])
-def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(text, "is not JSON") for text in ("", "\x00", "[" * 100_000)]
+    + [("[]", r"is \[\]"), ("{}", "has None as weight_map"), ('{"weight_map": 3}', "has 3 as weight_map")]
+    + [('{"weight_map": {"a": 3}}', "has {'a': 3} as weight_map")],
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str, found: str) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(DataError, match="is no index"):
+    with pytest.raises(DataError, match=rf"index\.json' {found}") as caught:
         open_checkpoint(tmp_path)
+    assert "weight_map" in caught.value.expected and caught.value.hint
 
 
 def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:

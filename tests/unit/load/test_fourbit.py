@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
@@ -112,6 +114,40 @@ def test_damaged_scales_are_reported(values: dict[str, torch.Tensor]) -> None:
     saved["0.weight.quant_state.bitsandbytes__nf4"] = torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(DataError, match="'0.weight' has scales that its library rejects"):
         ebbtide.load_sharded(meta(), saved)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.uint8], ids=str)
+def test_columns_that_are_packed_in_another_dtype_are_refused(
+    values: dict[str, torch.Tensor], storage: torch.dtype
+) -> None:
+    """Converted, they would be other numbers."""
+    saved = dict(ebbtide.load_sharded(meta(torch.bfloat16), values).state_dict())
+    with pytest.raises(DataError, match=rf"'0\.weight' is packed as torch\.bfloat16 .* as {storage}") as caught:
+        ebbtide.load_sharded(meta(storage), saved)
+    assert "quant_storage=torch.bfloat16" in caught.value.hint
+
+
+def gathered(model: nn.Module) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)), mp_policy=policy)
+
+
+@pytest.mark.parametrize("shard", [lambda model: model.float(), gathered], ids=["converted", "gathered"])
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.uint8, torch.float32], ids=str)
+def test_columns_that_the_sharded_model_converts_are_refused(
+    values: dict[str, torch.Tensor], storage: torch.dtype, shard: Callable[[nn.Module], nn.Module | None]
+) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = meta(storage)
+    try:
+        if storage is not torch.bfloat16:
+            assert not ebbtide.load_sharded(model, values, shard=shard)[0].weight.is_meta
+            return
+        with pytest.raises(ConfigError, match=r"'0\.weight' is packed as torch\.bfloat16 .* torch\.float32") as caught:
+            ebbtide.load_sharded(model, values, shard=shard)
+        assert "shard=" in caught.value.hint and model[0].weight.is_meta
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["to be quantised", "with scales"])

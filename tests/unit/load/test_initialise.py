@@ -132,6 +132,37 @@ def test_an_initialiser_that_only_scales_sets_nothing() -> None:
         list(Initialiser(scaled, None, seed=1).values(["table"], torch.device("cpu")))
 
 
+class Computed(nn.Module):
+    """Computes a buffer from another one."""
+
+    def __init__(self, compute: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("table", torch.zeros(2))
+
+    def reset_parameters(self) -> None:
+        self.compute(self)
+
+
+def from_a_part(module: Computed) -> None:
+    module.scale[0].fill_(3)
+    module.table.copy_(module.scale)
+
+
+def from_nothing(module: Computed) -> None:
+    module.table = module.scale * 2
+
+
+@pytest.mark.parametrize("compute", [from_a_part, from_nothing])
+def test_an_initialiser_computes_nothing_from_tensors_without_values(compute: Callable[[Any], object]) -> None:
+    with torch.device("meta"):
+        model = Computed(compute)
+    with pytest.raises(DataError, match="table: .*computes it from tensors without values") as caught:
+        list(Initialiser(model, None, seed=1).values(["table"], torch.device("cpu")))
+    assert caught.value.hint and model.table.is_meta
+
+
 class Reading(nn.Module):
     """Reads a value while it initialises, which is impossible on meta."""
 

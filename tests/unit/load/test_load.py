@@ -28,7 +28,7 @@ from ebbtide.load.filling import Filling, Values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion
-from ebbtide.load.names import NameMap
+from ebbtide.load.names import Match, NameMap
 from ebbtide.load.targets import targets_of
 from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
@@ -364,13 +364,14 @@ def test_weights_are_gone_over_again_only_to_round_them(
 def test_weights_that_are_converted_whole_are_rounded_too() -> None:
     """By a conversion that cannot be followed slice by slice."""
     value = torch.randn(3, 4)
-    plan = NameMap(tied={"weight": ("weight",)}, bases={"weight": "weight"}, dtypes={"weight": torch.bfloat16})
-    plan.sources["weight"] = Conversion(
+    conversion = Conversion(
         keys=("a",), shapes={"weight": torch.Size((4, 3))}, convert=lambda tensors: {"weight": tensors["a"].t()}
     )
+    match = Match(names=("weight",), base="weight", dtype=torch.bfloat16, source=conversion)
     model = meta_of(lambda: nn.Linear(3, 4, bias=False))
     targets = targets_of(model, torch.device("cpu"))
     entries = {"a": CheckpointEntry(shape=(3, 4), dtype=torch.float32)}
+    plan = NameMap(matches={"weight": match})
     Filling(plan, targets, entries, FourBit(model, None)).fill(Values({"a": value}), lambda nbytes: None)
     assert torch.equal(targets["weight"].local, value.t().bfloat16().float())
 
@@ -819,17 +820,14 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         ebbtide.save_sharded(Model(), tmp_path / "file")
 
 
-@pytest.mark.parametrize("option", [{"name": name} for name in ("", "a/b", "../up", "a\0", 3)])
-def test_a_name_that_is_no_files_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="name is "):
-        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path / "out", **option)
+NO_FILES = [("name", value) for value in ("", "a/b", "../up", "a\0", 3)] + [("max_file_bytes", n) for n in (0, -1)]
+
+
+@pytest.mark.parametrize(("option", "value"), NO_FILES)
+def test_a_name_or_a_size_that_no_file_has_is_refused(tmp_path: Path, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is "):
+        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path / "out", **{option: value})
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_size_that_no_file_has_is_refused(tmp_path: Path, count: int) -> None:
-    with pytest.raises(ConfigError, match=f"max_file_bytes is {count}"):
-        ebbtide.save_sharded(nn.Linear(2, 2), tmp_path, max_file_bytes=count)
 
 
 def test_8_bit_weights_are_not_saved_without_their_scales(tmp_path: Path) -> None:

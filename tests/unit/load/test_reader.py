@@ -153,28 +153,28 @@ def test_without_reading_ahead_the_kernel_fetches_what_is_asked_for(
     assert advised == [os.POSIX_FADV_RANDOM]
 
 
+def boxes_read(shape: tuple[int, ...], box: Box) -> list[Box]:
+    """Return the boxes that are read at once for a box of a tensor in bfloat16."""
+    piece = Piece(key="x", box=box, into=torch.empty(box.size, device="meta"))
+    return [span.box for span in spans_of(piece, CheckpointEntry(shape=shape, dtype=torch.bfloat16))]
+
+
 def test_a_half_of_the_rows_costs_half_of_the_bytes() -> None:
-    entry = CheckpointEntry(shape=(4096, 4096), dtype=torch.bfloat16)
     box = Box(start=(2048, 0), size=(2048, 4096))
-    spans = list(spans_of(Piece(key="x", box=box, into=torch.empty(box.size, device="meta")), entry))
-    assert sum(s.box.numel for s in spans) == box.numel
-    assert all(s.box.numel * 2 <= CHUNK_BYTES for s in spans)
-    assert len(spans) == box.numel * 2 // CHUNK_BYTES
+    found = boxes_read((4096, 4096), box)
+    assert sum(one.numel for one in found) == box.numel
+    assert all(one.numel * 2 <= CHUNK_BYTES for one in found)
+    assert len(found) == box.numel * 2 // CHUNK_BYTES
 
 
 def test_long_runs_are_read_without_what_lies_between() -> None:
-    entry = CheckpointEntry(shape=(8, 1 << 20), dtype=torch.bfloat16)
-    box = Box(start=(0, 1 << 19), size=(8, 1 << 19))
-    spans = list(spans_of(Piece(key="x", box=box, into=torch.empty(box.size, device="meta")), entry))
-    assert [s.box.size for s in spans] == [(1, 1 << 19)] * 8
-    assert [s.box.start[0] for s in spans] == list(range(8))
+    found = boxes_read((8, 1 << 20), Box(start=(0, 1 << 19), size=(8, 1 << 19)))
+    assert found == [Box(start=(row, 1 << 19), size=(1, 1 << 19)) for row in range(8)]
 
 
 def test_short_runs_are_read_together() -> None:
-    entry = CheckpointEntry(shape=(1024, 64), dtype=torch.bfloat16)
     box = Box(start=(0, 0), size=(1024, 32))
-    spans = list(spans_of(Piece(key="x", box=box, into=torch.empty(box.size, device="meta")), entry))
-    assert [s.box for s in spans] == [box]
+    assert boxes_read((1024, 64), box) == [box]
 
 
 @settings(max_examples=100, deadline=None)
