@@ -2043,9 +2043,9 @@ MUTANTS = (
     ),
     Mutant(
         "price: the bound knows no checkpoints",
-        "ebbtide/planner/solve.py",
-        "Bound(with_checkpoint_prices(self.profile))",
-        "Bound(self.profile)",
+        "ebbtide/planner/bound.py",
+        "priced = with_checkpoint_prices(profile)",
+        "priced = profile",
         ("tests/unit/planner/test_checkpointing.py",),
     ),
     Mutant(
