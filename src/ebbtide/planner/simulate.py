@@ -30,6 +30,7 @@ class Simulated:
         step_seconds: Its time.
         overhead_seconds: Time beyond the step that keeps everything.
         recompute_seconds: Time of its recomputes.
+        hook_seconds: Time of the hooks of blocks that do not keep everything.
         levels_bytes: Most saved bytes on the device: in each block's forward, at the start of backward, and in each
             block's backward, the last block's first.
         peak_bytes: Most device memory, base included.
@@ -43,6 +44,7 @@ class Simulated:
     step_seconds: float
     overhead_seconds: float
     recompute_seconds: float
+    hook_seconds: float
     levels_bytes: tuple[int, ...]
     peak_bytes: int
     peak_at: tuple[str, str]
@@ -154,7 +156,7 @@ class _Step:
     def forward(self, place: int) -> None:
         began = self.now
         block, actions = self.profile.blocks[place], self.assignment[place]
-        slice_seconds = block.forward_seconds / max(len(block.units), 1)
+        slice_seconds = (block.forward_seconds + block.hooks_under(actions)) / max(len(block.units), 1)
         level = self.resident
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             self.now += slice_seconds
@@ -251,7 +253,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     """
     step = _run(profile, assignment)
     by_action = dict.fromkeys(Action, 0)
-    recomputed, moved = 0.0, 0
+    recomputed, hooks, moved = 0.0, 0.0, 0
     for place, number, unit in profile.units():
         action = assignment[place][number]
         by_action[action] += unit.nbytes
@@ -259,11 +261,13 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     for block, actions in zip(profile.blocks, assignment, strict=True):
         recomputed += block.checkpoint_seconds if Action.CHECKPOINT in actions else 0.0
+        hooks += block.hooks_under(actions)
     seconds = step.now + profile.epilogue_seconds
     return Simulated(
         step_seconds=seconds,
         overhead_seconds=seconds - profile.step_seconds,
         recompute_seconds=recomputed,
+        hook_seconds=hooks,
         levels_bytes=tuple(step.levels),
         peak_bytes=step.peak,
         peak_at=step.peak_at,

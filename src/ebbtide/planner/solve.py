@@ -62,12 +62,6 @@ class Solution:
     predicted: Simulated
 
     @property
-    def hook_seconds(self) -> float:
-        """Cost of the hooks of all blocks that do not keep everything; no part of ``predicted`` as it was simulated."""
-        planned = zip(self.profile.blocks, self.assignment, strict=True)
-        return sum(block.hooks_under(actions) for block, actions in planned)
-
-    @property
     def bound_seconds(self) -> float:
         """The least overhead of any schedule that has as few bytes on the device when the head begins."""
         return lower_bound(self.profile).least(self.predicted.levels_bytes[len(self.profile.blocks)])[0]
@@ -214,7 +208,7 @@ class Search:
         return found
 
     def _cost(self, found: Solution) -> float:
-        return found.predicted.overhead_seconds + found.hook_seconds + self._price * found.predicted.moved_bytes
+        return found.predicted.overhead_seconds + self._price * found.predicted.moved_bytes
 
     def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
         """Return the best candidate within the limit: vary the offloaded share, then how many last blocks keep."""

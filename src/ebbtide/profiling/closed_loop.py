@@ -28,7 +28,7 @@ from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.engine.marks import marked
-from ebbtide.planner.hooked import shrink_hooked, with_hooks
+from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.baseline import has_backward, sample
@@ -265,7 +265,7 @@ class ClosedLoop:
             found: The plan that these make.
         """
         before = judgement.solution
-        same = with_hooks(Search(profile).simulated(before.assignment))
+        same = Search(profile).simulated(before.assignment)
         better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
         if found.assignment != before.assignment and better:
             return self._judgement_of(found, budget)
@@ -287,7 +287,7 @@ class ClosedLoop:
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:
-            return with_hooks(fit_with_reserve(profile, budget_bytes, self._reserve)), budget_bytes
+            return fit_with_reserve(profile, budget_bytes, self._reserve), budget_bytes
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
@@ -296,7 +296,7 @@ class ClosedLoop:
                     self._room_in_words if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
-            return with_hooks(Search(replace(profile, store_bytes=None)).smallest), budget_bytes
+            return Search(replace(profile, store_bytes=None)).smallest, budget_bytes
 
     def _first(self, profile: Profile) -> tuple[Solution, int | None]:
         found, budget_bytes = self._solution(profile, self.budget_bytes)

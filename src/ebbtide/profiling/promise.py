@@ -261,7 +261,7 @@ def recalibrated(judgement: Judgement) -> Profile | None:
         moved_bytes=predicted.moved_bytes,
         crossings=0,
         all_kinds=True,
-        hook_seconds=judgement.solution.hook_seconds,
+        hook_seconds=predicted.hook_seconds,
     )
     return charged(profile, work, measured.seconds - predicted.step_seconds)
 

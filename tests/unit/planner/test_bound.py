@@ -98,14 +98,14 @@ def test_experts_of_hundreds_of_sizes_are_few_to_the_program(monkeypatch: pytest
 
 def test_what_is_held_back_in_a_narrower_type_takes_that_much() -> None:
     """So no schedule is faster than the bound of another that has as much on the device."""
-    search = Search(alike(1, (unit("wide", 50, 1.0), unit("narrow", 100, 2.0, narrow=True)), SLOW, window_bytes=1000))
+    search = Search(alike(1, (unit("wide", 50, 0.1), unit("narrow", 100, 0.2, narrow=True)), SLOW, window_bytes=1000))
     keeps, holds = (
         search.simulated([actions])
         for actions in ((Action.KEEP, Action.RECOMPUTE), (Action.RECOMPUTE, Action.OFFLOAD))
     )
     assert keeps.predicted.levels_bytes[1] == holds.predicted.levels_bytes[1] == 50
-    assert keeps.bound_seconds == holds.bound_seconds == holds.predicted.overhead_seconds == pytest.approx(1.0)
-    assert keeps.predicted.overhead_seconds == pytest.approx(2.0)
+    assert 0.09 < keeps.bound_seconds == holds.bound_seconds <= holds.predicted.overhead_seconds == pytest.approx(0.1)
+    assert keeps.predicted.overhead_seconds == pytest.approx(0.2)
 
 
 @settings(max_examples=60)
