@@ -127,11 +127,7 @@ class Bound:
         """Return the program's solution for given bytes kept and given bytes across the link.
 
         The dual is concave in the price of crossing, and straight between two corners: its maximum is at one of them.
-
-        Args:
-            kept_bytes: Bytes that are kept.
-            moved_bytes: Bytes that cross.
-            at_least: Least price of a byte across the link, in seconds, even where there is room for more.
+        That price is ``at_least`` so much, even where there is room for more.
         """
         room = kept_bytes - self.must_keep_bytes
         if room < 0:

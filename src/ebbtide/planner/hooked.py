@@ -26,12 +26,7 @@ FEW = (1, 2)
 
 
 def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
-    """Return the plan with the smallest peak whose step, hooks included, is at most ``max_slowdown`` slower.
-
-    Args:
-        profile: The step.
-        max_slowdown: 0.05 allows a step that is 5 % slower than ordinary training.
-    """
+    """Return the plan with the smallest peak whose step, hooks included, is at most ``max_slowdown`` slower."""
     slack, search = max_slowdown * profile.step_seconds * (1 + 1e-9), Search(profile)
     if not any(block.hook_seconds for block in profile.blocks):
         return search.least_memory(slack)

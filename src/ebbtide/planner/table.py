@@ -208,13 +208,7 @@ class TablePlan(Explained):
 
 
 def table_plan(solution: Solution, name: str, *, keeps_others: bool = False) -> TablePlan:
-    """Return a solution as a plan.
-
-    Args:
-        solution: The solution.
-        name: Short name for logs and reports.
-        keeps_others: See ``TablePlan``.
-    """
+    """Return a solution as a plan."""
     profile, found = solution.profile, solution.predicted
     actions: dict[tuple[str, Site], Action] = {}
     for place, number, unit in profile.units():

@@ -126,12 +126,7 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
 
 
 def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
-    """Return kind → times of the blocks that ran without hooks in a step.
-
-    Args:
-        before: An equal step with hooks on all blocks.
-        step: The step.
-    """
+    """Return kind → times of the blocks that ran without hooks in a step; all had hooks in the equal one before."""
     drift = _drift(before, step)
     found: dict[str, PlainBlock] = {}
     for kind in dict.fromkeys(block.kind for block in step.blocks if block.plain):
@@ -177,12 +172,8 @@ def treated(block: TimedBlock) -> bool:
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
     """Return blocks that keep everything under hooks in the next step, to measure the cost of hooks alone.
 
-    They are as many as those that run plain, and follow them, of kinds that have four times as many blocks.
-
-    Args:
-        blocks: The blocks of a measured step.
-        plain: Those that run plain.
-        room_bytes: Memory that a step may take beyond that one; None: not known, so there are none.
+    They are as many as those that run plain, and follow them, of kinds that have four times as many blocks, if there is
+    room for both.
     """
     chosen: set[str] = set()
     for kind in {block.kind for block in blocks if block.name in plain}:
@@ -201,12 +192,7 @@ def quartile(values: Sequence[float], *, upper: bool = False) -> float:
 
 
 def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
-    """Return a profile with the times of blocks without hooks, and prices that include ebbtide's overhead.
-
-    Args:
-        profile: The step.
-        plain: By kind, a block that ran plain.
-    """
+    """Return a profile with the times of blocks without hooks, by kind, and prices that include ebbtide's overhead."""
     profile = replace(profile, blocks=tuple(_plain(block, plain.get(block.kind)) for block in profile.blocks))
     units = [unit for block in plain.values() for unit in block.units]
     moved = [unit for unit in units if unit.action is Action.OFFLOAD]
@@ -236,9 +222,6 @@ def undisturbed(steps: list[TimedStep]) -> TimedStep:
 
     What follows its backward, such as an evaluation, hardly depends on what it saved, so all of them are compared.
     Memory is that of a step that begins with as much as the fullest.
-
-    Args:
-        steps: Steps that ran the same blocks; one of them had hooks on all.
     """
     hooked = [step for step in reversed(steps) if not any(block.plain for block in step.blocks)]
     base = max(hooked, key=lambda step: sum(block.saved_bytes for block in step.blocks))
@@ -280,12 +263,7 @@ def _plus(peak_bytes: int | None, more: int) -> int | None:
 
 
 def shortest(block: TimedBlock, others: Iterable[TimedBlock]) -> TimedBlock:
-    """Return a block with the shortest times of itself and others that saved as much in the same way.
-
-    Args:
-        block: The block.
-        others: Its executions with hooks, this one included.
-    """
+    """Return a block with the shortest times of its executions with hooks that saved as much in the same way."""
     equals = [other for other in others if _equal(other.saved_bytes, block.saved_bytes)]
     equals = [other for other in equals if treated(other) == treated(block)]
     recomputes = [{unit.site: unit.recompute_seconds for unit in other.units} for other in equals]

@@ -116,13 +116,7 @@ class ClosedLoop:
         return RESIDENT_RESERVE if self._device_bytes is None else RESERVE
 
     def first(self, profile: Profile, noise: float, *, known: bool = True) -> Judgement:
-        """Return the first plan of a profile.
-
-        Args:
-            profile: The step.
-            noise: Relative difference of the equal steps that were measured.
-            known: Whether its times are those of ordinary training.
-        """
+        """Return the first plan of a profile; for ``noise`` and ``known`` see ``Baseline``."""
         # On a CPU a budget lets only the second of them keep its heap: they differ without noise.
         resident = self.budget_bytes is not None and self._device_bytes is None
         self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
@@ -256,14 +250,7 @@ class ClosedLoop:
         return self._judgement_of(found, None) if self._has_room(found) else None
 
     def _within(self, budget: int, judgement: Judgement, profile: Profile, found: Solution) -> Judgement | None:
-        """Return what follows a plan for a budget: a faster one, or the same with another prediction.
-
-        Args:
-            budget: The promised peak.
-            judgement: The plan.
-            profile: The step with other prices.
-            found: The plan that these make.
-        """
+        """Return what follows a plan for a budget: one that other prices make, if it is faster, or itself at these."""
         before = judgement.solution
         same = Search(profile).simulated(before.assignment)
         better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds

@@ -267,11 +267,7 @@ def recalibrated(judgement: Judgement) -> Profile | None:
 
 
 def loosened(judgement: Judgement) -> Profile | None:
-    """Return the step with lower prices, if a plan showed that its own were too high; else None.
-
-    Args:
-        judgement: A plan that kept its promise, or keeps everything and shows no price.
-    """
+    """Return the step with lower prices, if a plan that kept its promise shows that its own are too high; else None."""
     profile, predicted, measured = judgement.solution.profile, judgement.solution.predicted, judgement.measured
     if judgement.keeps:
         return scaled(profile, LEAST_PRICE)

@@ -110,10 +110,8 @@ class CopyOut(Generic[SavedT]):
     def expect(self, offered_bytes: int, *, to_its_end: bool) -> None:
         """The next forward is expected to offer this much.
 
-        Args:
-            offered_bytes: Its bytes.
-            to_its_end: Its last block offers some. If not, nothing is held back: the backward of that block hides the
-                first copy-ins.
+        If not ``to_its_end``, its last block offers nothing, so its backward hides the first copy-ins, and nothing is
+        held back.
         """
         self._expected_bytes = offered_bytes if to_its_end else sys.maxsize
 
@@ -150,11 +148,7 @@ class CopyOut(Generic[SavedT]):
                     waiting.forward.stayed([(saved.site, waiting.nbytes)])
 
     def retire(self, *, new: _Waiting[SavedT] | None = None) -> None:
-        """Release the sources of finished copies; make compute wait while more than the window is in flight.
-
-        Args:
-            new: See ``begin``.
-        """
+        """Release the sources of finished copies; make compute wait while more than the window is in flight."""
         if self._queue:
             self._release_copied()
         held_bytes = self._held_live.total if self._held else 0

@@ -100,8 +100,7 @@ def test_what_is_held_back_in_a_narrower_type_takes_that_much() -> None:
     """So no schedule is faster than the bound of another that has as much on the device."""
     search = Search(alike(1, (unit("wide", 50, 0.1), unit("narrow", 100, 0.2, narrow=True)), SLOW, window_bytes=1000))
     keeps, holds = (
-        search.simulated([actions])
-        for actions in ((Action.KEEP, Action.RECOMPUTE), (Action.RECOMPUTE, Action.OFFLOAD))
+        search.simulated([actions]) for actions in ((Action.KEEP, Action.RECOMPUTE), (Action.RECOMPUTE, Action.OFFLOAD))
     )
     assert keeps.predicted.levels_bytes[1] == holds.predicted.levels_bytes[1] == 50
     assert 0.09 < keeps.bound_seconds == holds.bound_seconds <= holds.predicted.overhead_seconds == pytest.approx(0.1)
