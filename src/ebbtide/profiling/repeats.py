@@ -9,7 +9,7 @@ Afterwards the first block's figures are used for all of its kind; bytes that a 
 backward shift the memory of everything in between.
 
 This is verified: the first and the last block must save the same bytes, take the same time and add the same memory,
-their calls must be alike, and a block may leave only new gradients behind. Otherwise ``NotAlike`` is raised, and the
+their calls must be alike, and a block may leave only its gradients behind. Otherwise ``NotAlike`` is raised, and the
 step is simulated block by block.
 """
 
@@ -77,15 +77,12 @@ class Repeats:
 
     Args:
         blocks: The model's, before hooks are put around them.
-        shards: Ranks over which new gradients are divided.
+        shards: Ranks over which gradients are divided.
     """
 
     def __init__(self, blocks: Sequence[tuple[nn.Module, Block]], shards: int) -> None:
         self._modules, self._names = [m for m, _ in blocks], [b.name for _, b in blocks]
         self._shards = shards
-        self._without_gradient = [
-            [p for p in module.parameters() if p.requires_grad and p.grad is None] for module in self._modules
-        ]
         self._calls: dict[int, _Call] = {}
         self._first: dict[int, int] = {}  # index of a block → that of the first alike one, if any is skipped
         self._last: dict[int, int] = {}  # first → last
@@ -170,7 +167,7 @@ class Repeats:
         return place if place == self._last.get(first) else first
 
     def _check(self, figures: _Figures, first: int, last: int) -> None:
-        """Compare the first block of a kind with the last, and the memory it leaves behind with its new gradients."""
+        """Compare the first block of a kind with the last, and the memory it leaves behind with its gradients."""
         one, other = figures.step.blocks[first], figures.step.blocks[last]
         seconds = ((one.forward_seconds, other.forward_seconds), (one.backward_seconds, other.backward_seconds))
         same = (
@@ -186,7 +183,8 @@ class Repeats:
             raise NotAlike(f"{one.name} leaves behind more than its gradients")
 
     def _gradients(self, place: int, shards: int) -> int:
-        return sum(math.ceil(p.numel() / shards) * p.itemsize for p in self._without_gradient[place])
+        trained = [p for p in self._modules[place].parameters() if p.requires_grad]
+        return sum(math.ceil(p.numel() / shards) * p.itemsize for p in trained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,15 +75,12 @@ class Job:
         ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
         optimizer_state: Bytes of state per byte of trained weights: 2 for Adam, 1 for momentum.
         autocast: Whether the forward computes in bfloat16 where that is safe, on weights of another type.
-        micro_batches: Of a step. If several, a later one is simulated, with the gradients of earlier ones: of all
-            weights on each rank, because transformers lets FSDP reduce them only after the last.
     """
 
     shards: int = 1
     ranks: int | None = None
     optimizer_state: float = 2.0
     autocast: bool = False
-    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("shards", 1), ("ranks", 1), ("optimizer_state", 0)):
@@ -156,12 +153,10 @@ class _Task:
         mode, found = without_bytes(), list[TimedStep]()
         with mode:
             twin, arguments = _without_bytes(self.model), tree_map(_fake_argument, self.batch)
-            gradients = _earlier_gradients(twin) if self.job.micro_batches > 1 else []
         pairs = find_blocks(twin, self.blocks)
         modules = [module for module, _ in pairs]
         inputs = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-        base_bytes = _base_bytes(twin, modules, self.job) + _nbytes((*inputs, *gradients))
-        simulated = FakeMachine(self.machine, base_bytes)
+        simulated = FakeMachine(self.machine, _base_bytes(twin, modules, self.job) + _nbytes(inputs))
         bus = Bus()
         engine = Engine(
             plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=NO_WINDOW), bus,
@@ -181,7 +176,7 @@ class _Task:
                 stack.enter_context(simulated)
                 if not self.machine.stores_on_disk:
                     stack.enter_context(FusedAttention())
-                simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs, *gradients])
+                simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
                 loss = self._loss(twin, arguments)  # the output is dropped before backward, as in most loops
                 torch.autograd.backward(get_gradient_edge(loss))  # of a tensor it would run without function modes
                 timer.hand_over()
@@ -218,7 +213,7 @@ class _Task:
         job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
-        epilogue = profile.epilogue_seconds + _update_seconds(twin, job, machine) / job.micro_batches
+        epilogue = profile.epilogue_seconds + _update_seconds(twin, job, machine)
         store_bytes = None if machine.stores_on_disk else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, prologue_seconds=prologue, epilogue_seconds=epilogue, store_bytes=store_bytes)
 
@@ -292,16 +287,6 @@ def _without_bytes(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _earlier_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Give what is trained gradients of earlier micro-batches, and return them."""
-    found: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            found.append(torch.empty_like(parameter))
-            parameter.grad = found[-1]
-    return found
-
-
 def _nbytes(tensors: Any) -> int:
     return sum(x.numel() * x.itemsize for x in tensors)
 
@@ -322,7 +307,7 @@ def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
 
 
 def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]:
-    """Reduce a block's new gradients to shards once another block's arrive; those outside of blocks stay whole.
+    """Reduce a block's gradients to shards once another block's arrive; gradients outside of blocks stay whole.
 
     Returns:
         A function that removes this.
@@ -342,7 +327,7 @@ def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]
         parameter.register_post_accumulate_grad_hook(functools.partial(arrived, place))
         for place, block in enumerate(blocks)
         for parameter in block.parameters()
-        if parameter.requires_grad and parameter.grad is None and shards > 1
+        if parameter.requires_grad and shards > 1
     ]
 
     def undo() -> None:

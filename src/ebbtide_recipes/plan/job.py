@@ -1,9 +1,10 @@
-"""Additions to the simulated micro-batch: optimizer state and 4-bit weights."""
+"""Additions to the simulated micro-batch: optimizer state, 4-bit weights, gradients of earlier micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from torch import nn
 
@@ -99,3 +100,50 @@ def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
 
     blocks = tuple(map(block, profile.blocks))
     return replace(profile, blocks=blocks, head_base_bytes=smaller(profile.head_base_bytes))
+
+
+def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> Profile:
+    """Return a later micro-batch of a step: gradients of earlier ones occupy memory from its beginning.
+
+    Args:
+        profile: A step of one micro-batch.
+        model: On meta.
+        steps: Micro-batches in a step; each has its share of the optimizer's time.
+        shards: Ranks of FSDP. Each holds the gradients of all weights until the last micro-batch: transformers lets
+            FSDP reduce them only then.
+    """
+    if steps == 1:
+        return profile
+    pairs = [(module, block.name) for module, block in find_blocks(model, None)]
+    ran, parameters = {block.name for block in profile.blocks}, list(model.parameters())
+    inside = {id(p): name for module, name in pairs for p in module.parameters()}
+    first = next((place for place, p in enumerate(parameters) if inside.get(id(p)) in ran), 0)
+    # What is before the first block has its gradients last, and stacks that the batch does not reach have none.
+    head = sum(_gradient(p) for p in parameters[first:] if id(p) not in inside)
+    total = sum(map(_gradient, parameters))
+    own = {name: sum(map(_gradient, module.parameters())) for module, name in pairs}
+    largest = {name: max(map(_gradient, module.parameters()), default=0) for module, name in pairs}
+    # A block that runs several times has its gradient from its last execution on, the first in backward.
+    made = [*accumulate(own.pop(block.name, 0) for block in reversed(profile.blocks))][::-1]
+    # The profile has what this pass has made so far: shards of the blocks' gradients, and those of the head whole.
+    more = [
+        total - head - nbytes // shards + largest.get(block.name, 0)
+        for block, nbytes in zip(profile.blocks, made, strict=True)
+    ]
+    blocks = tuple(
+        replace(
+            block,
+            forward_base_bytes=block.forward_base_bytes + total,
+            backward_base_bytes=block.backward_base_bytes + nbytes,
+            checkpoint_base_bytes=block.checkpoint_base_bytes + nbytes,
+        )
+        for block, nbytes in zip(profile.blocks, more, strict=True)
+    )
+    return replace(
+        profile, blocks=blocks, head_base_bytes=profile.head_base_bytes + total,
+        epilogue_seconds=profile.epilogue_seconds / steps,
+    )  # fmt: skip
+
+
+def _gradient(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.itemsize if parameter.requires_grad else 0

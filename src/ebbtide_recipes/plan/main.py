@@ -51,7 +51,7 @@ def main(
     begin(f"reading the config of {config.name}")
     from ebbtide.report.style import BEGINNING
     from ebbtide_recipes.plan import model, video
-    from ebbtide_recipes.plan.job import quantised
+    from ebbtide_recipes.plan.job import accumulated, quantised
     from ebbtide_recipes.plan.options import limits, options, plain_options
     from ebbtide_recipes.plan.page import Result
     from ebbtide_recipes.plan.picture import pareto
@@ -71,6 +71,7 @@ def main(
     begin("comparing the options")
     if config.train_type == "qlora":
         profile = quantised(profile, outline.module, machine)
+    profile = accumulated(profile, outline.module, config.gradient_accumulation_steps, config.gpus)
     if config.recipe == "video":  # the recipe offloads the transformer, without the loss around it
         blocks = (replace(block, name=block.name.removeprefix(video.PREFIX)) for block in profile.blocks)
         profile = replace(profile, blocks=tuple(blocks))
@@ -104,10 +105,7 @@ def _simulated(
 
     try:
         state = state_ratio(config.optim, module)
-        job = Job(
-            shards=config.gpus, optimizer_state=state, autocast=config.bf16,
-            micro_batches=config.gradient_accumulation_steps,
-        )  # fmt: skip
+        job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
         rules = recompute_rules(config.train_type)
         try:
             return simulate_model(module, batch(), machine, job=job, rules=rules), False

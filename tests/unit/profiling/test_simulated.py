@@ -23,7 +23,6 @@ from ebbtide.planner.checkpointing import checkpointed, checkpointed_peak
 from ebbtide.planner.machines import MACHINES, Machine, machine_named
 from ebbtide.planner.profile import BlockProfile, Profile
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import keep_everything
 from ebbtide.planner.table import TablePlan
 from ebbtide.profiling.auto import AutoPlan
 from ebbtide.profiling.faketensors import FakeMachine, without_bytes
@@ -143,8 +142,8 @@ class Net(nn.Module):
         return x
 
 
-def plain_peak(net: nn.Module, *shape: int, checkpointed: bool = False, gradients: bool = False) -> int:
-    """Return the peak of a step without the engine: ordinary, checkpointed by torch, or with earlier gradients."""
+def plain_peak(net: nn.Module, *shape: int, checkpointed: bool = False) -> int:
+    """Return the peak of a step without the engine: ordinary, or with the layers under torch's checkpoint."""
     with without_bytes():
         twin = copy.deepcopy(net, {id(p): nn.Parameter(torch.empty(p.shape)) for p in net.parameters()})
         x = torch.empty(shape)
@@ -152,12 +151,8 @@ def plain_peak(net: nn.Module, *shape: int, checkpointed: bool = False, gradient
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )  # fmt: skip
-        there = [*twin.parameters(), x]
-        for parameter in twin.parameters() if gradients else ():
-            parameter.grad = torch.empty_like(parameter)
-            there.append(parameter.grad)
-        machine = FakeMachine(H200, sum(tensor.nbytes for tensor in there))
-        machine.ignore(there)
+        machine = FakeMachine(H200, sum(p.nbytes for p in twin.parameters()) + x.nbytes)
+        machine.ignore([*twin.parameters(), x])
         with machine:
             twin(x).square().mean().backward()
             return machine.take_peak_bytes()
@@ -171,42 +166,6 @@ def test_the_peak_of_keeping_everything_is_that_of_a_plain_step(rows: int) -> No
     assert plan.predicted.kept_bytes == 5 * activation
     # During a block's backward its saved tensors die one by one, which no profile shows.
     assert 0 <= plan.predicted.peak_bytes - plain_peak(net, rows, 64) <= activation
-
-
-class Towers(Net):
-    """A tower that the input does not reach, parts before and after the blocks, and a block that runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__(width=256)
-        self.first, self.last = nn.Linear(256, 256), nn.Linear(256, 256)
-        self.other = nn.ModuleList(Layer(64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layers[0](super().forward(self.first(x))))
-
-
-def later(net: nn.Module, x: torch.Tensor, shards: int = 1) -> Profile:
-    job = Job(shards=shards, optimizer_state=0.0, micro_batches=8)
-    return simulate_model(net, x, H200, job=job, options=Options(min_bytes=0))
-
-
-@pytest.mark.parametrize("make", [lambda: Net(width=256), lambda: Net(width=256, depth=16), Towers])
-def test_a_later_micro_batch_has_the_gradients_of_all_weights(make: Callable[[], Net]) -> None:
-    """Whenever it makes its own: behind the blocks, in them, before them, or never."""
-    net, x = make(), torch.zeros(256, 256, device="meta")
-    peak = keep_everything(later(net, x)).predicted.peak_bytes
-    assert 0 <= peak - plain_peak(net, *x.shape, gradients=True) <= x.nbytes
-
-
-@pytest.mark.parametrize("depth", [4, 16])
-def test_under_fsdp_a_later_micro_batch_has_them_whole(depth: int) -> None:
-    """So on one rank every part of it takes as much more: what is sharded of weights, less what is gathered."""
-    net, x = Net(width=256, depth=depth), torch.zeros(256, 256, device="meta")
-    one, other = (
-        [found.head_base_bytes, *(n for b in found.blocks for n in (b.forward_base_bytes, b.backward_base_bytes))]
-        for found in (later(net, x), later(net, x, shards=4))
-    )
-    assert len({a - b for a, b in zip(one, other, strict=True)}) == 1
 
 
 class Gated(nn.Module):
