@@ -313,15 +313,6 @@ def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]
     return [line]
 
 
-def why_kept(judgement: Judgement) -> KeptBecause:
-    """Return why a plan keeps everything."""
-    if judgement.budget_bytes is not None:
-        return KeptBecause.FITS
-    if not judgement.known:
-        return KeptBecause.UNLIKE
-    return KeptBecause.GAINS_NOTHING if judgement.solution.profile.saved_bytes else KeptBecause.SMALL
-
-
 def kept_blocks(solution: Solution) -> frozenset[str]:
     """Return the names of the blocks whose saved tensors a plan keeps in all their executions."""
     names = [block.name for block in solution.profile.blocks]

@@ -26,7 +26,7 @@ from statistics import median
 
 from ebbtide.base.actions import keeps_all
 from ebbtide.base.errors import counted
-from ebbtide.base.runs import SETTLING
+from ebbtide.base.runs import SETTLING, KeptBecause
 from ebbtide.base.units import format_size
 from ebbtide.engine.spans import Span
 from ebbtide.engine.timing import GROWTH
@@ -185,6 +185,17 @@ class Judgement:
             steps=len(self._steps),
             system_seconds=median(kernels) if kernels else None,
         )
+
+    @property
+    def kept_because(self) -> KeptBecause | None:
+        """Why it keeps everything, without hooks; None if it does not."""
+        if not self.keeps or self.over_budget_bytes or self.hopeless:
+            return None
+        if self.budget_bytes is not None:
+            return KeptBecause.FITS
+        if not self.known:
+            return KeptBecause.UNLIKE
+        return KeptBecause.GAINS_NOTHING if self.solution.profile.saved_bytes else KeptBecause.SMALL
 
     @property
     def unjudged(self) -> bool:
