@@ -4,7 +4,7 @@
 The schedule is the engine's own, ``ebbtide.schedule``, carried out with seconds in place of slots: copies of one
 direction run one after the other, at the rate of the link; a reader whose bytes have not arrived waits. The step is one
 of many alike: the schedule knows the largest block, and how many bytes a forward offers. Recipes are evaluated just
-before their result is read.
+before their result is read; hooks take their time in the forward.
 """
 
 from __future__ import annotations

@@ -83,6 +83,9 @@ class ClosedLoop:
 
     def __init__(self, policy: Auto, tier: Tier) -> None:
         self._policy, self._tier = policy, tier
+        device = allocatable_bytes(tier) is not None
+        self._reserve = RESERVE if device else RESIDENT_RESERVE
+        self._room_in_words = "the device's memory, less a sixth for fragments" if device else "the free memory"
         self._noise, self._corrections, self._loosened, self._known = 0.0, 0, 0, True
         self._aim = 1.0  # share of the promised slowdown that plans are made for
         self._before: Judgement | None = None  # the plan that kept its promise, while one that keeps less is tried
@@ -104,16 +107,6 @@ class ClosedLoop:
     def _room_bytes(self) -> int | None:
         device = self._device_bytes
         return room_bytes(self._tier) if device is None else device
-
-    @property
-    def _room_in_words(self) -> str:
-        """Describe the memory that bounds plans for ``max_slowdown``."""
-        fragments = "the device's memory, less a sixth for fragments"
-        return "the free memory" if self._device_bytes is None else fragments
-
-    @property
-    def _reserve(self) -> float:
-        return RESIDENT_RESERVE if self._device_bytes is None else RESERVE
 
     def first(self, profile: Profile, noise: float, *, known: bool = True) -> Judgement:
         """Return the first plan of a profile; for ``noise`` and ``known`` see ``Baseline``."""
