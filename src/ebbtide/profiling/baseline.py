@@ -10,7 +10,8 @@ storages (``ebbtide.planner.charges``), and all blocks of the kind get the times
 the upper quartile with hooks is compared with the lower quartile without: a plan that keeps too much costs less than a
 broken promise. If no block of the kind ran with hooks, a block is compared with itself in the step before. Blocks
 without a backward, such as frozen first ones, save nothing and keep their times. Of blocks that saved other amounts,
-forward and backward are scaled apart: if only their weights are frozen, their backward is shorter.
+forward and backward are scaled apart: if only their weights are frozen, their backward is shorter. Times of a step in
+which the machine was slower are those of the faster one, in proportion to blocks that had hooks in both.
 """
 
 from __future__ import annotations
@@ -213,8 +214,35 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
 
 def baseline_of(steps: list[TimedStep]) -> Baseline:
     """Return what a plan is made from, of steps that ran the same blocks; the first had hooks on all."""
-    first, last = steps[0], steps[-1]
-    return Baseline(step=undisturbed(steps), plain=plain_blocks(first, last), noise=noise(first, last))
+    first, last = steps[0], at_speed_of(steps[0], steps[-1])
+    return Baseline(step=undisturbed([first, last]), plain=plain_blocks(first, last), noise=noise(first, steps[-1]))
+
+
+def at_speed_of(before: TimedStep, step: TimedStep) -> TimedStep:
+    """Return a step with the times that it would have had if the machine had not become slower since another one.
+
+    Else the shortest recompute would be one of the faster machine, next to blocks without hooks of the slower one.
+    """
+    slower = _drift(before, step) / _size(before, step)
+    if slower <= 1:
+        return step
+
+    def faster(unit: TimedUnit) -> TimedUnit:
+        seconds = None if unit.recompute_seconds is None else unit.recompute_seconds / slower
+        return replace(unit, recompute_seconds=seconds, host_seconds=unit.host_seconds / slower)
+
+    blocks = (
+        replace(
+            block,
+            units=tuple(map(faster, block.units)),
+            forward_seconds=block.forward_seconds / slower,
+            backward_seconds=block.backward_seconds / slower,
+            pack_seconds=block.pack_seconds / slower,
+        )
+        for block in step.blocks
+    )
+    head_seconds, epilogue_seconds = step.head_seconds / slower, step.epilogue_seconds / slower
+    return replace(step, blocks=tuple(blocks), head_seconds=head_seconds, epilogue_seconds=epilogue_seconds)
 
 
 def undisturbed(steps: list[TimedStep]) -> TimedStep:

@@ -429,8 +429,9 @@ def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
 # Steps that differ
 
 
-def sized(found: TimedStep, factor: float) -> TimedStep:
-    """Return the step for sequences that are ``factor`` times as long."""
+def sized(found: TimedStep, factor: float, *, slower: float = 1.0) -> TimedStep:
+    """Return the step for sequences that are ``factor`` times as long, on a machine that takes ``slower`` times."""
+    longer = factor * slower
     blocks = tuple(
         replace(
             block,
@@ -438,16 +439,32 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
                 replace(
                     u,
                     nbytes=int(u.nbytes * factor),
-                    recompute_seconds=u.recompute_seconds and u.recompute_seconds * factor,
+                    recompute_seconds=u.recompute_seconds and u.recompute_seconds * longer,
+                    host_seconds=u.host_seconds * slower,
                 )
                 for u in block.units
             ),
-            forward_seconds=block.forward_seconds * factor,
-            backward_seconds=block.backward_seconds * factor,
+            forward_seconds=block.forward_seconds * longer,
+            backward_seconds=block.backward_seconds * longer,
+            pack_seconds=block.pack_seconds * longer,
         )
         for block in found.blocks
     )
-    return replace(found, blocks=blocks, head_seconds=0.5 * factor, epilogue_seconds=0.25 * factor)
+    return replace(found, blocks=blocks, head_seconds=0.5 * longer, epilogue_seconds=0.25 * longer)
+
+
+def test_a_machine_that_becomes_slower_between_measured_steps_makes_no_work_cheaper() -> None:
+    """Blocks without hooks run in the second one only, and of recomputes the shortest time counts."""
+    shares: list[list[float]] = []
+    for slower in (1.0, 1.5):
+        plan, plain = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus()), with_plain(step(), forward=0.8, backward=2)
+        for one in (step(), step(), sized(plain, 1.0, slower=slower)):
+            plan.saw_step(one)
+        assert plan.profile is not None
+        recomputes = [unit.recompute_seconds or 0.0 for _, _, unit in plan.profile.units()]
+        handling = plan.profile.rates.handling_seconds, plan.profile.rates.handling_seconds_per_byte
+        shares.append([seconds / plan.profile.step_seconds for seconds in (*recomputes, *handling)])
+    assert shares[1] == pytest.approx(shares[0])
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])

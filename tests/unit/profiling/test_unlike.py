@@ -77,7 +77,7 @@ def test_blocks_of_all_steps_are_compared_with_those_without_hooks_in_their_step
     assert [block.name for block in plan.profile.blocks] == [f"layers.{place}" for place in range(COUNT)]
     assert {name for name, _ in plan.table.actions} == {f"layers.{place}" for place in range(COUNT)}
     each = (plan.profile.step_seconds - 0.75) / COUNT
-    assert each == pytest.approx(PLAIN) or each == pytest.approx(1.3 * PLAIN)  # by the step that is compared
+    assert each == pytest.approx(PLAIN), "at the speed of the faster steps"
     assert "plain step" in plan.explain() and "promised at most" in plan.explain()
 
 
