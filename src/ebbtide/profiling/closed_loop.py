@@ -73,10 +73,6 @@ REASONS = {
 class ClosedLoop:
     """Chooses the plans of ``Auto``. See [Note: which plan comes next].
 
-    Args:
-        policy: The user's policy.
-        tier: The store of offloaded bytes; knows the size of memory.
-
     Attributes:
         story: The verdicts on earlier plans for this profile, one line each.
     """

@@ -32,12 +32,7 @@ FASTER = 0.03
 
 
 def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = None) -> Solution:
-    """Return the solution of a policy for a step.
-
-    Args:
-        policy: The user's policy.
-        profile: The step.
-        memory_bytes: Of the device: a limit, less a share for fragments; None: there is none.
+    """Return the solution of a policy for a step, within a device's memory, less a share for fragments, if it is known.
 
     Raises:
         BudgetError: No plan fits the memory budget, or the device.

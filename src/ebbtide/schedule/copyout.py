@@ -35,12 +35,7 @@ class _Group(NamedTuple, Generic[SavedT]):
 
 
 class CopyOut(Generic[SavedT]):
-    """Copies from the device to the store: in flight or held back; oldest first.
-
-    Args:
-        mover: Carries them out.
-        window: Bounds the bytes of both.
-    """
+    """Copies from the device to the store: in flight or held back, both within the window; oldest first."""
 
     def __init__(self, mover: Mover[SavedT], window: Window) -> None:
         self.window = window
@@ -124,11 +119,7 @@ class CopyOut(Generic[SavedT]):
         forward.stayed([(saved.site, waiting.nbytes) for waiting in own if (saved := waiting.saved()) is not None])
 
     def begin(self, new: _Waiting[SavedT] | None = None) -> None:
-        """Begin the copies of what is gathered. See [Note: groups of copies].
-
-        Args:
-            new: One that is being offloaded now, and that nobody has counted yet.
-        """
+        """Begin the copies of what is gathered; nobody has counted ``new`` yet. See [Note: groups of copies]."""
         group, self._gathered, self._gathered_bytes = self._gathered, [], 0
         alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
         self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
