@@ -22,7 +22,7 @@ _NOTHING: _Ahead = (0, 0, 0)
 
 
 class CopyIn(Generic[SavedT]):
-    """Prefetches storages ahead of their readers, in one backward; the window bounds the bytes that are not read yet."""
+    """Prefetches storages ahead of their readers, in one backward; the window bounds the bytes not yet read."""
 
     def __init__(self, upcoming: Upcoming[SavedT], window: Window, mover: Mover[SavedT]) -> None:
         self.window, self._mover = window, mover
