@@ -219,12 +219,12 @@ def baseline_of(steps: list[TimedStep]) -> Baseline:
 
 
 def at_speed_of(before: TimedStep, step: TimedStep) -> TimedStep:
-    """Return a step with the times that it would have had if the machine had not become slower since another one.
+    """Return a step with the times that it would have had if the machine had not become slower since an equal one.
 
     Else the shortest recompute would be one of the faster machine, next to blocks without hooks of the slower one.
     """
-    slower = _drift(before, step) / _size(before, step)
-    if slower <= 1:
+    slower = _drift(before, step)
+    if slower <= 1 or abs(_size(before, step) - 1) > EQUAL:
         return step
 
     def faster(unit: TimedUnit) -> TimedUnit:
