@@ -1862,8 +1862,8 @@ MUTANTS = (
     Mutant(
         "price: no plan without recomputes is tried",
         "ebbtide/planner/hooked.py",
-        "(slack - hooks, False)",
-        "(slack - hooks, True)",
+        "(1.0, False)",
+        "(1.0, True)",
         HOOKED,
     ),
     Mutant(
@@ -1896,9 +1896,9 @@ MUTANTS = (
     ),
     Mutant(
         "price: hooks do not count within a budget",
-        "ebbtide/planner/solve.py",
-        "found.predicted.overhead_seconds + found.hook_seconds + self",
-        "found.predicted.overhead_seconds + self",
+        "ebbtide/planner/simulate.py",
+        "(block.forward_seconds + block.hooks_under(actions))",
+        "block.forward_seconds",
         HOOKED,
     ),
     Mutant(
@@ -2043,9 +2043,9 @@ MUTANTS = (
     ),
     Mutant(
         "price: the bound knows no checkpoints",
-        "ebbtide/planner/solve.py",
-        "Bound(with_checkpoint_prices(self.profile))",
-        "Bound(self.profile)",
+        "ebbtide/planner/bound.py",
+        "priced = with_checkpoint_prices(profile)",
+        "priced = profile",
         ("tests/unit/planner/test_checkpointing.py",),
     ),
     Mutant(

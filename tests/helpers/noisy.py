@@ -18,7 +18,6 @@ from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span, SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.engine.timing import StepTimer
-from ebbtide.planner.hooked import with_hooks
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.auto import AutoPlan
@@ -93,7 +92,7 @@ def first_blocks(profile: Profile, max_slowdown: float) -> Solution:
     def treats(count: int) -> Solution:
         treated = tuple(Action.OFFLOAD if unit.recompute_seconds is None else Action.RECOMPUTE for unit in block.units)
         kept = (Action.KEEP,) * len(block.units)
-        return with_hooks(search.simulated((treated,) * count + (kept,) * (BLOCKS - count)))
+        return search.simulated((treated,) * count + (kept,) * (BLOCKS - count))
 
     block = profile.blocks[0]
     fitting = bisect.bisect_right(range(1, BLOCKS + 1), slack, key=lambda n: treats(n).predicted.overhead_seconds)

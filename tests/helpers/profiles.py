@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ebbtide.base.actions import Site
+from ebbtide.base.actions import Candidate, Site
 from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 from ebbtide.planner.solve import Search, Solution
 
@@ -29,6 +29,17 @@ def unit(
     half = nbytes // 2 if narrow else None
     return Unit(
         site=site, nbytes=nbytes, recompute_seconds=recompute, block_input=given, movable=movable, narrow_bytes=half
+    )  # fmt: skip
+
+
+def candidate(
+    name: str, *, block: str = "layers.1", kind: str = "Layer", nbytes: int = 100, flops: float | None = None,
+    kept: int = 0,
+) -> Candidate:  # fmt: skip
+    """Return a storage of a site of that name that is about to be saved."""
+    return Candidate(
+        site=Site(kind, name, "Node", 0), block_name=block, block=1, nbytes=nbytes, block_input=False,
+        recompute_flops=flops, kept_bytes=kept,
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ stalls:
 
 ``K`` counts the bytes on the device when the head begins. Time of the head hides no copy: bytes copied out during it
 are on the device when it begins, and count as kept. ``M`` is at most what the store holds. No schedule of whole
-storages in a real order is faster. A checkpointed block pays once for all that it drops. If each of these
-storages costs no more than its share of that (``with_checkpoint_prices``), it is such a schedule, too.
+storages in a real order is faster (``lower_bound``), if what a checkpointed block drops costs no more than its share of
+what the block pays once for all of it (``with_checkpoint_prices``), and if a storage that is offloaded in a narrower
+type stays in it: such a storage may be held back.
 
 A storage may be split, so only its prices per byte matter: storages whose copies are as wide and whose recomputes cost
 the same, within ``PRICE_GRAIN``, are one to the program, at the lowest of their prices. So the bound stays one, at most
@@ -26,8 +27,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ebbtide.planner.checkpointing import with_checkpoint_prices
 from ebbtide.planner.profile import Profile, Unit
 
 HALVINGS = 50
@@ -74,12 +76,16 @@ class _Sort:
 
 
 class Bound:
-    """The linear program over one profile. See [Note: the linear program]."""
+    """The linear program over one profile. See [Note: the linear program].
+
+    Attributes:
+        must_keep_bytes: The least bytes that stay.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self._rates = profile.rates
         self._hides_out, self._hides_in = profile.forward_seconds, profile.backward_seconds
-        self._must_keep = profile.must_keep_bytes
+        self.must_keep_bytes = profile.must_keep_bytes
         self._store_bytes = math.inf if profile.store_bytes is None else profile.store_bytes
         self._sorts = _sorts(u for _, _, u in profile.units() if u.nbytes and not u.must_keep)
         self._corners = _corners(self._sorts)
@@ -121,13 +127,9 @@ class Bound:
         """Return the program's solution for given bytes kept and given bytes across the link.
 
         The dual is concave in the price of crossing, and straight between two corners: its maximum is at one of them.
-
-        Args:
-            kept_bytes: Bytes that are kept.
-            moved_bytes: Bytes that cross.
-            at_least: Least price of a byte across the link, in seconds, even where there is room for more.
+        That price is ``at_least`` so much, even where there is room for more.
         """
-        room = kept_bytes - self._must_keep
+        room = kept_bytes - self.must_keep_bytes
         if room < 0:
             return Prices(seconds=math.inf, kept=math.inf, moved=math.inf)
         corners = [at_least, *(corner for corner in self._corners if corner > at_least)]
@@ -164,13 +166,25 @@ class Bound:
 
     def _wanted(self, kept_bytes: float, price: float) -> float:
         """Return how many bytes would cross the link at a price for each; of equally good numbers the largest."""
-        room, moved = kept_bytes - self._must_keep, 0.0
+        room, moved = kept_bytes - self.must_keep_bytes, 0.0
         for _, sort in sorted(((s.unkept(price), s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)):
             kept = min(sort.nbytes, max(room, 0.0))
             room -= kept
             if sort.moved < math.inf and price * sort.moved <= sort.seconds:
                 moved += (sort.nbytes - kept) * sort.moved
         return moved
+
+
+def lower_bound(profile: Profile) -> Bound:
+    """Return the program that no schedule is faster than. See [Note: the linear program]."""
+    priced = with_checkpoint_prices(profile)
+    blocks = tuple(replace(block, units=tuple(map(_as_held, block.units))) for block in priced.blocks)
+    return Bound(replace(priced, blocks=blocks))
+
+
+def _as_held(unit: Unit) -> Unit:
+    """Return a unit as large as it is on the device if it is offloaded and its copy has not begun."""
+    return replace(unit, nbytes=unit.moved_bytes, narrow_bytes=None) if unit.movable else unit
 
 
 def _sorts(units: Iterable[Unit]) -> list[_Sort]:

@@ -35,16 +35,9 @@ class Work:
 
 
 def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds: float = 0.0) -> Profile | None:
-    """Return a profile in which work of the same kind costs ``extra_seconds`` more. See [Note: charges].
+    """Return a profile in which work of the same kind costs ``extra_seconds`` more; None: there is nothing to charge.
 
-    Args:
-        profile: The step.
-        work: The copies and recomputes to charge.
-        extra_seconds: The time to charge.
-        host_seconds: Most time of the host for one storage, each way.
-
-    Returns:
-        The profile; None if there was nothing to charge.
+    See [Note: charges]. Of a storage's copy at most ``host_seconds`` are the host's, each way.
     """
     rates = profile.rates
     both_ways = 1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second
@@ -70,12 +63,7 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """Return a profile in which hooks, recomputes and handling cost ``factor`` times as much; copy rates are unchanged.
-
-    Args:
-        profile: The step.
-        factor: 0.5 halves the prices.
-    """
+    """Return a profile in which hooks, recomputes and handling cost ``factor`` times as much; copy rates stay."""
     rates = profile.rates
     return replace(
         profile,

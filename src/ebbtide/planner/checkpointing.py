@@ -18,10 +18,7 @@ from ebbtide.planner.profile import BlockProfile, Profile, Unit
 def checkpointed_peak(profile: Profile) -> int:
     """Return the most bytes on the device in a step whose blocks are all checkpointed, base included.
 
-    See [Note: simulated checkpointing]. The step is longer by ``profile.forward_seconds``.
-
-    Args:
-        profile: The step that keeps everything.
+    See [Note: simulated checkpointing].
     """
     blocks = profile.blocks
     input_sizes = [_held_input_bytes(block) for block in blocks]
@@ -34,12 +31,9 @@ def checkpointed_peak(profile: Profile) -> int:
 
 
 def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Action, ...], ...]:
-    """Return actions that checkpoint the first blocks, whose bytes stay longest, and keep what the others save.
+    """Return actions that checkpoint the first ``count`` blocks that may be, whose bytes stay longest.
 
-    Args:
-        profile: The step.
-        count: How many blocks, of those that may be checkpointed.
-        inputs: Action for their inputs: KEEP or OFFLOAD.
+    Their inputs are kept or offloaded, as ``inputs`` says; what the others save is kept.
     """
     able = [place for place, block in enumerate(profile.blocks) if block.checkpointable]
     chosen = set(able[:count])
@@ -59,9 +53,6 @@ def with_checkpoint_prices(profile: Profile) -> Profile:
 
     A checkpointed block pays for all these shares, so the bound of that step is one of schedules with checkpoints, too.
     It does not matter which blocks the planner may checkpoint: users may checkpoint any.
-
-    Args:
-        profile: The step.
     """
     return replace(profile, blocks=tuple(map(_with_checkpoint_prices, profile.blocks)))
 

@@ -3,12 +3,11 @@
 [Note: the price of hooks]
 A block with anything offloaded or recomputed has hooks, which cost host time for each saved tensor, whatever its
 action. A block that keeps everything has none. So offloading and recomputing more in fewer blocks may save more within
-the same slowdown. The search runs for the first n blocks that save something, whose bytes stay longest, for several n,
-each within the slowdown left after the hooks of n blocks; all other blocks keep everything. Hooks cost more in a block
-in which anything is recomputed, so each n is searched twice, with recomputes and without any. A checkpointed block has
-hooks for its inputs only: where the host limits the step, a second forward may cost less than the hooks of recipes, so
-plans that checkpoint the first blocks are tried, too. If hooks cost nothing, or were not measured, there is one search
-over all blocks.
+the same slowdown. The search runs for the first n blocks that save something, whose bytes stay longest, for several n
+whose hooks leave time for more; all other blocks keep everything. Hooks cost more in a block in which anything is
+recomputed, so each n is searched twice, with recomputes and without any. A checkpointed block has hooks for its inputs
+only: where the host limits the step, a second forward may cost less than the hooks of recipes, so plans that checkpoint
+the first blocks are tried, too. If hooks cost nothing, or were not measured, there is one search over all blocks.
 """
 
 from __future__ import annotations
@@ -27,46 +26,22 @@ FEW = (1, 2)
 
 
 def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
-    """Return the plan with the smallest peak whose step, hooks included, is at most ``max_slowdown`` slower.
-
-    Args:
-        profile: The step.
-        max_slowdown: 0.05 allows a step that is 5 % slower than ordinary training.
-    """
+    """Return the plan with the smallest peak whose step, hooks included, is at most ``max_slowdown`` slower."""
     slack, search = max_slowdown * profile.step_seconds * (1 + 1e-9), Search(profile)
     if not any(block.hook_seconds for block in profile.blocks):
         return search.least_memory(slack)
-    limit = slack * (1 + 1e-9)  # hooks are subtracted from the slack and added to the step, which rounds
-    found = [search.everything]
-    fitting = search.checkpointed(lambda s: with_hooks(s).predicted.overhead_seconds > limit, fewest=False)
-    found += [plan for plan in map(with_hooks, fitting) if plan.predicted.overhead_seconds <= limit]
+    found = search.checkpointed(lambda s: s.predicted.overhead_seconds > slack, fewest=False)
     saving = [place for place, block in enumerate(profile.blocks) if block.units]
     counts = {*FEW, *(round(part * len(saving)) for part in PARTS)}
-    for count in sorted(count for count in counts if 0 < count <= len(saving)):
-        first = saving[:count]
+    for first in (saving[:count] for count in sorted(counts) if 0 < count <= len(saving)):
         hooks = sum(profile.blocks[place].hook_seconds for place in first)
-        for left, recomputes in ((slack - RECOMPUTE_HOOKS * hooks, True), (slack - hooks, False)):
-            if left <= 0:
-                continue
-            assignment = Search(_only(profile, first, recomputes=recomputes)).least_memory(left).assignment
-            candidate = with_hooks(search.simulated(assignment))
-            if candidate.predicted.overhead_seconds <= limit:  # later executions of a block share actions
-                found.append(candidate)
+        for price, recomputes in ((RECOMPUTE_HOOKS, True), (1.0, False)):
+            if price * hooks < slack:
+                only = Search(_only(profile, first, recomputes=recomputes)).least_memory(slack)
+                found.append(search.simulated(only.assignment))  # later executions of a block share actions
+    fitting = [search.everything, *(s for s in found if s.predicted.overhead_seconds <= slack)]
     grain = GRAIN * profile.saved_bytes or 1.0
-    return min(found, key=lambda s: (round(s.predicted.peak_bytes / grain), s.predicted.overhead_seconds))
-
-
-def with_hooks(found: Solution) -> Solution:
-    """Return the solution with the time of its hooks added to the predicted step."""
-    hooks, predicted = found.hook_seconds, found.predicted
-    return replace(
-        found,
-        predicted=replace(
-            predicted,
-            step_seconds=predicted.step_seconds + hooks,
-            overhead_seconds=predicted.overhead_seconds + hooks,
-        ),
-    )
+    return min(fitting, key=lambda s: (round(s.predicted.peak_bytes / grain), s.predicted.overhead_seconds))
 
 
 def _only(profile: Profile, treated: Sequence[int], *, recomputes: bool) -> Profile:

@@ -4,7 +4,7 @@
 The schedule is the engine's own, ``ebbtide.schedule``, carried out with seconds in place of slots: copies of one
 direction run one after the other, at the rate of the link; a reader whose bytes have not arrived waits. The step is one
 of many alike: the schedule knows the largest block, and how many bytes a forward offers. Recipes are evaluated just
-before their result is read.
+before their result is read; hooks take their time in the forward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Simulated:
         step_seconds: Its time.
         overhead_seconds: Time beyond the step that keeps everything.
         recompute_seconds: Time of its recomputes.
-        stalls: Stall seconds of each block, forward and backward together.
+        hook_seconds: Time of the hooks of blocks that do not keep everything.
         levels_bytes: Most saved bytes on the device: in each block's forward, at the start of backward, and in each
             block's backward, the last block's first.
         peak_bytes: Most device memory, base included.
@@ -38,21 +38,19 @@ class Simulated:
         kept_bytes: Bytes that stay.
         offloaded_bytes: Bytes to offload, cancelled copies included.
         moved_bytes: Bytes across the link: fewer where they are stored in a narrower type.
-        served_bytes: Offloaded bytes that are still on the device at the start of backward and are read there.
         recomputed_bytes: Bytes that are dropped and recomputed.
     """
 
     step_seconds: float
     overhead_seconds: float
     recompute_seconds: float
-    stalls: tuple[float, ...]
+    hook_seconds: float
     levels_bytes: tuple[int, ...]
     peak_bytes: int
     peak_at: tuple[str, str]
     kept_bytes: int
     offloaded_bytes: int
     moved_bytes: int
-    served_bytes: int
     recomputed_bytes: int
 
 
@@ -84,13 +82,10 @@ class _Step:
     def __init__(self, profile: Profile, assignment: Assignment) -> None:
         self.profile, self.assignment = profile, assignment
         self.now = profile.prologue_seconds
-        self.stalls = [0.0] * len(profile.blocks)
         self.levels: list[int] = []
         self.peak, self.peak_at = 0, ("forward", "")
         self.resident = 0  # bytes kept, and offloaded bytes whose source is still there
         self.offloaded: dict[tuple[int, int], _Offloaded] = {}
-        self.served_bytes = 0
-        self._place = 0  # whose forward or backward runs: it has the stalls
         self.forwards: list[tuple[float, float]] = []  # of each block, when it begins and ends
         self.backwards: dict[int, tuple[float, float]] = {}
         self.copies_in: list[tuple[float, float]] = []
@@ -116,11 +111,6 @@ class _Step:
         rates = self.profile.rates
         self.now += rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
 
-    def _wait_until(self, time: float) -> None:
-        if time > self.now:
-            self.stalls[self._place] += time - self.now
-            self.now = time
-
     # Called by the schedule
 
     def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
@@ -132,7 +122,7 @@ class _Step:
     def release_sources(self, group: Sequence[_Offloaded], *, wait: bool) -> bool:
         done = max(saved.done for saved in group)
         if wait:
-            self._wait_until(done)
+            self.now = max(self.now, done)
         if done > self.now:
             return False
         for saved in group:
@@ -164,9 +154,9 @@ class _Step:
     # Forward
 
     def forward(self, place: int) -> None:
-        self._place, began = place, self.now
+        began = self.now
         block, actions = self.profile.blocks[place], self.assignment[place]
-        slice_seconds = block.forward_seconds / max(len(block.units), 1)
+        slice_seconds = (block.forward_seconds + block.hooks_under(actions)) / max(len(block.units), 1)
         level = self.resident
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             self.now += slice_seconds
@@ -194,10 +184,6 @@ class _Step:
         self.see(self.resident, self.profile.head_base_bytes, "head", "")
         self.now += self.profile.head_seconds
         self._copy_out.cancel(self._forward)
-        blocks = self.profile.blocks
-        self.served_bytes = sum(
-            blocks[place].units[number].nbytes for (place, number), s in self.offloaded.items() if s.on_device
-        )
 
     def backward(self) -> None:
         upcoming = (([weakref.ref(saved)], place) for (place, _), saved in reversed(self.offloaded.items()))
@@ -206,7 +192,7 @@ class _Step:
             self._block_backward(place, coming)
 
     def _block_backward(self, place: int, coming: CopyIn[_Offloaded]) -> None:
-        self._place, began = place, self.now
+        began = self.now
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
         back = 0  # recomputed or prefetched, and not yet released
@@ -247,7 +233,7 @@ class _Step:
             self.handle(saved.nbytes)
             if saved.arrives is None:
                 self.copy_in([saved])
-            self._wait_until(saved.arrives or 0.0)
+            self.now = max(self.now, saved.arrives or 0.0)
         coming.has_read(saved)
         return 0 if saved.on_device else saved.nbytes
 
@@ -263,11 +249,11 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     """Simulate one step. See [Note: the simulated schedule].
 
     Returns:
-        Its time, its stalls and its memory.
+        Its time and its memory.
     """
     step = _run(profile, assignment)
     by_action = dict.fromkeys(Action, 0)
-    recomputed, moved = 0.0, 0
+    recomputed, hooks, moved = 0.0, 0.0, 0
     for place, number, unit in profile.units():
         action = assignment[place][number]
         by_action[action] += unit.nbytes
@@ -275,19 +261,19 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     for block, actions in zip(profile.blocks, assignment, strict=True):
         recomputed += block.checkpoint_seconds if Action.CHECKPOINT in actions else 0.0
+        hooks += block.hooks_under(actions)
     seconds = step.now + profile.epilogue_seconds
     return Simulated(
         step_seconds=seconds,
         overhead_seconds=seconds - profile.step_seconds,
         recompute_seconds=recomputed,
-        stalls=tuple(step.stalls),
+        hook_seconds=hooks,
         levels_bytes=tuple(step.levels),
         peak_bytes=step.peak,
         peak_at=step.peak_at,
         kept_bytes=by_action[Action.KEEP],
         offloaded_bytes=by_action[Action.OFFLOAD],
         moved_bytes=moved,
-        served_bytes=step.served_bytes,
         recomputed_bytes=by_action[Action.RECOMPUTE] + by_action[Action.CHECKPOINT],
     )
 

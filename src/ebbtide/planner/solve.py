@@ -22,8 +22,8 @@ from typing import Any
 from ebbtide.base.actions import Action, Candidate, Plan, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
-from ebbtide.planner.bound import Bound
-from ebbtide.planner.checkpointing import checkpointed, with_checkpoint_prices
+from ebbtide.planner.bound import Bound, lower_bound
+from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile, Unit, by_site
 from ebbtide.planner.simulate import Assignment, Simulated, simulate
 
@@ -55,25 +55,16 @@ class Solution:
         profile: The step it was chosen for.
         assignment: For each executed block, the action of each of its units.
         predicted: The simulated step.
-        everything_kept: The simulated step that keeps everything.
     """
 
     profile: Profile
     assignment: Assignment
     predicted: Simulated
-    everything_kept: Simulated
-
-    @property
-    def hook_seconds(self) -> float:
-        """Cost of the hooks of all blocks that do not keep everything; no part of ``predicted`` as it was simulated."""
-        planned = zip(self.profile.blocks, self.assignment, strict=True)
-        return sum(block.hooks_under(actions) for block, actions in planned)
 
     @property
     def bound_seconds(self) -> float:
-        """The least overhead of any schedule that has as many bytes on the device when the head begins."""
-        bound = Bound(with_checkpoint_prices(self.profile))
-        return bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
+        """The least overhead of any schedule that has as few bytes on the device when the head begins."""
+        return lower_bound(self.profile).least(self.predicted.levels_bytes[len(self.profile.blocks)])[0]
 
 
 def follow(profile: Profile, plan: Plan) -> Solution:
@@ -87,12 +78,11 @@ def follow(profile: Profile, plan: Plan) -> Solution:
         return _possible(plan.choose(candidate), unit)
 
     assignment = tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
-    return Solution(
-        profile=replace(profile, store_bytes=None),  # it may offload more than the store has
-        assignment=assignment,
-        predicted=simulate(profile, assignment),
-        everything_kept=keep_everything(profile),
-    )
+    return _solution(replace(profile, store_bytes=None), assignment)  # it may offload more than the store has
+
+
+def _solution(profile: Profile, assignment: Assignment) -> Solution:
+    return Solution(profile=profile, assignment=assignment, predicted=simulate(profile, assignment))
 
 
 def _possible(action: Action, unit: Unit) -> Action:
@@ -121,13 +111,9 @@ def _within_store(profile: Profile, assignment: Assignment) -> Assignment:
     )
 
 
-def keep_everything(profile: Profile) -> Simulated:
-    """Return the step that keeps everything."""
-    return simulate(profile, _keep_all(profile))
-
-
-def _keep_all(profile: Profile) -> Assignment:
-    return tuple((Action.KEEP,) * len(block.units) for block in profile.blocks)
+def keep_everything(profile: Profile) -> Solution:
+    """Return the plan that keeps everything."""
+    return _solution(profile, tuple((Action.KEEP,) * len(block.units) for block in profile.blocks))
 
 
 def _peak(found: Solution) -> int:
@@ -151,13 +137,12 @@ class Search:
         self._price = DISTURBANCE * (1 / profile.rates.out_bytes_per_second + 1 / profile.rates.in_bytes_per_second)
         self._sites = by_site(profile)
         self._repeats = len({block.name for block in profile.blocks}) < len(profile.blocks)
-        self._kept = keep_everything(profile)
         self._known: dict[tuple[_Family, int], Solution] = {}
 
     @functools.cached_property
     def everything(self) -> Solution:
         """The plan that keeps everything."""
-        return self._solution(_keep_all(self.profile), self._kept)
+        return keep_everything(self.profile)
 
     @functools.cached_property
     def smallest(self) -> Solution:
@@ -223,7 +208,7 @@ class Search:
         return found
 
     def _cost(self, found: Solution) -> float:
-        return found.predicted.overhead_seconds + found.hook_seconds + self._price * found.predicted.moved_bytes
+        return found.predicted.overhead_seconds + self._price * found.predicted.moved_bytes
 
     def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
         """Return the best candidate within the limit: vary the offloaded share, then how many last blocks keep."""
@@ -281,16 +266,7 @@ class Search:
                 tuple(_possible(first[block.name, unit.site], unit) for unit in block.units)
                 for block in self.profile.blocks
             ]
-        assignment = _within_store(self.profile, assignment)
-        return self._solution(assignment, simulate(self.profile, assignment))
-
-    def _solution(self, assignment: Assignment, predicted: Simulated) -> Solution:
-        return Solution(
-            profile=self.profile,
-            assignment=assignment,
-            predicted=predicted,
-            everything_kept=self._kept,
-        )
+        return _solution(self.profile, _within_store(self.profile, assignment))
 
     def _assign(self, family: _Family, kept_bytes: int) -> Assignment:
         """Return the actions of a candidate."""

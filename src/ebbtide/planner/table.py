@@ -17,7 +17,7 @@ from ebbtide.base.files import check_json_name, write_text
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.planner.policies import plan_for
-from ebbtide.planner.solve import Solution
+from ebbtide.planner.solve import Solution, keep_everything
 
 logger = logging.getLogger("ebbtide")
 
@@ -208,13 +208,7 @@ class TablePlan(Explained):
 
 
 def table_plan(solution: Solution, name: str, *, keeps_others: bool = False) -> TablePlan:
-    """Return a solution as a plan.
-
-    Args:
-        solution: The solution.
-        name: Short name for logs and reports.
-        keeps_others: See ``TablePlan``.
-    """
+    """Return a solution as a plan."""
     profile, found = solution.profile, solution.predicted
     actions: dict[tuple[str, Site], Action] = {}
     for place, number, unit in profile.units():
@@ -226,7 +220,7 @@ def table_plan(solution: Solution, name: str, *, keeps_others: bool = False) -> 
         overhead_percent=overhead if abs(overhead) > NOISE_PERCENT else 0.0,
         bound_percent=100 * solution.bound_seconds / step,
         peak_bytes=found.peak_bytes,
-        peak_everything_kept_bytes=solution.everything_kept.peak_bytes,
+        peak_everything_kept_bytes=keep_everything(profile).predicted.peak_bytes,
         kept_bytes=found.kept_bytes,
         offloaded_bytes=found.offloaded_bytes,
         moved_bytes=found.moved_bytes,

@@ -43,7 +43,7 @@ from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import Baseline, against_plain, alike, baseline_of, has_backward, kept_sample, sample
-from ebbtide.profiling.closed_loop import KEEPS, REASONS, SPARE, ClosedLoop, kept_blocks, outside_plans, why_kept
+from ebbtide.profiling.closed_loop import KEEPS, REASONS, SPARE, ClosedLoop, kept_blocks, outside_plans
 from ebbtide.profiling.promise import UNJUDGED, UNLIKE_BLOCKS, Judgement
 from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.profiling.unlike import UnlikeSteps
@@ -188,9 +188,7 @@ class AutoPlan(Explained):
     @property
     def kept_because(self) -> KeptBecause | None:
         """Why the current plan keeps everything without hooks; None if it does not, or is not made yet."""
-        judgement = self._judgement
-        unhooked = judgement is not None and judgement.keeps and not (judgement.over_budget_bytes or judgement.hopeless)
-        return why_kept(judgement) if judgement is not None and unhooked else None
+        return None if self._judgement is None else self._judgement.kept_because
 
     def explain(self) -> str:
         """Describe the current plan, and why."""
@@ -357,7 +355,7 @@ class AutoPlan(Explained):
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", **self._plan_fields(), predicted=asdict(self.table.predicted))
-        if judgement.keeps and why_kept(judgement) is KeptBecause.GAINS_NOTHING and not self._warned:
+        if judgement.kept_because is KeptBecause.GAINS_NOTHING and not self._warned:
             self._warned = True
             limit = self._policy.max_slowdown
             hint = "use policy 'minimal', which has the memory of checkpointing"

@@ -10,7 +10,8 @@ storages (``ebbtide.planner.charges``), and all blocks of the kind get the times
 the upper quartile with hooks is compared with the lower quartile without: a plan that keeps too much costs less than a
 broken promise. If no block of the kind ran with hooks, a block is compared with itself in the step before. Blocks
 without a backward, such as frozen first ones, save nothing and keep their times. Of blocks that saved other amounts,
-forward and backward are scaled apart: if only their weights are frozen, their backward is shorter.
+forward and backward are scaled apart: if only their weights are frozen, their backward is shorter. Times of a step in
+which the machine was slower are those of the faster one, in proportion to blocks that had hooks in both.
 """
 
 from __future__ import annotations
@@ -126,12 +127,7 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
 
 
 def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
-    """Return kind → times of the blocks that ran without hooks in a step.
-
-    Args:
-        before: An equal step with hooks on all blocks.
-        step: The step.
-    """
+    """Return kind → times of the blocks that ran without hooks in a step; all had hooks in the equal one before."""
     drift = _drift(before, step)
     found: dict[str, PlainBlock] = {}
     for kind in dict.fromkeys(block.kind for block in step.blocks if block.plain):
@@ -177,12 +173,8 @@ def treated(block: TimedBlock) -> bool:
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
     """Return blocks that keep everything under hooks in the next step, to measure the cost of hooks alone.
 
-    They are as many as those that run plain, and follow them, of kinds that have four times as many blocks.
-
-    Args:
-        blocks: The blocks of a measured step.
-        plain: Those that run plain.
-        room_bytes: Memory that a step may take beyond that one; None: not known, so there are none.
+    They are as many as those that run plain, and follow them, of kinds that have four times as many blocks, if there is
+    room for both.
     """
     chosen: set[str] = set()
     for kind in {block.kind for block in blocks if block.name in plain}:
@@ -201,12 +193,7 @@ def quartile(values: Sequence[float], *, upper: bool = False) -> float:
 
 
 def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
-    """Return a profile with the times of blocks without hooks, and prices that include ebbtide's overhead.
-
-    Args:
-        profile: The step.
-        plain: By kind, a block that ran plain.
-    """
+    """Return a profile with the times of blocks without hooks, by kind, and prices that include ebbtide's overhead."""
     profile = replace(profile, blocks=tuple(_plain(block, plain.get(block.kind)) for block in profile.blocks))
     units = [unit for block in plain.values() for unit in block.units]
     moved = [unit for unit in units if unit.action is Action.OFFLOAD]
@@ -227,8 +214,35 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
 
 def baseline_of(steps: list[TimedStep]) -> Baseline:
     """Return what a plan is made from, of steps that ran the same blocks; the first had hooks on all."""
-    first, last = steps[0], steps[-1]
-    return Baseline(step=undisturbed(steps), plain=plain_blocks(first, last), noise=noise(first, last))
+    first, last = steps[0], at_speed_of(steps[0], steps[-1])
+    return Baseline(step=undisturbed([first, last]), plain=plain_blocks(first, last), noise=noise(first, steps[-1]))
+
+
+def at_speed_of(before: TimedStep, step: TimedStep) -> TimedStep:
+    """Return a step with the times that it would have had if the machine had not become slower since an equal one.
+
+    Else the shortest recompute would be one of the faster machine, next to blocks without hooks of the slower one.
+    """
+    slower = _drift(before, step)
+    if slower <= 1 or abs(_size(before, step) - 1) > EQUAL:
+        return step
+
+    def faster(unit: TimedUnit) -> TimedUnit:
+        seconds = None if unit.recompute_seconds is None else unit.recompute_seconds / slower
+        return replace(unit, recompute_seconds=seconds, host_seconds=unit.host_seconds / slower)
+
+    blocks = (
+        replace(
+            block,
+            units=tuple(map(faster, block.units)),
+            forward_seconds=block.forward_seconds / slower,
+            backward_seconds=block.backward_seconds / slower,
+            pack_seconds=block.pack_seconds / slower,
+        )
+        for block in step.blocks
+    )
+    head_seconds, epilogue_seconds = step.head_seconds / slower, step.epilogue_seconds / slower
+    return replace(step, blocks=tuple(blocks), head_seconds=head_seconds, epilogue_seconds=epilogue_seconds)
 
 
 def undisturbed(steps: list[TimedStep]) -> TimedStep:
@@ -236,9 +250,6 @@ def undisturbed(steps: list[TimedStep]) -> TimedStep:
 
     What follows its backward, such as an evaluation, hardly depends on what it saved, so all of them are compared.
     Memory is that of a step that begins with as much as the fullest.
-
-    Args:
-        steps: Steps that ran the same blocks; one of them had hooks on all.
     """
     hooked = [step for step in reversed(steps) if not any(block.plain for block in step.blocks)]
     base = max(hooked, key=lambda step: sum(block.saved_bytes for block in step.blocks))
@@ -280,12 +291,7 @@ def _plus(peak_bytes: int | None, more: int) -> int | None:
 
 
 def shortest(block: TimedBlock, others: Iterable[TimedBlock]) -> TimedBlock:
-    """Return a block with the shortest times of itself and others that saved as much in the same way.
-
-    Args:
-        block: The block.
-        others: Its executions with hooks, this one included.
-    """
+    """Return a block with the shortest times of its executions with hooks that saved as much in the same way."""
     equals = [other for other in others if _equal(other.saved_bytes, block.saved_bytes)]
     equals = [other for other in equals if treated(other) == treated(block)]
     recomputes = [{unit.site: unit.recompute_seconds for unit in other.units} for other in equals]

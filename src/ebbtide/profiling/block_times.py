@@ -43,16 +43,13 @@ class Measured:
 def from_blocks(span: Span, solution: Solution) -> Measured | None:
     """Return the time of a plan from one pass, by comparing its blocks with those that ran without hooks.
 
-    Times are scaled to the machine's speed in the measured step.
-
-    Args:
-        span: The pass; blocks that ran without hooks only for comparison count with the times of equal blocks.
-        solution: The plan.
+    Times are scaled to the machine's speed in the measured step. Blocks that ran without hooks only for comparison
+    count with the times of equal blocks. Of a pass of other blocks, as where layers are dropped at random, or are
+    frozen later, only those count that the plan knows. Blocks without a backward are not compared: what they take
+    without hooks was not measured.
 
     Returns:
-        The step and its error bar; None if no block ran without hooks. Of a pass of other blocks, as where layers are
-        dropped at random, or are frozen later, only those count that the plan knows. Blocks without a backward are not
-        compared: what they take without hooks was not measured.
+        The step and its error bar; None if no block ran without hooks.
     """
     step_seconds, others = solution.profile.step_seconds, span.seconds - sum(block.seconds for block in span.blocks)
     if not same_blocks(span, solution):

@@ -28,7 +28,7 @@ from ebbtide.base.runs import KeptBecause
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.engine.marks import marked
-from ebbtide.planner.hooked import shrink_hooked, with_hooks
+from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.baseline import has_backward, sample
@@ -73,16 +73,15 @@ REASONS = {
 class ClosedLoop:
     """Chooses the plans of ``Auto``. See [Note: which plan comes next].
 
-    Args:
-        policy: The user's policy.
-        tier: The store of offloaded bytes; knows the size of memory.
-
     Attributes:
         story: The verdicts on earlier plans for this profile, one line each.
     """
 
     def __init__(self, policy: Auto, tier: Tier) -> None:
         self._policy, self._tier = policy, tier
+        device = allocatable_bytes(tier) is not None
+        self._reserve = RESERVE if device else RESIDENT_RESERVE
+        self._room_in_words = "the device's memory, less a sixth for fragments" if device else "the free memory"
         self._noise, self._corrections, self._loosened, self._known = 0.0, 0, 0, True
         self._aim = 1.0  # share of the promised slowdown that plans are made for
         self._before: Judgement | None = None  # the plan that kept its promise, while one that keeps less is tried
@@ -105,24 +104,8 @@ class ClosedLoop:
         device = self._device_bytes
         return room_bytes(self._tier) if device is None else device
 
-    @property
-    def _room_in_words(self) -> str:
-        """Describe the memory that bounds plans for ``max_slowdown``."""
-        fragments = "the device's memory, less a sixth for fragments"
-        return "the free memory" if self._device_bytes is None else fragments
-
-    @property
-    def _reserve(self) -> float:
-        return RESIDENT_RESERVE if self._device_bytes is None else RESERVE
-
     def first(self, profile: Profile, noise: float, *, known: bool = True) -> Judgement:
-        """Return the first plan of a profile.
-
-        Args:
-            profile: The step.
-            noise: Relative difference of the equal steps that were measured.
-            known: Whether its times are those of ordinary training.
-        """
+        """Return the first plan of a profile; for ``noise`` and ``known`` see ``Baseline``."""
         # On a CPU a budget lets only the second of them keep its heap: they differ without noise.
         resident = self.budget_bytes is not None and self._device_bytes is None
         self._noise, self._corrections, self._loosened = 0.0 if resident else noise, 0, 0
@@ -256,16 +239,9 @@ class ClosedLoop:
         return self._judgement_of(found, None) if self._has_room(found) else None
 
     def _within(self, budget: int, judgement: Judgement, profile: Profile, found: Solution) -> Judgement | None:
-        """Return what follows a plan for a budget: a faster one, or the same with another prediction.
-
-        Args:
-            budget: The promised peak.
-            judgement: The plan.
-            profile: The step with other prices.
-            found: The plan that these make.
-        """
+        """Return what follows a plan for a budget: one that other prices make, if it is faster, or itself at these."""
         before = judgement.solution
-        same = with_hooks(Search(profile).simulated(before.assignment))
+        same = Search(profile).simulated(before.assignment)
         better = judgement.excess_bytes or found.predicted.step_seconds < same.predicted.step_seconds
         if found.assignment != before.assignment and better:
             return self._judgement_of(found, budget)
@@ -287,7 +263,7 @@ class ClosedLoop:
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:
-            return with_hooks(fit_with_reserve(profile, budget_bytes, self._reserve)), budget_bytes
+            return fit_with_reserve(profile, budget_bytes, self._reserve), budget_bytes
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
@@ -296,7 +272,7 @@ class ClosedLoop:
                     self._room_in_words if self.budget_bytes is None else "memory_budget", format_size(budget_bytes),
                     error.expected, error.hint,
                 )  # fmt: skip
-            return with_hooks(Search(replace(profile, store_bytes=None)).smallest), budget_bytes
+            return Search(replace(profile, store_bytes=None)).smallest, budget_bytes
 
     def _first(self, profile: Profile) -> tuple[Solution, int | None]:
         found, budget_bytes = self._solution(profile, self.budget_bytes)
@@ -324,15 +300,6 @@ def outside_plans(peak_bytes: int | None, budget_bytes: int | None) -> list[str]
     )
     logger.warning("%s", line)
     return [line]
-
-
-def why_kept(judgement: Judgement) -> KeptBecause:
-    """Return why a plan keeps everything."""
-    if judgement.budget_bytes is not None:
-        return KeptBecause.FITS
-    if not judgement.known:
-        return KeptBecause.UNLIKE
-    return KeptBecause.GAINS_NOTHING if judgement.solution.profile.saved_bytes else KeptBecause.SMALL
 
 
 def kept_blocks(solution: Solution) -> frozenset[str]:

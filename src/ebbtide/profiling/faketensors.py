@@ -37,7 +37,7 @@ from ebbtide.store.meter import Clock
 from ebbtide.store.protocol import Slot, Streamless
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
-"""Device of tensors with their own storage in a simulated step."""
+"""Types of the tensors that have a storage of their own in a simulated step."""
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised by operators whose result, or its shape, depends on the values of fake tensors."""

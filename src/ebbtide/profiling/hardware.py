@@ -187,14 +187,9 @@ def _rate(
     amount: Callable[[int], float],
     prepare: Callable[[int, torch.dtype], Work],
 ) -> float:
-    """Return the work done per second. See [Note: long enough to be timed].
+    """Return the work done per second, with the first dtype that the device supports.
 
-    Args:
-        device: The measured device.
-        dtypes: The first of them that the device supports is used.
-        sizes: Sizes of the work, rising.
-        amount: The work in a size.
-        prepare: Builds the work of a size.
+    See [Note: long enough to be timed]: ``prepare`` builds the work of a size, and ``amount`` says how much that is.
     """
     refused: Exception | None = None
     for dtype in dtypes:

@@ -21,11 +21,7 @@ logger = logging.getLogger("ebbtide")
 
 
 def warn_of_unplanned(engine: Engine) -> None:
-    """Warn if the first pass saved clearly other storages than those that a loaded plan was made for.
-
-    Args:
-        engine: Has executed a pass; of the plan of a policy it may expect anything.
-    """
+    """Warn if an engine's first pass saved clearly other storages than those that a loaded plan was made for."""
     plan = engine.plan
     if not isinstance(plan, TablePlan):
         return

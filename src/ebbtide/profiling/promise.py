@@ -26,7 +26,7 @@ from statistics import median
 
 from ebbtide.base.actions import keeps_all
 from ebbtide.base.errors import counted
-from ebbtide.base.runs import SETTLING
+from ebbtide.base.runs import SETTLING, KeptBecause
 from ebbtide.base.units import format_size
 from ebbtide.engine.spans import Span
 from ebbtide.engine.timing import GROWTH
@@ -187,6 +187,17 @@ class Judgement:
         )
 
     @property
+    def kept_because(self) -> KeptBecause | None:
+        """Why it keeps everything, without hooks; None if it does not."""
+        if not self.keeps or self.over_budget_bytes or self.hopeless:
+            return None
+        if self.budget_bytes is not None:
+            return KeptBecause.FITS
+        if not self.known:
+            return KeptBecause.UNLIKE
+        return KeptBecause.GAINS_NOTHING if self.solution.profile.saved_bytes else KeptBecause.SMALL
+
+    @property
     def unjudged(self) -> bool:
         """Whether steps that execute it must judge it: one that keeps everything is as fast as ordinary training."""
         return self.measured is None and not (self.keeps and self.budget_bytes is None)
@@ -261,17 +272,13 @@ def recalibrated(judgement: Judgement) -> Profile | None:
         moved_bytes=predicted.moved_bytes,
         crossings=0,
         all_kinds=True,
-        hook_seconds=judgement.solution.hook_seconds,
+        hook_seconds=predicted.hook_seconds,
     )
     return charged(profile, work, measured.seconds - predicted.step_seconds)
 
 
 def loosened(judgement: Judgement) -> Profile | None:
-    """Return the step with lower prices, if a plan showed that its own were too high; else None.
-
-    Args:
-        judgement: A plan that kept its promise, or keeps everything and shows no price.
-    """
+    """Return the step with lower prices, if a plan that kept its promise shows that its own are too high; else None."""
     profile, predicted, measured = judgement.solution.profile, judgement.solution.predicted, judgement.measured
     if judgement.keeps:
         return scaled(profile, LEAST_PRICE)

@@ -145,10 +145,7 @@ class _Task:
     rules: dict[str, Any]
 
     def profile(self, *, every_block: bool) -> Profile:
-        """Simulate one step.
-
-        Args:
-            every_block: Every block runs. See [Note: repeated blocks].
+        """Simulate one step, of every block or as in [Note: repeated blocks].
 
         Raises:
             NotAlike: Blocks that were left out are not like those that ran.
@@ -227,11 +224,6 @@ def _with_checkpoint_bases(profile: Profile, step: TimedStep, begins: dict[str, 
     The heuristic's step frees what it recomputed before it recomputes more; a checkpointed block has all at once, and
     what was on the device at the beginning of its backward. An operator then holds the gradient of its result and makes
     that of its input, each at most as large as the largest saved tensor.
-
-    Args:
-        profile: Of that step.
-        step: That step.
-        begins: The memory at the beginning of each block's backward.
     """
     blocks, kept = list[BlockProfile](), 0
     for block, timed in zip(profile.blocks, step.blocks, strict=True):

@@ -32,12 +32,7 @@ FASTER = 0.03
 
 
 def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = None) -> Solution:
-    """Return the solution of a policy for a step.
-
-    Args:
-        policy: The user's policy.
-        profile: The step.
-        memory_bytes: Of the device: a limit, less a share for fragments; None: there is none.
+    """Return the solution of a policy for a step, within a device's memory, less a share for fragments, if it is known.
 
     Raises:
         BudgetError: No plan fits the memory budget, or the device.
@@ -79,11 +74,6 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
 
     If that exceeds the budget, too, the plan may offload more than the store holds, which spills to disk.
 
-    Args:
-        profile: The step.
-        budget_bytes: The user's budget.
-        reserve: The share, of what the plan takes.
-
     Raises:
         BudgetError: No plan fits the memory budget.
     """
@@ -99,14 +89,9 @@ def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESER
 
 
 def minimal_mix(profile: Profile, memory_bytes: int | None) -> Solution | None:
-    """Return the mix that ``Minimal`` would choose (``ebbtide.profiling.minimal``), as far as a prediction tells.
+    """Return the mix that ``Minimal`` would choose, as far as a prediction tells.
 
-    Args:
-        profile: The step.
-        memory_bytes: See ``within_checkpointing``.
-
-    Returns:
-        None: none promises anything, or the store is a disk.
+    None: none promises anything, or the store is a disk.
     """
     if profile.store_bytes is None:
         return None

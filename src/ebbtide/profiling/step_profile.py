@@ -29,7 +29,7 @@ def profile_of(
     Args:
         step: The measured step.
         rates: The cost of offloading.
-        window_bytes: Bytes allowed in flight; None: follows the model.
+        window_bytes: See ``Profile``.
         ran: Rates and window under which the step was measured, if different.
     """
     profile = Profile(

@@ -77,13 +77,7 @@ def fastest(took: Mapping[Method, Range]) -> Method:
 
 
 def trials(step: TimedStep, tier: Tier, *, mixes: bool) -> list[Trial]:
-    """Return what is tried in each round. See [Note: four methods].
-
-    Args:
-        step: A measured step, in which all blocks used recipes.
-        tier: The store.
-        mixes: Whether a mix is tried, and not recipes alone.
-    """
+    """Return what is tried in each round after a step in which all blocks used recipes. See [Note: four methods]."""
     step = replace(step, blocks=tuple(filter(has_backward, step.blocks)))
     kinds = dict.fromkeys(block.kind for block in step.blocks)
     if mixes and step.head_peak_bytes is not None:
@@ -112,13 +106,9 @@ def may_offload(step: TimedStep, tier: Tier) -> frozenset[str]:
 
 
 def mixed(step: TimedStep, tier: Tier, window_bytes: int | None, limit_bytes: int) -> TablePlan | None:
-    """Return the mix for a measured step; None if none promises to be faster than checkpointing.
+    """Return the mix for a measured step, within the peak of one whose blocks were checkpointed.
 
-    Args:
-        step: A measured step.
-        tier: The store.
-        window_bytes: The user's limit in flight; None: follows the model.
-        limit_bytes: The peak of a step whose blocks were checkpointed.
+    None: no mix promises to be faster.
     """
     profile = profile_of(step, measured_rates(tier), window_bytes)
     profile = replace(profile, store_bytes=store_bytes(tier))

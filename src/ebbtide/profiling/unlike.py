@@ -18,7 +18,16 @@ from itertools import pairwise
 from statistics import median
 
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.profiling.baseline import Baseline, PlainBlock, has_backward, noise, plain_blocks, shortest, treated
+from ebbtide.profiling.baseline import (
+    Baseline,
+    PlainBlock,
+    at_speed_of,
+    has_backward,
+    noise,
+    plain_blocks,
+    shortest,
+    treated,
+)
 
 UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from all of them; and as many more
@@ -106,7 +115,7 @@ class UnlikeSteps:
         found: dict[str, PlainBlock] = {}
         for before, step in self._pairs():
             counts = Counter(block.kind for block in step.blocks if block.plain)
-            for kind, block in plain_blocks(before, step).items():
+            for kind, block in plain_blocks(before, at_speed_of(before, step)).items():
                 if counts[kind] > most[kind]:
                     most[kind], found[kind] = counts[kind], block
         return found

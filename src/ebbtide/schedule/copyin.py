@@ -22,13 +22,7 @@ _NOTHING: _Ahead = (0, 0, 0)
 
 
 class CopyIn(Generic[SavedT]):
-    """Prefetches storages ahead of their readers, in one backward.
-
-    Args:
-        upcoming: What the backward will read.
-        window: Bounds the bytes copied in and not yet read.
-        mover: Carries out the copies.
-    """
+    """Prefetches storages ahead of their readers, in one backward; the window bounds the bytes not yet read."""
 
     def __init__(self, upcoming: Upcoming[SavedT], window: Window, mover: Mover[SavedT]) -> None:
         self.window, self._mover = window, mover

@@ -35,12 +35,7 @@ class _Group(NamedTuple, Generic[SavedT]):
 
 
 class CopyOut(Generic[SavedT]):
-    """Copies from the device to the store: in flight or held back; oldest first.
-
-    Args:
-        mover: Carries them out.
-        window: Bounds the bytes of both.
-    """
+    """Copies from the device to the store: in flight or held back, both within the window; oldest first."""
 
     def __init__(self, mover: Mover[SavedT], window: Window) -> None:
         self.window = window
@@ -110,10 +105,8 @@ class CopyOut(Generic[SavedT]):
     def expect(self, offered_bytes: int, *, to_its_end: bool) -> None:
         """The next forward is expected to offer this much.
 
-        Args:
-            offered_bytes: Its bytes.
-            to_its_end: Its last block offers some. If not, nothing is held back: the backward of that block hides the
-                first copy-ins.
+        If not ``to_its_end``, its last block offers nothing, so its backward hides the first copy-ins, and nothing is
+        held back.
         """
         self._expected_bytes = offered_bytes if to_its_end else sys.maxsize
 
@@ -126,11 +119,7 @@ class CopyOut(Generic[SavedT]):
         forward.stayed([(saved.site, waiting.nbytes) for waiting in own if (saved := waiting.saved()) is not None])
 
     def begin(self, new: _Waiting[SavedT] | None = None) -> None:
-        """Begin the copies of what is gathered. See [Note: groups of copies].
-
-        Args:
-            new: One that is being offloaded now, and that nobody has counted yet.
-        """
+        """Begin the copies of what is gathered; nobody has counted ``new`` yet. See [Note: groups of copies]."""
         group, self._gathered, self._gathered_bytes = self._gathered, [], 0
         alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
         self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
@@ -150,11 +139,7 @@ class CopyOut(Generic[SavedT]):
                     waiting.forward.stayed([(saved.site, waiting.nbytes)])
 
     def retire(self, *, new: _Waiting[SavedT] | None = None) -> None:
-        """Release the sources of finished copies; make compute wait while more than the window is in flight.
-
-        Args:
-            new: See ``begin``.
-        """
+        """Release the sources of finished copies; make compute wait while more than the window is in flight."""
         if self._queue:
             self._release_copied()
         held_bytes = self._held_live.total if self._held else 0

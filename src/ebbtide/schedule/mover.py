@@ -60,9 +60,7 @@ class Mover(Protocol[_MovedT]):
     def release_sources(self, group: Sequence[_MovedT], *, wait: bool) -> bool:
         """Release sources whose copies began together and are done, or not needed any more; return whether that is so.
 
-        Args:
-            group: The storages.
-            wait: Make compute wait for the copies.
+        If ``wait``, compute waits for the copies.
         """
         ...
 

@@ -56,12 +56,7 @@ class Window:
         self.gathered_bytes = min(least_bytes // 4, MOST_GATHERED_BYTES)
 
     def saw_block(self, offloaded_bytes: int, *, alone: bool = False) -> None:
-        """A block offloaded this much.
-
-        Args:
-            offloaded_bytes: Its bytes.
-            alone: It is the whole forward, which all would be held back of. A part of it stands for its layers.
-        """
+        """A block offloaded this much; of one that is the whole forward a part stands for its layers."""
         if alone:
             offloaded_bytes //= PARTS
         if offloaded_bytes > self._block_bytes:
@@ -74,11 +69,7 @@ class Window:
         self._follow()
 
     def shrink(self, ahead_bytes: int) -> None:
-        """Prefetch half as much from now on: beyond ``ahead_bytes`` of prefetched bytes the device has no room.
-
-        Args:
-            ahead_bytes: Bytes that were prefetched; 0: none, because there was too little room already.
-        """
+        """Prefetch half as much from now on: beyond ``ahead_bytes`` of prefetched bytes the device has no room."""
         smaller = (ahead_bytes or self.in_bytes) // 2
         first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, smaller)
         self._backwards = 0

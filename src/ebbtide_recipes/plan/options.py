@@ -14,7 +14,7 @@ from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Solution, follow, keep_everything
+from ebbtide.planner.solve import Solution, follow
 from ebbtide.profiling.solutions import minimal_mix, solution_for
 from ebbtide.store.share import share_of
 
@@ -119,13 +119,12 @@ def options(profile: Profile, room: Limits, max_slowdown: float) -> list[Option]
         room: The memory to fit into.
         max_slowdown: For ebbtide-auto.
     """
-    plain = keep_everything(profile)
     found = plain_options(profile, room)
     found += [_minimal(profile, room, found[1])]
     found += [_ebbtide("ebbtide-offload", Offload(), profile, room)]
     slow = Auto(max_slowdown=max_slowdown)
     found += [_ebbtide(f"ebbtide-auto, at most {100 * max_slowdown:g} % slower", slow, profile, room)]
-    if room.budget_bytes is not None or plain.peak_bytes > room.aim_bytes:
+    if room.budget_bytes is not None or (found[0].peak_bytes or 0) > room.aim_bytes:
         name = f"ebbtide-auto, within {format_size(room.aim_bytes)}"
         found += [_ebbtide(name, Auto(memory_budget=room.aim_bytes), profile, room)]
     return found

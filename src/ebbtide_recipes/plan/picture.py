@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
-from ebbtide.planner.bound import Bound
-from ebbtide.planner.checkpointing import with_checkpoint_prices
+from ebbtide.planner.bound import lower_bound
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search
 from ebbtide.report import style
@@ -68,8 +67,7 @@ def pareto(profile: Profile, options: Sequence[Option], *, planned: bool = True)
     if not planned:
         return Pareto(options=points, auto=(), bound=())
     search, step = Search(profile), profile.step_seconds
-    priced = with_checkpoint_prices(replace(profile, store_bytes=None))  # options may need more than the store has
-    bound = Bound(priced)
+    bound = lower_bound(replace(profile, store_bytes=None))  # options may need more than the store has
     least, most = search.smallest.predicted.peak_bytes, search.everything.predicted.peak_bytes
     auto: list[Point] = []
     for part in range(BUDGETS):
@@ -78,7 +76,7 @@ def pareto(profile: Profile, options: Sequence[Option], *, planned: bool = True)
         except BudgetError:
             continue
         auto.append(Point(name="auto", peak_bytes=found.peak_bytes, step_ratio=found.step_seconds / step))
-    floor = profile.head_base_bytes + priced.must_keep_bytes
+    floor = profile.head_base_bytes + bound.must_keep_bytes
     line: list[Point] = []
     for part in range(SAMPLES + 1):
         peak = floor + (most - floor) * part // SAMPLES

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.base.actions import Action
-from ebbtide.planner.bound import Bound
-from ebbtide.planner.checkpointing import checkpointed, with_checkpoint_prices
+from ebbtide.planner.bound import Bound, lower_bound
+from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
+from ebbtide.planner.solve import Search
 from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
 
 SLOW = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
@@ -95,10 +96,21 @@ def test_experts_of_hundreds_of_sizes_are_few_to_the_program(monkeypatch: pytest
     assert exact.least(0)[0] > 0
 
 
+def test_what_is_held_back_in_a_narrower_type_takes_that_much() -> None:
+    """So no schedule is faster than the bound of another that has as much on the device."""
+    search = Search(alike(1, (unit("wide", 50, 0.1), unit("narrow", 100, 0.2, narrow=True)), SLOW, window_bytes=1000))
+    keeps, holds = (
+        search.simulated([actions]) for actions in ((Action.KEEP, Action.RECOMPUTE), (Action.RECOMPUTE, Action.OFFLOAD))
+    )
+    assert keeps.predicted.levels_bytes[1] == holds.predicted.levels_bytes[1] == 50
+    assert 0.09 < keeps.bound_seconds == holds.bound_seconds <= holds.predicted.overhead_seconds == pytest.approx(0.1)
+    assert keeps.predicted.overhead_seconds == pytest.approx(0.2)
+
+
 @settings(max_examples=60)
 @given(profiles())
 def test_no_simulated_schedule_is_faster(profile: Profile) -> None:
-    bound = Bound(profile)
+    bound, head = lower_bound(profile), len(profile.blocks)
     sites = [(place, number, unit) for place, number, unit in profile.units()][:5]
     choices = [
         [Action.KEEP]
@@ -111,19 +123,18 @@ def test_no_simulated_schedule_is_faster(profile: Profile) -> None:
         for (place, number, _), action in zip(sites, actions, strict=True):
             assignment[place][number] = action
         found = simulate(profile, assignment)
-        # Tensors not copied when backward began were kept.
-        assert found.overhead_seconds >= bound.least(found.kept_bytes + found.served_bytes)[0] - 1e-9
+        assert found.overhead_seconds >= bound.least(found.levels_bytes[head])[0] - 1e-9
 
 
 @settings(max_examples=60)
 @given(profiles(), st.sampled_from([Action.KEEP, Action.OFFLOAD]), st.booleans())
 def test_no_simulated_schedule_with_checkpoints_is_faster(profile: Profile, inputs: Action, offloads: bool) -> None:
     able = replace(profile, blocks=tuple(replace(block, checkpointable=True) for block in profile.blocks))
-    bound = Bound(with_checkpoint_prices(able))
+    bound = lower_bound(able)
     for count in range(1, len(able.blocks) + 1):
         actions = [list(found) for found in checkpointed(able, count, inputs)]
         for place, number, each in able.units():
             if offloads and place >= count and each.movable:
                 actions[place][number] = Action.OFFLOAD
         found = simulate(able, actions)
-        assert found.overhead_seconds >= bound.least(found.kept_bytes + found.served_bytes)[0] - 1e-9
+        assert found.overhead_seconds >= bound.least(found.levels_bytes[len(able.blocks)])[0] - 1e-9

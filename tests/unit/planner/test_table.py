@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import DataError
 from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.table import TablePlan, load_plan, table_plan
-from tests.helpers.profiles import alike, fit, shrink, unit
+from tests.helpers.profiles import alike, candidate, fit, shrink, unit
 
 PROFILE = alike(
     4,
@@ -30,12 +30,7 @@ def plan(share: float = 0.5) -> TablePlan:
 
 
 def ask(found: TablePlan, module: str, block: str = "layers.1", *, flops: float | None = 1e9, kept: int = 0) -> Action:
-    site = Site("Layer", module, "Node", 0)
-    return found.choose(
-        Candidate(
-            site=site, block_name=block, block=1, nbytes=100, block_input=False, recompute_flops=flops, kept_bytes=kept
-        )
-    )  # fmt: skip
+    return found.choose(candidate(module, block=block, flops=flops, kept=kept))
 
 
 def test_actions_are_looked_up_by_block_and_site() -> None:
@@ -57,12 +52,7 @@ def test_what_can_no_longer_be_recomputed_is_offloaded() -> None:
 
 
 def needs(found: TablePlan, module: str, *, block: str = "layers.1", kept: int = 0) -> bool:
-    site = Site("Layer", module, "Node", 0)
-    return found.needs_recipe(
-        Candidate(
-            site=site, block_name=block, block=1, nbytes=100, block_input=False, recompute_flops=None, kept_bytes=kept
-        )
-    )  # fmt: skip
+    return found.needs_recipe(candidate(module, block=block, kept=kept))
 
 
 def test_a_recipe_is_needed_unless_the_table_has_settled_it() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.base.actions import Action, Candidate, Plan, Site
+from ebbtide.base.actions import Action, Plan, Site
 from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto, Keep, Minimal
@@ -25,6 +25,7 @@ from ebbtide.profiling.step_profile import measured_rates, profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.host import HostTier
 from tests.helpers.fakedevice import FakeDevice
+from tests.helpers.profiles import candidate
 from tests.helpers.slots import small_disk
 from tests.unit.planner.test_table import plan as table
 
@@ -62,12 +63,7 @@ def tier(out_bytes: int = 100 * MB) -> Any:
 
 
 def ask(plan: AutoPlan, module: str, *, flops: float | None = 0.0) -> Action:
-    site = Site("Layer", module, "Node", 0)
-    return plan.choose(
-        Candidate(
-            site=site, block_name="layers.1", block=1, nbytes=100 * MB, block_input=False, recompute_flops=flops
-        )
-    )  # fmt: skip
+    return plan.choose(candidate(module, nbytes=100 * MB, flops=flops))
 
 
 @pytest.mark.parametrize("kind", ["host memory", "disk"])
@@ -162,11 +158,10 @@ def test_larger_steps_are_measured_under_the_heuristic() -> None:
 
 def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
     plan = AutoPlan(Auto(), tier(), None, Bus())
-    site = Site("Layer", "light", "Node", 0)
-    candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=8, block_input=False, recompute_flops=None)
-    assert plan.needs_recipe(candidate) and plan.recomputes_in("layers.1")
+    light = candidate("light")
+    assert plan.needs_recipe(light) and plan.recomputes_in("layers.1")
     plan._kept_under_hooks = frozenset({"layers.1"})
-    assert not plan.needs_recipe(candidate) and plan.choose(candidate) is Action.KEEP
+    assert not plan.needs_recipe(light) and plan.choose(light) is Action.KEEP
     assert not plan.recomputes_in("layers.1") and plan.recomputes_in("layers.2")
 
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
 from ebbtide.engine.spans import BlockSpan, Span
@@ -17,6 +17,7 @@ from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.profiling.minimal import COMPARED, MOST_SKIPPED, ROUNDS, MinimalPlan
 from ebbtide.profiling.trials import Method, Range, every_other
 from ebbtide.store.disk import DiskTier
+from tests.helpers import profiles
 from tests.unit.profiling.test_promise import MB, step, tier
 
 SAVED = 200 * MB
@@ -29,11 +30,8 @@ def action(plan: MinimalPlan, kind: str = "Layer") -> Action:
     return plan.block_action(kind, 0, input_bytes=100, must_keep_bytes=0)
 
 
-def candidate(kind: str = "Layer", *, flops: float | None = 1.0) -> Candidate:
-    site = Site(kind, "mlp", "MulBackward0", 0)
-    return Candidate(
-        site=site, block_name=f"{kind}.0", block=0, nbytes=MB, block_input=False, recompute_flops=flops, kept_bytes=0
-    )
+def candidate(kind: str = "Layer") -> Candidate:
+    return profiles.candidate("mlp", kind=kind, block=f"{kind}.0", nbytes=MB, flops=1.0)
 
 
 def stack(count: int, *, able: bool = True, kind: str = "Layer", input_bytes: int = 0) -> TimedStep:

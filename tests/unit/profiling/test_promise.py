@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.events import Bus
 from ebbtide.base.runs import SETTLING
@@ -276,12 +276,21 @@ def test_a_step_with_plain_blocks_needs_an_equal_one_without() -> None:
 # The loop
 
 
-def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "stays"),
+    [
+        pytest.param([13.5] * CHECKED, True, id="it keeps its promise"),
+        pytest.param([13.5, 13.6, 30.0, 30.0, 30.0], True, id="the second shortest does: the machine is busy"),
+        pytest.param([13.5, 20.0, 20.0, 20.0, 20.0], False, id="one lucky step does not excuse the others"),
+    ],
+)
+def test_a_plan_stays_if_no_more_than_noise_breaks_its_promise(seconds: list[float], stays: bool) -> None:
     plan = planned(Auto(max_slowdown=0.1))
     before = plan.table
-    assert not carry_out(plan, *[13.5] * CHECKED)
-    assert plan.table is before
-    assert "measured 13.75 s" in plan.explain() and f"in {CHECKED} steps" in plan.explain()
+    assert carry_out(plan, *seconds) is not stays
+    assert (plan.table is before) is stays
+    if stays:
+        assert f"in {CHECKED} steps" in plan.explain()
 
 
 @pytest.mark.parametrize("seconds", [13.5, 60.0])
@@ -300,21 +309,6 @@ def test_a_run_records_the_verdict(seconds: float, monkeypatch: pytest.MonkeyPat
     assert found[-1][1] == plan.explain() and f"measured {seconds + 0.25} s" in found[-1][1]
     assert found[-1][1].partition("\n")[0] == found[-2][1].partition("\n")[0]
     assert ("no plan is known that would keep it" in found[-1][1]) is (seconds == 60.0)
-
-
-def test_noise_is_not_a_missed_promise() -> None:
-    """The second shortest keeps the promise: the machine is busy, the plan is right."""
-    plan = planned(Auto(max_slowdown=0.1))
-    before = plan.table
-    assert not carry_out(plan, 13.5, 13.6, 30.0, 30.0, 30.0)
-    assert plan.table is before
-
-
-def test_one_lucky_step_does_not_excuse_the_others() -> None:
-    plan = planned(Auto(max_slowdown=0.1))
-    before = plan.table
-    carry_out(plan, 13.5, 20.0, 20.0, 20.0, 20.0)
-    assert plan.table is not before
 
 
 def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -435,8 +429,9 @@ def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
 # Steps that differ
 
 
-def sized(found: TimedStep, factor: float) -> TimedStep:
-    """Return the step for sequences that are ``factor`` times as long."""
+def sized(found: TimedStep, factor: float, *, slower: float = 1.0) -> TimedStep:
+    """Return the step for sequences that are ``factor`` times as long, on a machine that takes ``slower`` times."""
+    longer = factor * slower
     blocks = tuple(
         replace(
             block,
@@ -444,16 +439,32 @@ def sized(found: TimedStep, factor: float) -> TimedStep:
                 replace(
                     u,
                     nbytes=int(u.nbytes * factor),
-                    recompute_seconds=u.recompute_seconds and u.recompute_seconds * factor,
+                    recompute_seconds=u.recompute_seconds and u.recompute_seconds * longer,
+                    host_seconds=u.host_seconds * slower,
                 )
                 for u in block.units
             ),
-            forward_seconds=block.forward_seconds * factor,
-            backward_seconds=block.backward_seconds * factor,
+            forward_seconds=block.forward_seconds * longer,
+            backward_seconds=block.backward_seconds * longer,
+            pack_seconds=block.pack_seconds * longer,
         )
         for block in found.blocks
     )
-    return replace(found, blocks=blocks, head_seconds=0.5 * factor, epilogue_seconds=0.25 * factor)
+    return replace(found, blocks=blocks, head_seconds=0.5 * longer, epilogue_seconds=0.25 * longer)
+
+
+def test_a_machine_that_becomes_slower_between_measured_steps_makes_no_work_cheaper() -> None:
+    """Blocks without hooks run in the second one only, and of recomputes the shortest time counts."""
+    shares: list[list[float]] = []
+    for slower in (1.0, 1.5):
+        plan, plain = AutoPlan(Auto(max_slowdown=0.1), tier(), None, Bus()), with_plain(step(), forward=0.8, backward=2)
+        for one in (step(), step(), sized(plain, 1.0, slower=slower)):
+            plan.saw_step(one)
+        assert plan.profile is not None
+        recomputes = [unit.recompute_seconds or 0.0 for _, _, unit in plan.profile.units()]
+        handling = plan.profile.rates.handling_seconds, plan.profile.rates.handling_seconds_per_byte
+        shares.append([seconds / plan.profile.step_seconds for seconds in (*recomputes, *handling)])
+    assert shares[1] == pytest.approx(shares[0])
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
@@ -495,20 +506,22 @@ def test_other_blocks_are_measured_again() -> None:
     assert plan.profile is not None and len(plan.profile.blocks) == 3
 
 
-def test_shorter_sequences_show_neither_the_promised_time_nor_the_peak() -> None:
-    plan = planned(Auto(memory_budget=100 * MB), peak=50 * MB)
-    short = Span(seconds=1.0, peak_bytes=10 * MB, saved_bytes=500 * MB)
-    for _ in range(SETTLING + CHECKED + 1):
-        assert plan.saw_span(short)
-    assert plan._judgement is not None and plan._judgement.measured is None
-
-
-def test_longer_sequences_show_no_time() -> None:
-    plan = planned(Auto(max_slowdown=1.0))
+@pytest.mark.parametrize(
+    ("policy", "span"),
+    [
+        pytest.param(
+            Auto(memory_budget=100 * MB), Span(seconds=1.0, peak_bytes=10 * MB, saved_bytes=500 * MB), id="shorter"
+        ),
+        pytest.param(
+            Auto(max_slowdown=1.0), Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=1_600 * MB), id="longer"
+        ),
+    ],
+)
+def test_sequences_of_another_length_show_neither_the_promised_time_nor_the_peak(policy: Auto, span: Span) -> None:
+    plan = planned(policy, peak=50 * MB)
     before = plan.table
-    long = Span(seconds=99.0, peak_bytes=1_800 * MB, saved_bytes=1_600 * MB)
     for _ in range(SETTLING + CHECKED + 1):
-        assert plan.saw_span(long)
+        assert plan.saw_span(span)
     assert plan.table is before and plan._judgement is not None and plan._judgement.measured is None
 
 
@@ -786,12 +799,6 @@ def test_what_a_plan_seems_faster_by_is_an_error_of_either_sign(faster: float, f
         hooked, recomputed = found.rates, found.blocks[0].units[0].recompute_seconds
         assert hooked.handling_seconds_per_byte == pytest.approx(expected.rates.handling_seconds_per_byte)
         assert recomputed == pytest.approx(expected.blocks[0].units[0].recompute_seconds)
-
-
-def test_two_passes_that_agree_show_that_it_is_missed() -> None:
-    plan = judged_plan()
-    assert judged_after(plan, 1.5, 1.5) == 2
-    assert plan._loop._corrections == 1
 
 
 def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -1301,12 +1308,12 @@ def test_what_a_budget_costs_the_kernel_is_shown() -> None:
 def test_under_a_budget_the_prediction_includes_hooks(budget: str | int) -> None:
     """Otherwise hook time is charged to copies and recomputes, and the next plan is made with wrong prices."""
     plan = AutoPlan(Auto(memory_budget=budget), tier(), None, Bus())
-    profile = profile_of(step(peak=1_300 * MB), RATES, None)
-    profile = replace(profile, blocks=tuple(replace(block, hook_seconds=0.125) for block in profile.blocks))
+    free = profile_of(step(peak=1_300 * MB), RATES, None)
+    profile = replace(free, blocks=tuple(replace(block, hook_seconds=0.125) for block in free.blocks))
     judgement = plan._loop.first(profile, 0.0)
     hooked = 4 - len(kept_blocks(judgement.solution))
     recomputed = sum(Action.RECOMPUTE in actions for actions in judgement.solution.assignment)
-    without = simulate(profile, judgement.solution.assignment).step_seconds
+    without = simulate(free, judgement.solution.assignment).step_seconds
     hooks = 0.125 * (hooked + (RECOMPUTE_HOOKS - 1) * recomputed)
     assert judgement.solution.predicted.step_seconds == pytest.approx(without + hooks)
     assert judgement.allowed_seconds == judgement.solution.predicted.step_seconds
@@ -1330,10 +1337,3 @@ def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warnin
     carry_out(plan, 13.0, peak=1_300 * MB)
     (record,) = [r for r in caplog.records if r.levelname == "WARNING" and "no plan fits" in r.getMessage()]
     assert "memory_budget is" in record.getMessage() and "smallest peak" in record.getMessage()
-
-
-def test_what_the_table_does_not_know_follows_the_heuristic() -> None:
-    plan = planned(Auto(max_slowdown=0.1))
-    site = Site("Layer", "unknown", "Node", 0)
-    candidate = Candidate(site=site, block_name="layers.1", block=1, nbytes=MB, block_input=False, recompute_flops=None)
-    assert plan.choose(candidate) is Action.OFFLOAD

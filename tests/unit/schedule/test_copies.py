@@ -300,25 +300,19 @@ def test_what_is_held_back_by_a_pass_begins_in_the_next_one() -> None:
     assert out.held_bytes == 0
 
 
-def test_what_changed_while_it_was_held_is_not_copied() -> None:
-    out = copy_out(10)
-    one_pass(out, 1)
-    changed, next_ = Entry(), Entry()
-    offer(out, changed)
-    changed.change()
-    offer(out, next_)
-    assert changed.slot is None and changed.source is not None and out.held_bytes == 10
+def emptied(entry: Any) -> None:
+    entry.source.untyped_storage().resize_(0)
 
 
-def test_what_lost_its_memory_while_it_was_held_is_not_copied() -> None:
+@pytest.mark.parametrize("spoil", [Entry.change, emptied])
+def test_what_changed_or_lost_its_memory_while_it_was_held_is_not_copied(spoil: Callable[[Any], None]) -> None:
     out = copy_out(10)
     one_pass(out, 1)
-    emptied, next_ = Entry(), Entry()
-    offer(out, emptied)
-    assert emptied.source is not None
-    emptied.source.untyped_storage().resize_(0)
+    spoilt, next_ = Entry(), Entry()
+    offer(out, spoilt)
+    spoil(spoilt)
     offer(out, next_)
-    assert emptied.slot is None and out.held_bytes == 10
+    assert spoilt.slot is None and spoilt.source is not None and out.held_bytes == 10
 
 
 @pytest.mark.parametrize("can_cancel", [False, True])
@@ -414,14 +408,13 @@ def test_the_start_of_backward_drops_gathered_copies() -> None:
 
 def test_what_died_or_changed_while_it_was_gathered_is_not_copied() -> None:
     tier = Tier()
-    out, dead, changed, emptied, sound = copy_out(1000, tier), Entry(), Entry(), Entry(), Entry()
-    gather(out, dead, changed, emptied, sound)
+    out, dead, changed, gone, sound = copy_out(1000, tier), Entry(), Entry(), Entry(), Entry()
+    gather(out, dead, changed, gone, sound)
     del dead
     changed.change()
-    assert emptied.source is not None
-    emptied.source.untyped_storage().resize_(0)
+    emptied(gone)
     out.begin()
-    assert tier.groups == [1] and begun([changed, emptied, sound]) == [False, False, True]
+    assert tier.groups == [1] and begun([changed, gone, sound]) == [False, False, True]
     assert out.in_flight_bytes == 10
 
 
