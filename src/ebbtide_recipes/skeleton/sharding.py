@@ -29,20 +29,6 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
 _VERSIONS = {"fsdp2": 2, "fsdp1": 1}
 _WORDS = (*STRATEGIES, "auto_wrap", "offload", *_VERSIONS, "true")
-_PASSED_ON = (
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "cpu_offload",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "min_num_params",
-    "state_dict_type",
-    "sync_module_states",
-    "transformer_layer_cls_to_wrap",
-    "use_orig_params",
-)
-"""Settings that transformers' ``fsdp_config`` takes as they are."""
-
 _OURS = (
     "version", "reshard_after_forward", "sharding_strategy", "activation_checkpointing", "activation_cpu_offload",
     "cpu_ram_efficient_loading",
@@ -59,9 +45,11 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
 }
 _SWITCHES = ("cpu_offload", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
-_CLASSES = "transformer_layer_cls_to_wrap"
-
 _OF_VERSION_1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
+_CLASSES = "transformer_layer_cls_to_wrap"
+_PASSED_ON = (*_CHOICES, *_SWITCHES, _CLASSES, "min_num_params")
+"""Settings that transformers' ``fsdp_config`` takes."""
+
 _GUIDE = "docs/guides/sft.md lists the settings"
 
 
