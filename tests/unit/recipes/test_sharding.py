@@ -268,10 +268,3 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ConfigError, match="fsdp is 'ful_shard'; expected a JSON file.*\nhint: did you mean 'full_shard'"
     ):
         resolved(SftConfig(fsdp="ful_shard"))
-
-
-def test_deepspeed_alone_is_refused_and_beside_fsdp_taken() -> None:
-    with pytest.raises(ConfigError, match="deepspeed is 'zero2' without FSDP.*\nhint: --fsdp_strategy shard_grad_op"):
-        resolved(SftConfig(deepspeed="zero2"))
-    assert resolved(SftConfig(deepspeed="zero2", fsdp_strategy="full_shard")).fsdp_strategy == "full_shard"
-    assert resolved(SftConfig(deepspeed="none")).fsdp_strategy == "none"
