@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.base.checks import FALSE, NOTHING
+from ebbtide.base.checks import FALSE, NOTHING, TRUE
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.files import json_object
 
@@ -276,7 +276,7 @@ def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
             return "shard_grad_op"
         if word in STRATEGIES:
             return cast("Strategy", word)
-        if word:
+        if word not in NOTHING:
             raise ConfigError(
                 f"{key} in {path} is {values[key]!r:.60}",
                 expected=f"true, false, or one of {', '.join(STRATEGIES)}",
@@ -286,11 +286,11 @@ def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
 
 
 def _switch(values: Mapping[str, Any], name: str, path: Path | str) -> bool | None:
-    """Return a boolean setting; ``None`` if it is absent."""
-    word = str(values.get(name, "")).lower()
-    if word not in ("", "true", "false"):
+    """Return a boolean setting; ``None`` if it is absent, or null."""
+    word = str(values.get(name, "")).strip().lower()
+    if word not in (*TRUE, *FALSE, *NOTHING):
         raise ConfigError(f"{name} in {path} is {values[name]!r:.60}", expected="true or false", hint=f'"{name}": true')
-    return None if not word else word == "true"
+    return None if word in NOTHING else word in TRUE
 
 
 def _check_deepspeed(config: RecipeConfig) -> None:

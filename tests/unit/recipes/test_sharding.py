@@ -124,6 +124,8 @@ def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag
         ({"fsdp": "shard_grad_op offload"}, "shard_grad_op", 2, "plain"),
         ({"fsdp": ["full_shard", "auto_wrap"]}, "full_shard", 2, "plain"),
         ({"fsdp": True, "fsdp_config": {"offload_params": True}}, "full_shard", 2, "plain"),
+        ({"activation_cpu_offload": None, "reshard_after_forward": None}, "full_shard", 2, "plain"),
+        ({"activation_cpu_offload": "yes", "activation_checkpointing": 0}, "full_shard", 2, "ebbtide"),
     ],
 )
 def test_what_a_file_says_is_what_the_flags_say(
