@@ -1,4 +1,4 @@
-"""Files that a user names: read JSON, write text, and check early that a file can be written; a full disk's errors."""
+"""Files: read JSON, write text, replace a file at once, check early that one can be written; a full disk's errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Generator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,9 @@ from ebbtide.base.errors import DataError, nearest
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk, quota or file-size limit."""
+
+DRAFT = ".part"
+"""Ends the name of a file that is being written."""
 
 
 def near(path: Path, pattern: str) -> str:
@@ -62,6 +66,41 @@ def write_text(path: Path, text: str) -> None:
         found = f"{str(path)!r} cannot be written ({error.strerror})"
         hint = "name a file in a folder that you may write to"
         raise DataError(found, expected="a writable file", hint=hint) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield a draft that replaces a file once it is written: if anything fails, the file stays as it was.
+
+    Raises:
+        OSError: It cannot be replaced.
+    """
+    draft = path.with_name(f"{path.name}{DRAFT}")
+    try:
+        yield draft
+        flush(draft)
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Write what this machine still has in memory of a file or folder to the disk.
+
+    Raises:
+        OSError: The disk is full, or fails.
+    """
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:  # renamed meanwhile, or on a file system that does not flush what is only read
+        if error.errno in (errno.EIO, *FULL_ERRNOS):
+            raise
 
 
 def check_writable(path: Path, what: str, *, hint: str) -> None:

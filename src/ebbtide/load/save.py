@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError, few
-from ebbtide.base.files import FULL_ERRNOS
+from ebbtide.base.files import DRAFT, FULL_ERRNOS, replacing
 from ebbtide.base.units import format_size
 from ebbtide.load.attributes import plain_name
 from ebbtide.load.checkpoint import INDEX_SUFFIX
@@ -38,7 +38,6 @@ from ebbtide.store.buffers import view_memory
 logger = logging.getLogger("ebbtide.load")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_DRAFT = ".part"
 Files = Mapping[str, Mapping[str, CheckpointEntry]]
 
 
@@ -91,7 +90,7 @@ class Saving:
             if self.ranks.me == 0:
                 for file in files:
                     with contextlib.suppress(OSError):
-                        (self._folder / (file + _DRAFT)).unlink(missing_ok=True)
+                        (self._folder / (file + DRAFT)).unlink(missing_ok=True)
             raise
         nbytes = sum(entry.nbytes for entries in files.values() for entry in entries.values())
         logger.info("saved %s in %d files in %s", format_size(nbytes), len(files), self._folder)
@@ -164,7 +163,7 @@ class Saving:
         self._folder.mkdir(parents=True, exist_ok=True)
         for file, entries in files.items():
             header = _header(entries)
-            with (self._folder / (file + _DRAFT)).open("wb") as draft:
+            with (self._folder / (file + DRAFT)).open("wb") as draft:
                 draft.write(header)
                 draft.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
@@ -174,7 +173,7 @@ class Saving:
             wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
             if not wanted:
                 continue
-            fd = os.open(self._folder / (file + _DRAFT), os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open(self._folder / (file + DRAFT), os.O_WRONLY | os.O_CLOEXEC)
             try:  # one open file at a time: there may be more files than a process may open
                 for target, entry in wanted:
                     for box, view in target.boxes:
@@ -190,19 +189,15 @@ class Saving:
         if any((self._folder / file).exists() for file in files):  # a killed save leaves no mixture that loads
             (self._folder / index).unlink(missing_ok=True)
         for file in files:
-            (self._folder / (file + _DRAFT)).replace(self._folder / file)
+            (self._folder / (file + DRAFT)).replace(self._folder / file)
         if len(files) > 1:
             weights = {name: file for file, entries in files.items() for name in entries}
             total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
             listing = {"metadata": {"total_size": total}, "weight_map": weights}
-            draft = self._folder / (index + _DRAFT)
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(listing, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._folder / index)
+            with replacing(self._folder / index) as draft:
+                draft.write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
         ours = re.compile(
-            rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?({re.escape(_DRAFT)})?"
+            rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?({re.escape(DRAFT)})?"
         )
         kept = {*files, *([index] if len(files) > 1 else [])}
         for old in self._folder.iterdir():

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ebbtide.base.files import replacing
 from ebbtide.base.runs import (
     DETAILS_END,
     EVENTS_FILE,
@@ -98,15 +99,8 @@ def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None)
         DataError: As ``summarise``.
     """
     summary = summarise(folder, warm_up=warm_up)
-    path = Path(folder) / SUMMARY_FILE
-    draft = path.with_suffix(".json.part")
-    try:
+    with replacing(Path(folder) / SUMMARY_FILE) as draft:
         draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
     return summary
 
 

@@ -10,14 +10,12 @@ from typing import ClassVar, Literal
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.grpo import verl
 from ebbtide_recipes.grpo.translate import TRANSLATED, translate
-from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
-from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
 from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.skeleton.rules import at_least, within
 
 ALIASES: Mapping[str, str] = {
-    **LANGUAGE_ALIASES,
+    **LanguageConfig.aliases,
     **verl.ALIASES,
     "reward_func": "reward_funcs",
     "max_response_length": "max_completion_length",
@@ -25,7 +23,7 @@ ALIASES: Mapping[str, str] = {
     "use_remove_padding": "padding_free",
 }
 UNSUPPORTED: Mapping[str, str] = {
-    **LANGUAGE_UNSUPPORTED,
+    **LanguageConfig.unsupported,
     **verl.UNSUPPORTED,
     "generation_batch_size": "--steps_per_generation: micro-batches in a rollout",
     "reward_model_path": "--reward_funcs path.py:function: a function may call a model",

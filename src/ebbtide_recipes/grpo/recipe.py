@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError, counted
 from ebbtide_recipes.grpo.config import GrpoConfig
-from ebbtide_recipes.language.config import PACKAGES
+from ebbtide_recipes.language.recipe import LanguageRecipe, adapters_for, built
 from ebbtide_recipes.skeleton import launch
-from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
     from ebbtide_recipes.grpo.trainer import GrpoTrainer
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("ebbtide.grpo")
 
 
-class Grpo(Recipe[GrpoConfig]):
+class Grpo(LanguageRecipe[GrpoConfig]):
     """Reinforcement learning of a language model, with functions that reward its completions."""
 
     name = "grpo"
-    packages = PACKAGES
 
     def check_data(self, config: GrpoConfig) -> None:
         """Refuse data sets that do not exist, and files whose first rows hold no prompts.
@@ -42,7 +40,6 @@ class Grpo(Recipe[GrpoConfig]):
             EbbtideError: One of them is invalid.
         """
         from ebbtide_recipes.grpo import rewards
-        from ebbtide_recipes.language import adapters, models
 
         if config.use_vllm and importlib.util.find_spec("vllm") is None:
             raise ConfigError(
@@ -60,8 +57,7 @@ class Grpo(Recipe[GrpoConfig]):
                 hint="leave the sharding out" if in_4_bits else "--fsdp_version 2",
             )
         rewards.load(config.reward_funcs)
-        adapters.check(config)
-        models.check(config.model)
+        super().check(config)
         config.completions(launch.total(config))
 
     def prepare(self, config: GrpoConfig) -> GrpoTrainer:
@@ -70,25 +66,18 @@ class Grpo(Recipe[GrpoConfig]):
         Raises:
             EbbtideError: The model or the data cannot be used.
         """
-        from accelerate import PartialState
-
         from ebbtide_recipes.grpo import data, rewards, trainer
-        from ebbtide_recipes.language import adapters, meta, models, tables
+        from ebbtide_recipes.language import models, tables
 
         processes = trainer.arguments(config).world_size  # also joins the other ranks
-        with PartialState().main_process_first():  # only one process fetches or builds
-            source = models.look_up(config)
+        source = models.look_up(config)
         if source.multimodal:
             raise ConfigError(
                 f"{config.model} is a multimodal model",
                 expected="a language model",
                 hint="`ebbtide sft` trains multimodal models",
             )
-        made = None
-        if config.trains_adapters:
-            with models.described(config.model):
-                outline = models.outline(config, source.config)
-            made = adapters.chosen(config, outline)
+        made = adapters_for(config, source)
         if getattr(made, "bias", "none") != "none" and (config.kl_coefficient or config.kl_reward_coef):
             raise ConfigError(
                 "the adapters train the model's biases, and there is a KL divergence from the model without adapters",
@@ -112,21 +101,15 @@ class Grpo(Recipe[GrpoConfig]):
             counted(config.num_generations, "completion"),
             counted(config.gradient_accumulation_steps, "micro-batch"),
         )
-        model, weights = models.load(config, source)
-        trained: Any = model if made is None else adapters.put_on(model, made, config)
-        return meta.built(
+        build = partial(
+            trainer.build,
             config,
-            trained,
-            weights,
-            partial(
-                trainer.build,
-                config,
-                tokenizer=source.tokenizer,
-                rewards=functions,
-                dataset=dataset,
-                evaluation=evaluation,
-            ),
+            tokenizer=source.tokenizer,
+            rewards=functions,
+            dataset=dataset,
+            evaluation=evaluation,
         )
+        return built(config, source, made, build)
 
 
 RECIPE = Grpo()

@@ -10,42 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.adapter_kinds import settings_in, settings_of
-from ebbtide_recipes.skeleton.config import ALIASES as SHARED_ALIASES
-from ebbtide_recipes.skeleton.config import UNSUPPORTED as SHARED_UNSUPPORTED
 from ebbtide_recipes.skeleton.config import RecipeConfig
-
-UNSUPPORTED: Mapping[str, str] = {
-    **SHARED_UNSUPPORTED,
-    "quant_bits": "--train_type qlora loads the weights in 4 bits",
-    "quant_method": "--train_type qlora uses bitsandbytes",
-    "model_author": "rows are trained as they are: write the name into the data set",
-    "model_name": "rows are trained as they are: write the name into the data set",
-}
-"""Flags that users of other trainers of language models know, and that this release refuses."""
-
-ALIASES: Mapping[str, str] = {
-    **SHARED_ALIASES,
-    "actor_rollout_ref.model.enable_activation_offload": "activation_cpu_offload",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "actor_rollout_ref.model.path": "model",
-    "model.enable_activation_offload": "activation_cpu_offload",
-    "model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "model.path": "model",
-    "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
-    "actor_rollout_ref.actor.optim.lr": "learning_rate",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "warmup_ratio",
-    "actor_rollout_ref.actor.optim.weight_decay": "weight_decay",
-    "actor_rollout_ref.model.lora_alpha": "lora_alpha",
-    "actor_rollout_ref.model.target_modules": "target_modules",
-    "data.seed": "seed",
-    "data.train_files": "dataset",
-    "data.val_files": "eval_dataset",
-    "trainer.default_local_dir": "output_dir",
-    "trainer.n_gpus_per_node": "nproc_per_node",
-    "trainer.nnodes": "nnodes",
-    "trainer.total_epochs": "num_train_epochs",
-}
-"""What users of ms-swift and verl call some of these."""
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 """What must be installed to train a language model."""
@@ -77,8 +42,37 @@ class LanguageConfig(RecipeConfig):
         system: System message put before every chat that has none.
     """
 
-    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
-    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    unsupported: ClassVar[Mapping[str, str]] = {
+        **RecipeConfig.unsupported,
+        "quant_bits": "--train_type qlora loads the weights in 4 bits",
+        "quant_method": "--train_type qlora uses bitsandbytes",
+        "model_author": "rows are trained as they are: write the name into the data set",
+        "model_name": "rows are trained as they are: write the name into the data set",
+    }
+    """Flags that users of other trainers of language models know, and that this release refuses."""
+    aliases: ClassVar[Mapping[str, str]] = {
+        **RecipeConfig.aliases,
+        "actor_rollout_ref.model.enable_activation_offload": "activation_cpu_offload",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "actor_rollout_ref.model.path": "model",
+        "model.enable_activation_offload": "activation_cpu_offload",
+        "model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "model.path": "model",
+        "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
+        "actor_rollout_ref.actor.optim.lr": "learning_rate",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "warmup_ratio",
+        "actor_rollout_ref.actor.optim.weight_decay": "weight_decay",
+        "actor_rollout_ref.model.lora_alpha": "lora_alpha",
+        "actor_rollout_ref.model.target_modules": "target_modules",
+        "data.seed": "seed",
+        "data.train_files": "dataset",
+        "data.val_files": "eval_dataset",
+        "trainer.default_local_dir": "output_dir",
+        "trainer.n_gpus_per_node": "nproc_per_node",
+        "trainer.nnodes": "nnodes",
+        "trainer.total_epochs": "num_train_epochs",
+    }
+    """What users of ms-swift and verl call some of these."""
     length_flags: ClassVar[tuple[str, ...]] = ("max_length",)
     """Flags whose sum is the number of tokens in the longest sequence."""
     always_ends: ClassVar[bool] = True

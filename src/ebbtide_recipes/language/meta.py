@@ -10,8 +10,8 @@ values, as the initialisation of some adapters does, raises: they do not exist y
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from ebbtide.integrations.pretrained import Found
-    from ebbtide_recipes.language.config import LanguageConfig
-
-TrainerT = TypeVar("TrainerT", bound="Trainer")
 
 _COPIES = ("clone", "_to_copy")
 _OF_SHAPES = ("empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones")
@@ -120,29 +117,6 @@ class _StandIns(TorchDispatchMode):
         element = torch.zeros((), dtype=dtype)
         self._storages[element.untyped_storage()._cdata] = element
         return element.expand(shape)
-
-
-def built(
-    config: LanguageConfig, model: nn.Module, weights: Found | None, build: Callable[[Any], TrainerT]
-) -> TrainerT:
-    """Make a trainer for a model that may be on meta: load weights before, or, if sharded, afterwards.
-
-    Args:
-        config: Says whether FSDP shards the model.
-        model: With its adapters, if it gets any.
-        weights: The weights of a model on meta; ``None``: it has them.
-        build: Makes the trainer of a model.
-
-    Raises:
-        DataError: The weights cannot be read, or do not fit.
-    """
-    sharded = config.fsdp_strategy != "none"
-    if weights is not None and not sharded:
-        fill(model, weights)
-    trainer = build(model)
-    if weights is not None and sharded:
-        fill_sharded(trainer, weights)
-    return trainer
 
 
 def fill(model: nn.Module, weights: Found) -> nn.Module:

@@ -158,16 +158,18 @@ def look_up(config: LanguageConfig) -> ModelSource:
         DataError: The model cannot be found or read, or its tokenizer cannot end or pad texts.
         ConfigError: Sequences are longer than the model allows.
     """
+    from accelerate import PartialState
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    place = locate(config.model, use_hf=config.use_hf)
-    with described(config.model), explained(config), hubs.cached_without_network():
-        found = AutoConfig.from_pretrained(place)
-        check_length(config, found)
-        _check_unquantised(config, found)
-    with explained(config), hubs.cached_without_network():
-        reader = AutoProcessor if is_multimodal(found) else AutoTokenizer
-        source = ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
+    with PartialState().main_process_first():  # only one process fetches or builds
+        place = locate(config.model, use_hf=config.use_hf)
+        with described(config.model), explained(config), hubs.cached_without_network():
+            found = AutoConfig.from_pretrained(place)
+            check_length(config, found)
+            _check_unquantised(config, found)
+        with explained(config), hubs.cached_without_network():
+            reader = AutoProcessor if is_multimodal(found) else AutoTokenizer
+            source = ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
     _check_tokenizer(config, source)
     return source
 
@@ -336,7 +338,12 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
                 expected="an attention that this kind of model has",
                 hint="use --attn_impl eager",
             ) from error
-        raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_hint(config.model)) from error
+        known = Path(config.model).expanduser().exists() or config.model in BUILTIN
+        unknown = "" if known else "is no folder here, no built-in model, and as a hub name "
+        reason = first_line(error)  # the rest of transformers' errors is unrelated advice
+        raise DataError(
+            f"model {config.model!r} {unknown}cannot be loaded: {reason}", expected=PLACES, hint=_hint(config.model)
+        ) from error
 
 
 @contextmanager
@@ -358,14 +365,6 @@ def described(name: str) -> Generator[None]:
             expected="sizes of which transformers can make the model",
             hint="compare the file with that of the published model",
         ) from error
-
-
-def _not_loaded(name: str, error: Exception) -> str:
-    """Describe where a model was looked for."""
-    reason = first_line(error)  # the rest of transformers' errors is unrelated advice
-    if Path(name).expanduser().exists() or name in BUILTIN:
-        return f"model {name!r} cannot be loaded: {reason}"
-    return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {reason}"
 
 
 def _hint(name: str) -> str:

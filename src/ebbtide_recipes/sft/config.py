@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
-from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
 from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.sft import verl
 from ebbtide_recipes.skeleton.rules import at_least
 
-ALIASES: Mapping[str, str] = {**verl.ALIASES, **LANGUAGE_ALIASES}
+ALIASES: Mapping[str, str] = {**verl.ALIASES, **LanguageConfig.aliases}
 UNSUPPORTED: Mapping[str, str] = {
-    **LANGUAGE_UNSUPPORTED,
+    **LanguageConfig.unsupported,
     **verl.UNSUPPORTED,
     "truncation_strategy": "--truncation: right, or error, which is raise; rows are never deleted or split",
 }

@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.language.config import PACKAGES
+from ebbtide_recipes.language.recipe import LanguageRecipe, adapters_for, built
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import launch, run
-from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
     from ebbtide_recipes.language.models import ModelSource
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("ebbtide.sft")
 
 
-class Sft(Recipe[SftConfig]):
+class Sft(LanguageRecipe[SftConfig]):
     """Supervised fine-tuning of a language model, which may take images, videos and sounds."""
 
     name = "sft"
-    packages = PACKAGES
 
     def check_data(self, config: SftConfig) -> None:
         """Refuse data sets that do not exist, and files whose first rows cannot be read or have unknown columns.
@@ -36,38 +34,19 @@ class Sft(Recipe[SftConfig]):
 
         data.check([*config.dataset, *(config.eval_dataset or ())], _pair(config))
 
-    def check(self, config: SftConfig) -> None:
-        """Refuse invalid adapters and models.
-
-        Raises:
-            EbbtideError: One of them is invalid.
-        """
-        from ebbtide_recipes.language import adapters, models
-
-        adapters.check(config)
-        models.check(config.model)
-
     def prepare(self, config: SftConfig) -> SftTrainer:
         """Load model and data, and make the trainer. Checks come before slow steps.
 
         Raises:
             EbbtideError: The model or the data cannot be used.
         """
-        from accelerate import PartialState
-
-        from ebbtide_recipes.language import adapters, meta, models, tables
+        from ebbtide_recipes.language import models, tables
         from ebbtide_recipes.sft import collator, data, media, trainer
         from ebbtide_recipes.sft.shapes import is_chat
 
         trainer.arguments(config)  # also joins the other ranks
-        with PartialState().main_process_first():  # only one process fetches or builds
-            source = models.look_up(config)
-        made = None
-        if config.trains_adapters:
-            with models.described(config.model):
-                outline = models.outline(config, source.config)
-            frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
-            made = adapters.chosen(config, outline, without=frozen)
+        source = models.look_up(config)
+        made = adapters_for(config, source)
         dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
         if config.split_dataset_ratio > 0:
             dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
@@ -92,22 +71,16 @@ class Sft(Recipe[SftConfig]):
                     media.check_even(part)
         elif plain:
             models.check_end(config.model, source.tokenizer)
-        model, weights = models.load(config, source)
         LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
-        trained: Any = model if made is None else adapters.put_on(model, made, config)
-        return meta.built(
+        build = partial(
+            trainer.build,
             config,
-            trained,
-            weights,
-            partial(
-                trainer.build,
-                config,
-                processor=source.processor,
-                dataset=dataset,
-                evaluation=evaluation,
-                collator=batches,
-            ),
+            processor=source.processor,
+            dataset=dataset,
+            evaluation=evaluation,
+            collator=batches,
         )
+        return built(config, source, made, build)
 
 
 RECIPE = Sft()

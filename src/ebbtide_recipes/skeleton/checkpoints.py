@@ -10,7 +10,6 @@ each process flushes the files to the disk before the seal, or a node that crash
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.checks import FALSE, NOTHING
-from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError, nearest
-from ebbtide.base.files import FULL_ERRNOS
+from ebbtide.base.errors import ConfigError, DataError, DiskFullError, nearest
+from ebbtide.base.files import flush, replacing
 from ebbtide_recipes.skeleton import adapted
 from ebbtide_recipes.skeleton.diskfailure import disk_failure
 
@@ -56,7 +55,6 @@ class Sealed:
     Attributes:
         folder: Its path.
         step: Finished steps.
-        world_size: Number of processes that wrote it.
         sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: the layout of weights in its files.
         train_type: The training type.
         adapters: The kind of adapters, as PEFT names it; ``None``: none, or unknown.
@@ -66,7 +64,6 @@ class Sealed:
 
     folder: Path
     step: int
-    world_size: int
     sharding: str
     train_type: str
     adapters: str | None = None
@@ -84,32 +81,18 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int, rows
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     facts = {"step": step, "world_size": world_size, "sharding": sharding_of(config), "train_type": config.train_type}
     facts |= {"adapters": config.adapter_kind, **adapted.described(config)}
-    draft = folder / f"{SEAL}.part"
     order = _order(config, world_size, rows)
-    draft.write_text(json.dumps({"schema": 1, **facts, "order": order, "files": files}, indent=1) + "\n")
-    _flush(draft)
-    draft.replace(folder / SEAL)
+    with replacing(folder / SEAL) as draft:
+        draft.write_text(json.dumps({"schema": 1, **facts, "order": order, "files": files}, indent=1) + "\n")
     for path in (folder, folder.parent):
-        _flush(path)
+        flush(path)
 
 
-def flush(folder: Path) -> None:
+def flush_all(folder: Path) -> None:
     """Write the files of a checkpoint that this machine still has in memory to the disk, before the seal."""
     for place, _, files in os.walk(folder):
         for path in (*(Path(place) / name for name in files), Path(place)):
-            _flush(path)
-
-
-def _flush(path: Path) -> None:
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-    except OSError as error:  # a draft that now has its name, or a file system that does not flush what is only read
-        if error.errno in (errno.EIO, *FULL_ERRNOS):
-            raise
+            flush(path)
 
 
 def _order(config: RecipeConfig, processes: int, rows: int | None) -> dict[str, Any]:
@@ -134,7 +117,6 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
             sealed = Sealed(
                 folder=folder,
                 step=int(seal["step"]),
-                world_size=int(seal["world_size"]),
                 sharding=str(seal["sharding"]),
                 train_type=str(seal["train_type"]),
                 adapters=seal.get("adapters"),
@@ -266,17 +248,13 @@ def writing(folder: Path, output: Path, *, remove_failed: bool) -> Generator[Non
                 remove(folder)
         if failure is None:
             raise
-        raise not_saved(folder, output, *failure) from error  # after: the removed one is none to resume from
-
-
-def not_saved(what: Path, output: Path, kind: type[DiskError], reason: str) -> DiskError:
-    """Return the error to raise for a failed save, whose files are removed by now."""
-    found, after = f"{what} could not be written: {reason}", resumable(output)
-    if kind is DiskFullError:
-        remedy = "lower --save_total_limit" if after.startswith("resume") else "name another --output_dir"
-        return kind(found, expected="room for it on the disk", hint=f"free some space, or {remedy}; {after}")
-    hint = f"check its space, your quota and the system log; {after}"
-    return kind(found, expected="a disk that takes every byte", hint=hint)
+        kind, reason = failure
+        found, after = f"{folder} could not be written: {reason}", resumable(output)  # not the removed one
+        expected, hint = "a disk that takes every byte", f"check its space, your quota and the system log; {after}"
+        if kind is DiskFullError:
+            remedy = "lower --save_total_limit" if after.startswith("resume") else "name another --output_dir"
+            expected, hint = "room for it on the disk", f"free some space, or {remedy}; {after}"
+        raise kind(found, expected=expected, hint=hint) from error
 
 
 def resumable(output: Path) -> str:
@@ -333,13 +311,13 @@ def _sharding_hint(sharding: str) -> str:
 
 def written(folder: Path) -> list[Path]:
     """Return all checkpoints that runs wrote into a folder: complete or not, set aside or not."""
-    return [path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name.removeprefix(ASIDE))]
+    with _reading(folder):
+        found = folder.iterdir() if folder.is_dir() else ()
+        return [path for path in found if _NAME.fullmatch(path.name.removeprefix(ASIDE)) and path.is_dir()]
 
 
 def _folders(folder: Path) -> Sequence[Path]:
-    with _reading(folder):
-        found = folder.iterdir() if folder.is_dir() else ()
-        return sorted((p for p in found if _NAME.fullmatch(p.name) and p.is_dir()), key=_step)
+    return sorted((path for path in written(folder) if not path.name.startswith(ASIDE)), key=_step)
 
 
 @contextmanager

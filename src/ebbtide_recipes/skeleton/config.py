@@ -17,25 +17,6 @@ from ebbtide_recipes.skeleton import rules
 Mode = Literal["plain", "checkpointing", "ebbtide"]
 Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "native_fsdp", "accelerate", "fsdp", "fsdp2"]
 
-UNSUPPORTED: Mapping[str, str] = {
-    "activation_offloading": "the flag is --activation_cpu_offload here",
-    "device_map": "leave it out: a recipe trains one whole model, or one FSDP shard, per device",
-    "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
-    "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
-    "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
-}
-"""Flags that users of other trainers know, and that no recipe of this release takes."""
-
-ALIASES: Mapping[str, str] = {
-    "tuner_type": "train_type",
-    "val_dataset": "eval_dataset",
-    "strategy": "fsdp_strategy",
-    "enable_activation_offload": "activation_cpu_offload",
-    "enable_gradient_checkpointing": "gradient_checkpointing",
-    "external_plugins": "tensor_filter",
-}
-"""What users of other trainers call some of these; a dotted name is a key inside a section of a YAML file."""
-
 
 OFFLOADING = ("min_bytes", "host_budget", "window", "blocks", "synchronous", "tensor_filter")
 """Flags that are parameters of ``enable_activation_offloading`` under the same names."""
@@ -119,8 +100,23 @@ class RecipeConfig:
         seed: Seed of data order and of new weights.
     """
 
-    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
-    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "activation_offloading": "the flag is --activation_cpu_offload here",
+        "device_map": "leave it out: a recipe trains one whole model, or one FSDP shard, per device",
+        "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
+        "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
+        "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
+    }
+    """Flags that users of other trainers know, and that no recipe of this release takes."""
+    aliases: ClassVar[Mapping[str, str]] = {
+        "tuner_type": "train_type",
+        "val_dataset": "eval_dataset",
+        "strategy": "fsdp_strategy",
+        "enable_activation_offload": "activation_cpu_offload",
+        "enable_gradient_checkpointing": "gradient_checkpointing",
+        "external_plugins": "tensor_filter",
+    }
+    """What users of other trainers call some of these; a dotted name is a key inside a section of a YAML file."""
     groups: ClassVar[Mapping[str, str]] = {}
     """First parts of another program's dotted keys, and its name."""
     page: ClassVar[str] = ""

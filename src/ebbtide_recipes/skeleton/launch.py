@@ -19,8 +19,8 @@ from ebbtide.cli.children import family
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
 
-_MULTI_NODE = {"NNODES": "--nnodes", "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}
-_PORT = "MASTER_PORT"
+_NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that name the other nodes; torchrun has flags of the same names."""
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
@@ -152,15 +152,13 @@ def torchrun(verb: str, argv: Sequence[str], count: int, environment: Mapping[st
         verb: The recipe's name on the command line.
         argv: The arguments after it.
         count: Processes on this node.
-        environment: Names the other nodes: ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``.
+        environment: Names the other nodes.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
-    for name, flag in _MULTI_NODE.items():
-        if environment.get(name, "").strip():
-            command += [flag, environment[name].strip()]
-    if environment.get(_PORT, "").strip():
-        command += ["--master_port", environment[_PORT].strip()]
-    elif not environment.get("NNODES", "").strip():
+    others = {name: text for name in _NODES if (text := environment.get(name, "").strip())}
+    for name, text in others.items():
+        command += [f"--{name.lower()}", text]
+    if not others.keys() & {"NNODES", "MASTER_PORT"}:
         command.append("--standalone")  # any free port, so that two runs on one machine do not collide
     return [*command, "-m", "ebbtide", verb, *argv]
 

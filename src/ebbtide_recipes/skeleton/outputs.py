@@ -85,8 +85,9 @@ def check(config: RecipeConfig) -> None:
             hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
             "or pass --overwrite_output_dir true",
         )
-    checkpointed, models = _weights(config, folder)
-    others = ", ".join(checkpointed + models)
+    saved = {str(path.relative_to(folder)) for pattern in _MODELS for path in folder.glob(pattern)}
+    models = sorted(saved) if config.save else []
+    others = ", ".join([*sorted(path.name for path in checkpoints.written(folder)), *models])
     if others and not _is_ours(folder):
         raise DataError(
             f"{folder} holds {others}, and no record of a run by ebbtide",
@@ -171,15 +172,6 @@ def _replaces(config: RecipeConfig, folder: Path) -> bool:
     return config.overwrite_output_dir and not _goes_on(config, folder)
 
 
-def _weights(config: RecipeConfig, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of checkpoints in a folder, and of the weights that this run would replace when it saves."""
-    if not folder.is_dir():
-        return [], []
-    checkpointed = sorted(path.name for path in checkpoints.written(folder))
-    models = sorted({str(path.relative_to(folder)) for pattern in _MODELS for path in folder.glob(pattern)})
-    return checkpointed, models * config.save
-
-
 def _saved(folder: Path, *, adapters: bool) -> Iterator[tuple[Path, list[Path]]]:
     """Return the places in an output folder with weights under the names that recipes save, and these files."""
     for name, begin in _SAVED[adapters]:
@@ -197,7 +189,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _check_sources(config: RecipeConfig, folder: Path) -> None:
     """Reject weights to load that lie where this run replaces or removes them."""
-    removed = checkpoints.written(folder) if _replaces(config, folder) and folder.is_dir() else []
+    removed = checkpoints.written(folder) if _replaces(config, folder) else []
     replaced = {folder.resolve(), (folder / "transformer").resolve()}
     for name, source in _sources(config):
         if source in replaced:
@@ -273,12 +265,17 @@ def clear(config: RecipeConfig, folder: Path) -> None:
 
 
 def clear_model(config: RecipeConfig, folder: Path) -> None:
-    """Delete the model of an overwritten run, just before that of this run is written.
+    """Delete the model of an earlier run, just before that of this run is written.
 
-    It may be of the other kind, or in other files, and then both would be loaded as one. Settings are deleted only with
-    the weights next to them; any other file stays.
+    In other files, one or shards, it would be loaded in place of the new one. That of an overwritten run may also be of
+    the other kind, and both would be loaded as one. Settings are deleted only with the weights next to them; any other
+    file stays.
     """
     if not config.overwrite_output_dir:
+        for place, weights in _saved(folder, adapters=config.trains_adapters):
+            for path in weights:
+                if place == folder and ".bin" not in path.name:  # safetensors are loaded first
+                    path.unlink()
         return
     for adapters, settings in _SETTINGS.items():
         for place, weights in _saved(folder, adapters=adapters):

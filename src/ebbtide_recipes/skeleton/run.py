@@ -80,7 +80,7 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
     Returns:
         The finished trainer; ``None`` if there was nothing to train.
     """
-    recorded = prepared = False
+    trainer, recorded = None, False
     records = launch.is_main() and not outputs.only_latents(config)
     earlier = outputs.Earlier(config, folder) if records else None
     try:
@@ -88,19 +88,20 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
             recorded = records
             trainer = _prepared(recipe, config)
             if trainer is not None:
-                prepared = True
                 _train(recipe, config, trainer, folder)
             return trainer
     except KeyboardInterrupt:
-        if launch.is_main() and (complete := checkpoints.complete(folder)):
+        if launch.is_main() and trainer is not None:
+            LOGGER.warning("stopped after step %d; %s", trainer.state.global_step, checkpoints.resumable(folder))
+        elif launch.is_main() and (complete := checkpoints.complete(folder)):
             LOGGER.info("%s is complete: --resume_from_checkpoint latest continues from it", complete[-1].folder)
         raise
     finally:
-        if recorded and not prepared:
+        if recorded and trainer is None:
             # A run that never began must not block the next.
             for name in (EVENTS_FILE, SUMMARY_FILE):
                 (folder / name).unlink(missing_ok=True)
-        if earlier is not None and not prepared:
+        if earlier is not None and trainer is None:
             earlier.restore()
 
 
@@ -254,10 +255,6 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                 trainer.evaluate()
         if offload is not None and offload.handle is not None:
             LOGGER.debug("the plan: %s", offload.handle.explain())
-    except KeyboardInterrupt:
-        if launch.is_main():
-            LOGGER.warning("stopped after step %d; %s", trainer.state.global_step, checkpoints.resumable(folder))
-        raise
     finally:
         if offload is not None:
             offload.close()

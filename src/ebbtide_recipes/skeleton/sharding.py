@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.base.checks import FALSE, NOTHING
+from ebbtide.base.checks import FALSE, NOTHING, TRUE
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.files import json_object
 
@@ -29,20 +29,6 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
 _VERSIONS = {"fsdp2": 2, "fsdp1": 1}
 _WORDS = (*STRATEGIES, "auto_wrap", "offload", *_VERSIONS, "true")
-_PASSED_ON = (
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "cpu_offload",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "min_num_params",
-    "state_dict_type",
-    "sync_module_states",
-    "transformer_layer_cls_to_wrap",
-    "use_orig_params",
-)
-"""Settings that transformers' ``fsdp_config`` takes as they are."""
-
 _OURS = (
     "version", "reshard_after_forward", "sharding_strategy", "activation_checkpointing", "activation_cpu_offload",
     "cpu_ram_efficient_loading",
@@ -59,9 +45,11 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
 }
 _SWITCHES = ("cpu_offload", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
-_CLASSES = "transformer_layer_cls_to_wrap"
-
 _OF_VERSION_1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
+_CLASSES = "transformer_layer_cls_to_wrap"
+_PASSED_ON = (*_CHOICES, *_SWITCHES, _CLASSES, "min_num_params")
+"""Settings that transformers' ``fsdp_config`` takes."""
+
 _GUIDE = "docs/guides/sft.md lists the settings"
 
 
@@ -288,7 +276,7 @@ def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
             return "shard_grad_op"
         if word in STRATEGIES:
             return cast("Strategy", word)
-        if word:
+        if word not in NOTHING:
             raise ConfigError(
                 f"{key} in {path} is {values[key]!r:.60}",
                 expected=f"true, false, or one of {', '.join(STRATEGIES)}",
@@ -298,11 +286,11 @@ def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
 
 
 def _switch(values: Mapping[str, Any], name: str, path: Path | str) -> bool | None:
-    """Return a boolean setting; ``None`` if it is absent."""
-    word = str(values.get(name, "")).lower()
-    if word not in ("", "true", "false"):
+    """Return a boolean setting; ``None`` if it is absent, or null."""
+    word = str(values.get(name, "")).strip().lower()
+    if word not in (*TRUE, *FALSE, *NOTHING):
         raise ConfigError(f"{name} in {path} is {values[name]!r:.60}", expected="true or false", hint=f'"{name}": true')
-    return None if not word else word == "true"
+    return None if word in NOTHING else word in TRUE
 
 
 def _check_deepspeed(config: RecipeConfig) -> None:

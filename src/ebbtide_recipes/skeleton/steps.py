@@ -58,7 +58,6 @@ class StepRecorder(TrainerCallback):
         self._loss = 0.0
         self._losses: list[torch.Tensor] = []
         self._since_line: list[float] = []  # the losses of the steps since the last line
-        self._accuracies: list[float] = []
         self._noted: dict[str, list[float]] = {}
         self._seconds: list[float] = []
         self._tokens = 0
@@ -71,8 +70,7 @@ class StepRecorder(TrainerCallback):
 
     def micro_batch(self, *, accuracy: float | None, tokens: int) -> None:
         """Add the figures of one micro-batch, at the end of its forward."""
-        if accuracy is not None:
-            self._accuracies.append(accuracy)
+        self.note(token_accuracy=accuracy)
         self._tokens += tokens
         self._memory_bytes = max(self._memory_bytes, _memory_bytes())
 
@@ -145,8 +143,8 @@ class StepRecorder(TrainerCallback):
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - self._began
         loss = self._loss
-        accuracy = sum(self._accuracies) / len(self._accuracies) if self._accuracies else None
         noted = {name: sum(values) / len(values) for name, values in self._noted.items()}
+        accuracy = noted.pop("token_accuracy", None)
         BUS.emit(
             "step",
             step=state.global_step,
@@ -176,8 +174,7 @@ class StepRecorder(TrainerCallback):
             saved_bytes=saved_bytes,
             seconds=seconds,
         )
-        self._losses, self._accuracies, self._tokens, self._memory_bytes = [], [], 0, 0
-        self._noted = {}
+        self._losses, self._noted, self._tokens, self._memory_bytes = [], {}, 0, 0
 
     def _all_tokens(self) -> int:
         """Return the tokens of the step over all processes."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 VARIABLES = ("WANDB_PROJECT", "SWANLAB_PROJECT", "CLEARML_PROJECT", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME")
 """Where trackers look for a project's name; trackio takes it from the trainer's arguments."""
@@ -26,9 +24,3 @@ def project_named(name: str | None) -> Generator[None, None, None]:
                 os.environ.pop(variable, None)
             else:
                 os.environ[variable] = value
-
-
-def project_argument(kind: Any, name: str | None) -> dict[str, str]:
-    """Return the trainer's argument for a project, if this transformers has one."""
-    known = any(field.name == "project" for field in dataclasses.fields(kind))
-    return {"project": name} if known and name is not None else {}

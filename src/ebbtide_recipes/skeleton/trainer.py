@@ -23,7 +23,6 @@ from ebbtide.wrap.generators import generators, restore, states
 from ebbtide_recipes.skeleton import checkpoints, launch, outputs, sharding
 from ebbtide_recipes.skeleton.resuming import ResumedTrainer
 from ebbtide_recipes.skeleton.steps import StepRecorder
-from ebbtide_recipes.skeleton.trackers import project_argument
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -169,7 +168,7 @@ class RecordedTrainer(ResumedTrainer):
         with checkpoints.writing(folder, output, remove_failed=main):
             super()._save_checkpoint(model, trial)
             self.save_more(folder)
-            checkpoints.flush(folder)
+            checkpoints.flush_all(folder)
             self.accelerator.wait_for_everyone()
             if main:
                 size, rows = self.args.world_size, len(self.train_dataset)
@@ -252,7 +251,7 @@ def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict
         "eval_steps": config.eval_steps,
         "report_to": list(config.report_to),
         "run_name": config.run_name,
-        **project_argument(TrainingArguments, config.project_name),
+        **({} if config.project_name is None else {"project": config.project_name}),
         "disable_tqdm": True,
         "seed": config.seed,
     }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ebbtide_recipes.skeleton.config import ALIASES as SHARED_ALIASES
-from ebbtide_recipes.skeleton.config import UNSUPPORTED as SHARED_UNSUPPORTED
+from ebbtide_recipes.skeleton.config import RecipeConfig
 
 _OWN_FIELDS = ("activation_offloading", "hsdp_shard_dim", "hsdp_replicate_dim", "enable_gradient_checkpointing_type")
 
 ALIASES: Mapping[str, str] = {
-    **SHARED_ALIASES,
+    **RecipeConfig.aliases,
     "activation_offloading": "activation_cpu_offload",
     "pretrained_model_name_or_path": "model",
     "model_path": "model",
@@ -44,7 +43,7 @@ ALIASES: Mapping[str, str] = {
 """What FastVideo calls some of the flags."""
 
 UNSUPPORTED: Mapping[str, str] = {
-    **{name: hint for name, hint in SHARED_UNSUPPORTED.items() if name not in _OWN_FIELDS},
+    **{name: hint for name, hint in RecipeConfig.unsupported.items() if name not in _OWN_FIELDS},
     "lora_training": "--train_type lora",
     "mixed_precision": "--bf16 true computes in bfloat16 on float32 weights; --torch_dtype bfloat16 holds those",
     "dit_precision": "--torch_dtype float32 or bfloat16",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.files import check_json_name, check_replaceable, check_writable, json_object, write_text
+from ebbtide.base.files import check_json_name, check_replaceable, check_writable, json_object, replacing, write_text
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,19 @@ def test_a_file_that_cannot_be_written_to_its_end_is_not_left(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_at_once_and_stays_if_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, order = tmp_path / "a.json", list[str]()
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda one, other: (order.append(str(other)), replace(one, other))[1])
+    for text in ("old", "new"):
+        with replacing(path) as draft:
+            draft.write_text(text)
+    assert path.read_text() == "new" and order == [f"{path}.part", str(path)] * 2
+    for error in (OSError(errno.ENOSPC, ""), KeyboardInterrupt()):
+        with pytest.raises(type(error)), replacing(path) as draft:
+            draft.write_text("half")
+            raise error
+        assert [file.read_text() for file in tmp_path.iterdir()] == ["new"]

@@ -19,6 +19,7 @@ from ebbtide_recipes.language import adapters
 from ebbtide_recipes.language.adapter_kinds import KINDS
 from ebbtide_recipes.language.config import LanguageConfig
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton.precision import dtype_name
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.
 pytestmark = [
@@ -255,3 +256,37 @@ def test_an_error_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("peft.PeftModel.from_pretrained", refuse)
     with pytest.raises(DataError, match=r"cannot be loaded: NotImplementedError\(\)"):
         adapters.put_on(llama("cpu"), adapters.chosen(again, llama()), again)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("q_prj",), "target_modules names 'q_prj'; expected modules of the model\nhint: did you mean 'q_proj'"),
+        (("all-linear", "q_proj"), "target_modules is all-linear q_proj; expected .*\nhint: "),
+        (
+            ("mlp",),
+            "target_modules is mlp, which names LlamaMLP: .*; expected modules that can have.*\nhint: all-linear",
+        ),
+    ],
+)
+def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        adapters.chosen(SftConfig(train_type="lora", target_modules=targets), llama())
+
+
+def test_adapters_are_those_of_the_config() -> None:
+    made = adapters.chosen(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), llama())
+    assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
+    assert adapters.chosen(SftConfig(train_type="lora"), llama()).target_modules == "all-linear"
+
+
+def test_adapters_on_weights_in_bfloat16_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SftConfig(train_type="lora", bf16=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.accelerator.is_available", lambda: True)
+        model = llama().to_empty(device="cpu").to(getattr(torch, dtype_name(config)))
+    settings = adapters.chosen(config, llama())
+    settings.modules_to_save, settings.bias = ["lm_head"], "all"  # copies of the base's
+    made = adapters.put_on(model, settings, config)
+    dtypes = {trained: {p.dtype for p in made.parameters() if p.requires_grad is trained} for trained in (True, False)}
+    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}

@@ -105,14 +105,6 @@ def test_keys_of_verl_are_known_in_every_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offload", "checkpoint", "mode"),
-    [(False, False, "plain"), (False, True, "checkpointing"), (True, False, "ebbtide"), (True, True, "ebbtide")],
-)
-def test_two_flags_make_a_mode(offload: bool, checkpoint: bool, mode: str) -> None:
-    assert SftConfig(activation_cpu_offload=offload, gradient_checkpointing=checkpoint).mode == mode
-
-
-@pytest.mark.parametrize(
     ("offload", "checkpoint", "mode", "options"),
     [
         ("false", "false", "plain", None),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.language import adapters, models, smollm2
+from ebbtide.base.errors import DataError
+from ebbtide_recipes.language import models, smollm2
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton.precision import dtype_name
 
@@ -260,39 +260,6 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypa
         models.locate("builtin:smollm2")
 
 
-def outline() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-        )
-
-
-@pytest.mark.parametrize(
-    ("targets", "said"),
-    [
-        (("q_prj",), "target_modules names 'q_prj'; expected modules of the model\nhint: did you mean 'q_proj'"),
-        (("all-linear", "q_proj"), "target_modules is all-linear q_proj; expected .*\nhint: "),
-        (
-            ("mlp",),
-            "target_modules is mlp, which names LlamaMLP: .*; expected modules that can have.*\nhint: all-linear",
-        ),
-    ],
-)
-def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
-        adapters.chosen(SftConfig(train_type="lora", target_modules=targets), outline())
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_adapters_are_those_of_the_config() -> None:
-    made = adapters.chosen(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
-    assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
-    assert adapters.chosen(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"
-
-
 @pytest.mark.parametrize(
     ("accelerator", "mixed", "dtype"),
     [(True, False, "bfloat16"), (True, True, "float32"), (False, False, "float32"), (False, True, "float32")],
@@ -310,18 +277,3 @@ def test_mixed_precision_keeps_weights_in_float32(
         assert dtype_name(SftConfig(**config, train_type=train_type)) == frozen
     if accelerator and not mixed:
         assert dtype_name(SftConfig(**config, train_type="lora", fp16=True)) == "float32"
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_adapters_on_weights_in_bfloat16_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    config = SftConfig(train_type="lora", bf16=True)
-    with monkeypatch.context() as patched:
-        patched.setattr("torch.accelerator.is_available", lambda: True)
-        model = outline().to_empty(device="cpu").to(getattr(torch, dtype_name(config)))
-    settings = adapters.chosen(config, outline())
-    settings.modules_to_save, settings.bias = ["lm_head"], "all"  # copies of the base's
-    made = adapters.put_on(model, settings, config)
-    dtypes = {trained: {p.dtype for p in made.parameters() if p.requires_grad is trained} for trained in (True, False)}
-    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}

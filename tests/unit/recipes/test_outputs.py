@@ -261,11 +261,20 @@ def test_the_model_of_an_overwritten_run_is_removed_and_no_other_file(tmp_path: 
         "checkpoint-2/config.json", "checkpoint-2/model.safetensors", "latents/model.safetensors", "critic/notes.txt",
         "lora_ema/adapter_model.safetensors", "transformer/model.safetensors", "samples/step-000002.png",
     )  # fmt: skip
-    outputs.clear_model(SftConfig(), tmp_path)
-    assert files(tmp_path) == {*MODEL, *SHARDS, *ADAPTERS, *FILMS, *PARTS} | others
     outputs.clear_model(SftConfig(overwrite_output_dir=True), tmp_path)
     assert files(tmp_path) == others
     assert not (tmp_path / "transformer_ema").exists()  # nothing else was in it
+
+
+def test_a_run_that_goes_on_leaves_only_the_files_that_its_save_writes(tmp_path: Path) -> None:
+    """An old file would be loaded in place of new shards."""
+    write(tmp_path, *MODEL, *SHARDS, *ADAPTERS, *FILMS, *PARTS)
+    replaced = {"model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"}
+    before = files(tmp_path)
+    outputs.clear_model(SftConfig(resume_from_checkpoint="latest"), tmp_path)
+    assert files(tmp_path) == before - replaced
+    outputs.clear_model(SftConfig(train_type="lora"), tmp_path)
+    assert files(tmp_path) == before - replaced - {"adapter_model.safetensors", "pytorch_lora_weights.safetensors"}
 
 
 def test_settings_without_weights_are_those_of_no_saved_model(tmp_path: Path) -> None:

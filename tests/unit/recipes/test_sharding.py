@@ -124,6 +124,8 @@ def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag
         ({"fsdp": "shard_grad_op offload"}, "shard_grad_op", 2, "plain"),
         ({"fsdp": ["full_shard", "auto_wrap"]}, "full_shard", 2, "plain"),
         ({"fsdp": True, "fsdp_config": {"offload_params": True}}, "full_shard", 2, "plain"),
+        ({"activation_cpu_offload": None, "reshard_after_forward": None}, "full_shard", 2, "plain"),
+        ({"activation_cpu_offload": "yes", "activation_checkpointing": 0}, "full_shard", 2, "ebbtide"),
     ],
 )
 def test_what_a_file_says_is_what_the_flags_say(
@@ -268,10 +270,3 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ConfigError, match="fsdp is 'ful_shard'; expected a JSON file.*\nhint: did you mean 'full_shard'"
     ):
         resolved(SftConfig(fsdp="ful_shard"))
-
-
-def test_deepspeed_alone_is_refused_and_beside_fsdp_taken() -> None:
-    with pytest.raises(ConfigError, match="deepspeed is 'zero2' without FSDP.*\nhint: --fsdp_strategy shard_grad_op"):
-        resolved(SftConfig(deepspeed="zero2"))
-    assert resolved(SftConfig(deepspeed="zero2", fsdp_strategy="full_shard")).fsdp_strategy == "full_shard"
-    assert resolved(SftConfig(deepspeed="none")).fsdp_strategy == "none"
