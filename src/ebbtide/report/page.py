@@ -58,13 +58,12 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
     engine = [run for run in runs if section(run.summary, "activation_bytes").get("unique") is not None]
     lead = modes[-1] if modes else {}
     labels = [str(mode.get("mode")) for mode in modes] if comparison else names
-    failures = [f"{mode.get('mode')}: {words}" for mode in modes for words in mode.get("failures") or ()]
     splits = splits_of(runs)
     return {
         "style": style.STYLE,
         "title": " · ".join(str(value) for value in ("ebbtide", lead.get("model")) if value),
         "about": _about(runs),
-        "endings": [words for run in runs if (words := story.ending(run))] + failures,
+        "endings": [words for run in runs if (words := story.ending(run))] + story.failures(modes),
         "verdicts": verdicts(modes, labels, splits, baseline),
         "headline": headline(modes, labels, baseline=baseline),
         "colors": dict(zip(names, style.run_classes(names), strict=True)),

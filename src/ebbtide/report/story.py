@@ -10,7 +10,7 @@ from ebbtide.base.runs import samples
 from ebbtide.report import copies
 from ebbtide.report.frame import window
 from ebbtide.report.run import Run
-from ebbtide.report.table import Table, size
+from ebbtide.report.table import Summary, Table, size
 
 
 def peak_sentence(run: Run) -> str:
@@ -118,6 +118,11 @@ def ending(run: Run) -> str | None:
         "error": f"failed: {run.error}",
     }
     return f"{run.name} {words.get(str(status), f'ended with status {status}')}."
+
+
+def failures(modes: Sequence[Summary]) -> list[str]:
+    """Describe the failed runs of a comparison's modes."""
+    return [f"{mode.get('mode')}: {words}" for mode in modes for words in mode.get("failures") or ()]
 
 
 def loads(run: Run) -> list[str]:

@@ -64,7 +64,7 @@ def comparison_text(
         runs: The runs whose peaks are described.
         baseline: As ``headline`` takes it.
     """
-    lines = [*verdicts(summaries, names, splits_of(runs), baseline), *story.warnings(runs)]
+    lines = [*verdicts(summaries, names, splits_of(runs), baseline), *story.failures(summaries), *story.warnings(runs)]
     return "\n".join([*lines, "", *grid(headline(summaries, names, baseline=baseline))]) + "\n"
 
 
