@@ -73,7 +73,7 @@ class Board:
 
     def _spread(self) -> str:
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
-        if rounds and all(in_lockstep(*summaries) for summaries in rounds if len(summaries) > 1):
+        if rounds and all(in_lockstep(*summaries) for summaries in rounds):
             return spread_of(sum(len(summaries[0]["step_seconds"]) for summaries in rounds), "step")
         return spread_of(len(rounds))
 
