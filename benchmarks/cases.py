@@ -13,19 +13,29 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.case import MARK, READY, Case, Row
 from benchmarks.peers import absent, mode_named
-from benchmarks.results_folder import RESULTS, hardware, is_simulated, result_folder, summary, write_result
+from benchmarks.results_folder import (
+    RESULTS,
+    hardware,
+    is_simulated,
+    parser_of,
+    result_folder,
+    spread,
+    summary,
+    write_result,
+)
 from ebbtide.cli.lockstep import why_alone
 from ebbtide.track import MemoryReader
 
+Key = TypeVar("Key", bound=Hashable)
 MIB = 1 << 20
 LOCKSTEP = "lockstep"
 """The note of a row that numbers the lockstep it was taken in."""
@@ -42,10 +52,9 @@ def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> ar
         minutes: Default time of the suite.
         defaults: Further options and their default values.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(about)
     parser.add_argument("--small", action="store_true", help="a tiny model; the default on a machine without a device")
     parser.add_argument("--minutes", type=float, default=minutes, help="begin no further case after this time")
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     found = parser.parse_args()
@@ -209,6 +218,16 @@ def against_plain(rows: Sequence[Row]) -> list[list[float]]:
     return found
 
 
+def grouped(rows: Sequence[Row], key: Callable[[Case], Key]) -> dict[Key, tuple[list[Row], list[float]]]:
+    """Return the rows of each key of their cases, and their steps ÷ ordinary training's, as ``against_plain``."""
+    groups: dict[Key, tuple[list[Row], list[float]]] = {}
+    for row, ratios in zip(rows, against_plain(rows), strict=True):
+        alike, compared = groups.setdefault(key(row.case), ([], []))
+        alike.append(row)
+        compared.extend(ratios)
+    return groups
+
+
 class Book:
     """Rows of a suite, written after each case, so that a stop loses nothing.
 
@@ -322,7 +341,7 @@ def table(rows: list[Row]) -> list[str]:
             found = summary(row.seconds)
             base = summary(beside.seconds)["median"] if beside else 0.0
             cells += [
-                f"{found['median']:.3f} ({found['q1']:.3f} to {found['q3']:.3f})",
+                spread(found),
                 f"{found['median'] / base:.3f}" if base else "",
                 f"{row.peak_bytes / 1e6:.0f}",
                 f"{row.peak_bytes / beside.peak_bytes:.2f}" if beside and beside.peak_bytes else "",

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.store.share import fields_of
+
 MIB = 1 << 20
 IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
@@ -181,13 +183,11 @@ LOADERS: dict[str, Callable[[str, torch.dtype], Any]] = {
 
 
 def _status(field: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
+    return fields_of(Path("/proc/self/status"), unit=1024)[f"{field}:"]
 
 
 def _disk_bytes() -> int:
-    line = next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes:"))
-    return int(line.split()[1])
+    return fields_of(Path("/proc/self/io"))["read_bytes:"]
 
 
 class _PrivatePeak:
