@@ -202,16 +202,12 @@ def against_plain(rows: Sequence[Row]) -> list[list[float]]:
         rows: As a book has them. A lockstep without ordinary training is divided by that of the one before.
     """
     plain: dict[int, list[list[float]]] = defaultdict(list)
-    numbers: list[int] = []
     for row in rows:
-        is_plain = row.case.mode == "plain"
-        before = numbers[-1] if numbers else 0
-        numbers.append(row.notes.get(LOCKSTEP, before + is_plain))  # older results: ordinary training came first
-        if is_plain and row.seconds:
-            plain[numbers[-1]].append(row.seconds)
+        if row.case.mode == "plain" and row.seconds:
+            plain[row.notes[LOCKSTEP]].append(row.seconds)
     found: list[list[float]] = []
-    for row, number in zip(rows, numbers, strict=True):
-        known = [runs for earlier, runs in plain.items() if earlier <= number]
+    for row in rows:
+        known = [runs for earlier, runs in plain.items() if earlier <= row.notes[LOCKSTEP]]
         equal_length = [seconds for seconds in (known[-1] if known else []) if len(seconds) == len(row.seconds)]
         yardstick = [statistics.fmean(step) for step in zip(*equal_length, strict=True)]
         found.append([own / other for own, other in zip(row.seconds, yardstick, strict=bool(yardstick))])

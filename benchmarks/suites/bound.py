@@ -106,7 +106,6 @@ def _figures(found: list[Row], ratios: list[float]) -> list[str]:
     if not plans:
         return ["", format_size(peak), "", "", came, "", "", "", ""]
     said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
-    said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in older results
     bound, slowdown = 1 + said["bound_percent"] / 100, promised(found[0].case.mode)
     has_peak = found[0].case.mode.startswith(planned(memory_budget=""))  # measured for a budget only
     return [

@@ -48,9 +48,6 @@ WHY = {
     "never offloaded": "it stays under every policy, such as a part of a storage whose siblings may change in place",
 }
 
-OLDER = {"cast up, waits as it was": "cast up", "never moved": "never offloaded"}
-"""Reason in older folders → reason."""
-
 
 def measure(only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield the shares of each family in each precision."""
@@ -216,13 +213,8 @@ def page(folder: Path) -> str:
 
 
 def cases_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the cases in a results folder, with the words of older folders replaced by those of newer ones."""
-    cases: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["cases"]
-    for group in (group for case in cases for group in case["moved"]):
-        group["why"] = OLDER.get(group["why"], group["why"])
-    for found in (found for case in cases for found in case["policies"].values() if "remade" in found):
-        found["recomputed"] = found.pop("remade")
-    return cases
+    """Return the cases in a results folder."""
+    return json.loads((folder / "run.json").read_text())["cases"]
 
 
 def newest() -> Path:

@@ -261,7 +261,7 @@ def slowdown(job: Job, devices: int, bytes_per_token: float) -> float:
         for rank in range(devices)
     ]
     kept, offloaded = (
-        max(step.seconds for step in simulate_ranks(profiles, [[action] * UNITS] * model.layers, nodes))
+        max(simulate_ranks(profiles, [[action] * UNITS] * model.layers, nodes))
         for action in (Action.KEEP, Action.OFFLOAD)
     )
     return offloaded / kept - 1
