@@ -54,7 +54,7 @@ def readme_table(modes: list[dict[str, Any]]) -> list[str]:
     """Return the README's table: the modes that a user chooses between, and the columns of their cost."""
     columns = ("mode", "peak memory", "activation memory", "saved", "step / plain", "losses")
     chosen = [mode for mode in modes if mode["mode"] in README_NAMES]
-    table = headline(chosen, [README_NAMES[mode["mode"]] for mode in chosen])
+    table = headline({README_NAMES[mode["mode"]]: mode for mode in chosen})
     picked = [table.columns.index(column) for column in columns]
     return markdown(Table(columns=columns, rows=tuple(tuple(row[i] for i in picked) for row in table.rows)))
 
@@ -68,8 +68,8 @@ def report(modes: list[dict[str, Any]], rounds: list[dict[str, Any]], *, max_ste
         max_steps: Steps of each run.
         max_length: Tokens of each step.
     """
-    ours = [mode for mode in modes if mode["mode"].startswith("ebbtide")]
-    names = [mode["mode"] for mode in ours]
+    named = {mode["mode"]: mode for mode in modes}
+    ours = {name: mode for name, mode in named.items() if name.startswith("ebbtide")}
     return "\n".join(
         [
             f"# SmolLM2-135M-Instruct, full fine-tuning, {max_length} tokens a step, float32",
@@ -80,17 +80,17 @@ def report(modes: list[dict[str, Any]], rounds: list[dict[str, Any]], *, max_ste
             "trimmed heap; `step / plain` is the median of the ratios within a round, with the "
             f"{spread_of(len(rounds))}. Made by `python -m benchmarks.suites.sft`; every round is in `run.json`.",
             "",
-            *markdown(headline(modes, [mode["mode"] for mode in modes])),
+            *markdown(headline(named)),
             "",
             "Step time over checkpointing's, within a round:",
             "",
             "| mode | median | spread |",
             "| --- | ---: | ---: |",
-            *against(rounds, "checkpointing", names),
+            *against(rounds, "checkpointing", [*ours]),
             "",
             "Saved tensors, as the engine counts them:",
             "",
-            *markdown(bytes_table(ours, names)),
+            *markdown(bytes_table(ours)),
             "",
             "![Memory over one step](timeline.svg)",
             "",

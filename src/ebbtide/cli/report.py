@@ -17,6 +17,7 @@ from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE, check_sche
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, comparison_text, load_run, page, text
+from ebbtide.report.table import plain_of
 from ebbtide.track import summarise, write_summary
 
 Format = Literal["text", "html", "trace", "json"]
@@ -91,10 +92,11 @@ def report_runs(
     names = by_mode if len(set(by_mode)) == len(runs) else [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(runs) else [str(folder) for folder in folders]
     runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-    baseline = next((place for place, run in enumerate(runs) if run.summary.get("mode") == "plain"), 0)
+    named = {run.name: run.summary for run in runs}
+    baseline = plain_of(named) or names[0]
     if format == "html":
         return _put(page(runs, baseline=baseline), target)
-    return _put(comparison_text([run.summary for run in runs], names, runs, baseline), target)
+    return _put(comparison_text(named, runs, baseline), target)
 
 
 def _check_folder(folder: Path) -> None:
@@ -223,7 +225,9 @@ def _words_of_comparison(folder: Path, summary: dict[str, Any], format: Format) 
     runs, damaged = _last_round(folder, modes, format)
     for mode in summary["modes"]:
         mode["failures"] = [*(mode.get("failures") or ()), *damaged[mode["mode"]]]
-    return page(runs, comparison=summary) if format == "html" else comparison_text(summary["modes"], modes, runs)
+    if format == "html":
+        return page(runs, comparison=summary)
+    return comparison_text(dict(zip(modes, summary["modes"], strict=True)), runs)
 
 
 def _last_round(folder: Path, modes: Sequence[str], format: Format) -> tuple[list[Run], dict[str, list[str]]]:

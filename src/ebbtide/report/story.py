@@ -10,7 +10,7 @@ from ebbtide.base.runs import samples
 from ebbtide.report import copies
 from ebbtide.report.frame import window
 from ebbtide.report.run import Run
-from ebbtide.report.table import Summary, Table, size
+from ebbtide.report.table import Named, Table, size
 
 
 def peak_sentence(run: Run) -> str:
@@ -120,9 +120,9 @@ def ending(run: Run) -> str | None:
     return f"{run.name} {words.get(str(status), f'ended with status {status}')}."
 
 
-def failures(modes: Sequence[Summary]) -> list[str]:
+def failures(named: Named) -> list[str]:
     """Describe the failed runs of a comparison's modes."""
-    return [f"{mode.get('mode')}: {words}" for mode in modes for words in mode.get("failures") or ()]
+    return [f"{name}: {words}" for name, summary in named.items() for words in summary.get("failures") or ()]
 
 
 def loads(run: Run) -> list[str]:

@@ -255,7 +255,8 @@ def test_warnings_are_shown_once_with_the_modes_that_logged_them(done, tmp_path)
     assert shown.count(warning) == 1
     assert shown.count("the cache is on") == 1
     runs = [load_run(result.out / "round-1" / mode) for mode in DEFAULT_MODES]
-    assert comparison_text(result.modes, DEFAULT_MODES, runs).count("the cache is on") == 1
+    named = {mode["mode"]: mode for mode in result.modes}
+    assert comparison_text(named, runs).count("the cache is on") == 1
 
 
 def test_a_run_that_is_refused_after_another_was_accepted_is_one_that_failed(tmp_path):

@@ -220,12 +220,12 @@ def test_jinja2_missing_names_the_extra(runs, monkeypatch):
 
 
 def test_the_head_table_holds_modes_against_plain(runs):
-    rows = {row[0]: row[1:] for row in headline([run.summary for run in runs], [run.name for run in runs]).rows}
+    rows = {row[0]: row[1:] for row in headline({run.name: run.summary for run in runs}).rows}
     assert rows["plain"][:2] == ("1.84 GiB", "800.0 MiB")
     assert rows["ebbtide"][1:5] == ("150.0 MiB", "81.2 %", "3.500 s", "×1.06")
     assert [row[-1] for row in rows.values()] == ["equal"] * 3
     uneven = {**runs[2].summary, "loss": [3.0, 1.5, 1.0000000000000002]}
-    assert headline([runs[0].summary, uneven], ["plain", "ebbtide"]).rows[1][-1] == "differ"
+    assert headline({"plain": runs[0].summary, "ebbtide": uneven}).rows[1][-1] == "differ"
 
 
 def test_on_a_device_memory_is_the_devices_own():
@@ -236,8 +236,8 @@ def test_on_a_device_memory_is_the_devices_own():
 
 
 def test_losses_are_held_against_each_other_digit_by_digit():
-    summaries = [{"loss": [0.1, 0.3, "nan"]}, {"loss": [0.1, 0.30000000000000004, "nan", 2.0]}]
-    rows = losses_table(summaries, ["a", "b"]).rows
+    named = {"a": {"loss": [0.1, 0.3, "nan"]}, "b": {"loss": [0.1, 0.30000000000000004, "nan", 2.0]}}
+    rows = losses_table(named).rows
     assert [row[-1] for row in rows] == ["equal", "differ", "equal", "–"]
     assert rows[1][1:3] == ("0.3", "0.30000000000000004")
 
@@ -384,7 +384,7 @@ def test_a_cpu_has_one_peak() -> None:
     """Its memory is the host's: two columns of one figure would look like two memories."""
     cpu = {"device": "cpu", "peak_device_bytes": 5 * MIB, "peak_host_bytes": 5 * MIB}
     device = {**cpu, "device": "cuda"}
-    alone, both = bytes_table([cpu], ["plain"]), bytes_table([cpu, device], ["plain", "ebbtide"])
+    alone, both = bytes_table({"plain": cpu}), bytes_table({"plain": cpu, "ebbtide": device})
     assert alone.columns[-2:] == ("copy-in", "host peak") and alone.rows[0][-1] == "5.0 MiB"
     assert both.columns[-2:] == ("device peak", "host peak")
     assert [row[-2:] for row in both.rows] == [("–", "5.0 MiB"), ("5.0 MiB", "5.0 MiB")]
