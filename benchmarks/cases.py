@@ -83,7 +83,8 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
                 if reason is not None:
                     print(f"The cases follow one another: {reason}.", flush=True)
                     running[0].end()
-                    return [_run_alone(case, limit_seconds) for case in cases]
+                    alone = [replace(case, lockstep=False) for case in cases]
+                    return [run_in_lockstep([case], limit_seconds=limit_seconds)[0] for case in alone]
         for number in itertools.count():
             waiting = [each for each in running if each.waits]
             if not waiting:
@@ -108,10 +109,6 @@ def compact_memory() -> bool:
     except OSError:
         return False
     return True
-
-
-def _run_alone(case: Case, limit_seconds: float) -> Row:
-    return run_in_lockstep([replace(case, lockstep=False)], limit_seconds=limit_seconds)[0]
 
 
 class _Running:

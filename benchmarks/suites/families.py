@@ -75,9 +75,9 @@ def row(case: dict[str, Any]) -> str:
     return "| " + " | ".join([case["family"], *(f"{share:.0f}" for share in shares)]) + " |"
 
 
-def reasons(case: dict[str, Any], most: int = 3) -> str:
+def reasons(case: dict[str, Any]) -> str:
     """Return the largest groups of what Auto does not recompute; most are offloaded for a matrix product."""
-    large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:most]
+    large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:3]
     return ", ".join(
         f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f}" + ("" if g["why"] == USUAL else f" ({g['why']})")
         for g in large
