@@ -127,6 +127,17 @@ def test_the_timeline_is_one_svg_that_stands_alone(runs):
     assert any(word.startswith("plain: 3.30 s, peak 1.8") for word in words(picture))
 
 
+def test_a_legend_of_many_phases_is_inside_the_picture(runs):
+    names = [f"a phase of many words, number {number}" for number in range(6)]
+    span = runs[2].step_span(3)
+    edges = [("begin", span.begin + 0.1), ("end", span.end - 0.1)]
+    marks = [event(t, "phase", name=name, edge=edge, step=3) for name in names for edge, t in edges]
+    root = ET.fromstring(timeline_svg([with_events(runs[2], *marks)]))
+    found = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text in names]
+    assert len(found) == len(names) and all(float(text.get("y")) < float(root.get("height")) for text in found)
+    assert all(float(text.get("x")) + 6.4 * len(text.text) < float(root.get("width")) for text in found)
+
+
 def test_curves_are_aligned_at_the_forwards_begin_and_high_as_measured(runs):
     lines = ET.fromstring(timeline_svg(runs)).iter("{http://www.w3.org/2000/svg}polyline")
     curves = [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in lines]
