@@ -224,7 +224,7 @@ def _words_of_comparison(folder: Path, summary: dict[str, Any], format: Format) 
         )
     runs, damaged = _last_round(folder, modes, format)
     for mode in summary["modes"]:
-        mode["failures"] = [*(mode.get("failures") or ()), *damaged[mode["mode"]]]
+        mode["failures"] = [*(mode.get("failures") or ()), *damaged.get(mode["mode"], ())]
     if format == "html":
         return page(runs, comparison=summary)
     return comparison_text(dict(zip(modes, summary["modes"], strict=True)), runs)
