@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.peers import Prepared, absent, mode_named
 from benchmarks.shapes import SHAPES, Shape
 from ebbtide.store.allocator import trim_heap
+from ebbtide.store.share import fields_of
 
 WARMUP_STEPS = 4
 """Within these, ``Auto`` has measured steps of this length, and made its plan."""
@@ -143,8 +144,8 @@ def counted(row: Row, device: torch.device) -> Iterator[None]:
 
 
 def _process_io() -> tuple[int, int]:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["write_bytes"]), int(fields["read_bytes"])
+    fields = fields_of(Path("/proc/self/io"))
+    return fields["write_bytes:"], fields["read_bytes:"]
 
 
 def memory_now(device: torch.device) -> int:
@@ -166,8 +167,7 @@ def peak(device: torch.device) -> int:
     """Return the most bytes in use since ``forget_peak``."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated()
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return fields_of(Path("/proc/self/status"), unit=1024)["VmHWM:"]
 
 
 def synchronize(device: torch.device) -> None:

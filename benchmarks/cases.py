@@ -13,19 +13,29 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.case import MARK, READY, Case, Row
 from benchmarks.peers import absent, mode_named
-from benchmarks.results_folder import RESULTS, hardware, is_simulated, result_folder, summary, write_result
+from benchmarks.results_folder import (
+    RESULTS,
+    hardware,
+    is_simulated,
+    parser_of,
+    result_folder,
+    spread,
+    summary,
+    write_result,
+)
 from ebbtide.cli.lockstep import why_alone
 from ebbtide.track import MemoryReader
 
+Key = TypeVar("Key", bound=Hashable)
 MIB = 1 << 20
 LOCKSTEP = "lockstep"
 """The note of a row that numbers the lockstep it was taken in."""
@@ -42,10 +52,9 @@ def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> ar
         minutes: Default time of the suite.
         defaults: Further options and their default values.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(about)
     parser.add_argument("--small", action="store_true", help="a tiny model; the default on a machine without a device")
     parser.add_argument("--minutes", type=float, default=minutes, help="begin no further case after this time")
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     found = parser.parse_args()
@@ -74,7 +83,8 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
                 if reason is not None:
                     print(f"The cases follow one another: {reason}.", flush=True)
                     running[0].end()
-                    return [_run_alone(case, limit_seconds) for case in cases]
+                    alone = [replace(case, lockstep=False) for case in cases]
+                    return [run_in_lockstep([case], limit_seconds=limit_seconds)[0] for case in alone]
         for number in itertools.count():
             waiting = [each for each in running if each.waits]
             if not waiting:
@@ -99,10 +109,6 @@ def compact_memory() -> bool:
     except OSError:
         return False
     return True
-
-
-def _run_alone(case: Case, limit_seconds: float) -> Row:
-    return run_in_lockstep([replace(case, lockstep=False)], limit_seconds=limit_seconds)[0]
 
 
 class _Running:
@@ -193,20 +199,26 @@ def against_plain(rows: Sequence[Row]) -> list[list[float]]:
         rows: As a book has them. A lockstep without ordinary training is divided by that of the one before.
     """
     plain: dict[int, list[list[float]]] = defaultdict(list)
-    numbers: list[int] = []
     for row in rows:
-        is_plain = row.case.mode == "plain"
-        before = numbers[-1] if numbers else 0
-        numbers.append(row.notes.get(LOCKSTEP, before + is_plain))  # older results: ordinary training came first
-        if is_plain and row.seconds:
-            plain[numbers[-1]].append(row.seconds)
+        if row.case.mode == "plain" and row.seconds:
+            plain[row.notes[LOCKSTEP]].append(row.seconds)
     found: list[list[float]] = []
-    for row, number in zip(rows, numbers, strict=True):
-        known = [runs for earlier, runs in plain.items() if earlier <= number]
+    for row in rows:
+        known = [runs for earlier, runs in plain.items() if earlier <= row.notes[LOCKSTEP]]
         equal_length = [seconds for seconds in (known[-1] if known else []) if len(seconds) == len(row.seconds)]
         yardstick = [statistics.fmean(step) for step in zip(*equal_length, strict=True)]
         found.append([own / other for own, other in zip(row.seconds, yardstick, strict=bool(yardstick))])
     return found
+
+
+def grouped(rows: Sequence[Row], key: Callable[[Case], Key]) -> dict[Key, tuple[list[Row], list[float]]]:
+    """Return the rows of each key of their cases, and their steps ÷ ordinary training's, as ``against_plain``."""
+    groups: dict[Key, tuple[list[Row], list[float]]] = {}
+    for row, ratios in zip(rows, against_plain(rows), strict=True):
+        alike, compared = groups.setdefault(key(row.case), ([], []))
+        alike.append(row)
+        compared.extend(ratios)
+    return groups
 
 
 class Book:
@@ -322,7 +334,7 @@ def table(rows: list[Row]) -> list[str]:
             found = summary(row.seconds)
             base = summary(beside.seconds)["median"] if beside else 0.0
             cells += [
-                f"{found['median']:.3f} ({found['q1']:.3f} to {found['q3']:.3f})",
+                spread(found),
                 f"{found['median'] / base:.3f}" if base else "",
                 f"{row.peak_bytes / 1e6:.0f}",
                 f"{row.peak_bytes / beside.peak_bytes:.2f}" if beside and beside.peak_bytes else "",

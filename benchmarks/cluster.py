@@ -43,32 +43,13 @@ class Nodes:
     switch_bytes_per_second: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStep:
-    """One rank's step.
-
-    Attributes:
-        seconds: Its end.
-        stall_seconds: Time that it waited for its own copies.
-        waited_seconds: Time that it waited for other ranks.
-        out_bytes: Bytes copied out.
-    """
-
-    seconds: float
-    stall_seconds: float
-    waited_seconds: float
-    out_bytes: float
-
-
 @dataclass(eq=False, slots=True)
 class _Copy:
-    nbytes: float
+    left: float
     rank: int
     out: bool
-    left: float = 0.0
     rate: float = 0.0
     ends: float = 0.0
-    begun: bool = False
     done: bool = False
     wake: Callable[[], None] | None = None
 
@@ -79,10 +60,7 @@ class _Rank:
 
     queues: dict[bool, deque[_Copy]] = field(default_factory=lambda: {True: deque(), False: deque()})
     busy: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
-    stall: float = 0.0
-    waited: float = 0.0
     ended: float = 0.0
-    out_bytes: float = 0.0
 
 
 _Wait = tuple[str, float | int | _Copy]
@@ -122,17 +100,8 @@ class _Cluster:
 
     def _step(self, rank: int, program: Generator[_Wait, None, None]) -> None:
         """Run a rank until it waits."""
-        mine = self.ranks[rank]
+        wake = partial(self._step, rank, program)
         for what, value in program:
-            began = self.now
-
-            def wake(what: str = what, began: float = began) -> None:
-                if what == "copy":
-                    mine.stall += self.now - began
-                elif what == "block":
-                    mine.waited += self.now - began
-                self._step(rank, program)
-
             if isinstance(value, _Copy):
                 if value.done:
                     continue
@@ -144,7 +113,7 @@ class _Cluster:
             else:
                 self.at(self.now + value, wake)
             return
-        mine.ended = self.now
+        self.ranks[rank].ended = self.now
 
     def _may_begin(self, number: int) -> bool:
         """Count a rank that begins a block, if all have begun the one before; release those that wait for it."""
@@ -162,7 +131,7 @@ class _Cluster:
 
     def copy(self, rank: int, nbytes: float, *, out: bool) -> _Copy:
         """Queue a copy of a rank after its others of the same direction."""
-        made = _Copy(nbytes, rank, out, left=nbytes)
+        made = _Copy(nbytes, rank, out)
         self.ranks[rank].queues[out].append(made)
         self._next(rank, out)
         return made
@@ -176,7 +145,7 @@ class _Cluster:
         if mine.busy[out] or not mine.queues[out]:
             return
         begins, node = mine.queues[out].popleft(), rank // self.nodes.ranks
-        mine.busy[out] = begins.begun = True
+        mine.busy[out] = True
         self._advance(node)
         self.active[node].append(begins)
         self._changed.add(node)
@@ -219,9 +188,7 @@ class _Cluster:
         self._changed.add(node)
         for each in ended:
             each.done = True
-            mine = self.ranks[each.rank]
-            mine.busy[each.out] = False
-            mine.out_bytes += each.nbytes if each.out else 0.0
+            self.ranks[each.rank].busy[each.out] = False
             self._next(each.rank, each.out)
             if each.wake is not None:
                 each.wake()
@@ -396,7 +363,7 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
     yield "compute", profile.epilogue_seconds
 
 
-def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: Nodes) -> list[RankStep]:
+def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: Nodes) -> list[float]:
     """Simulate one step of a sharded job. See [Note: what ranks share].
 
     Args:
@@ -405,11 +372,8 @@ def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: N
         nodes: What ranks share; rank 9 is on the second node of eight.
 
     Returns:
-        The step of each rank.
+        The seconds of each rank's step.
     """
     cluster = _Cluster(profiles, nodes)
     cluster.run([_program(cluster, rank, assignment) for rank in range(len(profiles))])
-    return [
-        RankStep(seconds=r.ended, stall_seconds=r.stall, waited_seconds=r.waited, out_bytes=r.out_bytes)
-        for r in cluster.ranks
-    ]
+    return [rank.ended for rank in cluster.ranks]

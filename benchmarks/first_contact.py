@@ -62,13 +62,13 @@ def train(device: torch.device, scope: Callable[[nn.Module], AbstractContextMana
     return found
 
 
-def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
+def microseconds(call: Callable[[], object]) -> float:
     """Return the host's time for one call."""
     call()
     begun = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(CALLS):
         call()
-    return 1e6 * (time.perf_counter() - begun) / calls
+    return 1e6 * (time.perf_counter() - begun) / CALLS
 
 
 def answers(copied_bytes: int = 256 * MIB) -> Iterator[tuple[str, str, bool]]:

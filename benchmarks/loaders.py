@@ -17,10 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ebbtide.store.share import fields_of
 
 MIB = 1 << 20
 IMPORTED = (
@@ -73,18 +76,11 @@ def _shard(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def ours(path: str, dtype: torch.dtype) -> Any:
-    """``load_sharded``: each rank reads its slices."""
+def ours(path: str, dtype: torch.dtype, source: str = "auto") -> Any:
+    """``load_sharded``: each rank reads its slices, or one rank reads (``"broadcast"``)."""
     import ebbtide
 
-    return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype)
-
-
-def ours_broadcast(path: str, dtype: torch.dtype) -> Any:
-    """``load_sharded``: one rank reads."""
-    import ebbtide
-
-    return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype, source="broadcast")
+    return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype, source=source)
 
 
 def plain(path: str, dtype: torch.dtype) -> Any:
@@ -170,7 +166,7 @@ RAW = "raw reads"
 PLAIN = "from_pretrained on each rank"
 LOADERS: dict[str, Callable[[str, torch.dtype], Any]] = {
     "ebbtide, slices": ours,
-    "ebbtide, broadcast": ours_broadcast,
+    "ebbtide, broadcast": partial(ours, source="broadcast"),
     PLAIN: plain,
     "transformers DistributedConfig": transformers_native,
     "accelerate, from rank 0": accelerate_efficient,
@@ -181,13 +177,11 @@ LOADERS: dict[str, Callable[[str, torch.dtype], Any]] = {
 
 
 def _status(field: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
+    return fields_of(Path("/proc/self/status"), unit=1024)[f"{field}:"]
 
 
 def _disk_bytes() -> int:
-    line = next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes:"))
-    return int(line.split()[1])
+    return fields_of(Path("/proc/self/io"))["read_bytes:"]
 
 
 class _PrivatePeak:

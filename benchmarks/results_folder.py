@@ -1,7 +1,8 @@
-"""Shared by suites: names of results folders, facts noted with the numbers, quartiles, alternating rates."""
+"""Shared by suites: flags, names of results folders, facts noted with the numbers, quartiles, alternating rates."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -25,10 +26,34 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"q1": low, "median": middle, "q3": high}
 
 
+def summaries(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return median and quartiles of each of several lists."""
+    return {name: summary(some) for name, some in values.items()}
+
+
+def spread(quartiles: dict[str, float], digits: int = 3, *, unit: float = 1.0) -> str:
+    """Return what ``summary`` returned as text, in a unit: ``1.02 (1.00 to 1.05)``."""
+    middle, low, high = (f"{quartiles[key] / unit:.{digits}f}" for key in ("median", "q1", "q3"))
+    return f"{middle} ({low} to {high})"
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the suite with this docstring; it has ``--out``."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
+    return parser
+
+
+def with_tables(text: str, begin: str, end: str, rows: str) -> str:
+    """Return a page with what is between two of its lines replaced."""
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{rows}\n\n{end}{rest.split(end)[1]}"
+
+
 def interleaved(
     pairs: int, raw: Callable[[], tuple[float, float]], tier: Callable[[], tuple[float, float]]
 ) -> dict[str, list[float]]:
-    """Return the rates out and in of a tier and of its reference, measured in turn.
+    """Return the rates out and in of a tier, of its reference, and their ratio, measured in turn.
 
     The order changes from pair to pair, so that other load on the machine affects both; the first pair warms up.
 
@@ -45,7 +70,18 @@ def interleaved(
             if pair:
                 found[f"{name}_out"].append(out)
                 found[f"{name}_in"].append(into)
+    for direction in ("out", "in"):
+        both = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
+        found[f"ratio_{direction}"] = [tier / raw for tier, raw in both]
     return found
+
+
+def compared_rates(
+    rates: dict[str, dict[str, float]], direction: str, digits: int, *, unit: float, ratio_digits: int = 3
+) -> str:
+    """Return three cells of a table: the quartiles of the rates of a reference and of a tier, and of their ratio."""
+    raw, tier = (spread(rates[f"{name}_{direction}"], digits, unit=unit) for name in ("raw", "tier"))
+    return f"{raw} | {tier} | {spread(rates[f'ratio_{direction}'], ratio_digits)}"
 
 
 def hardware(directory: Path) -> str:

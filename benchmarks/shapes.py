@@ -73,7 +73,7 @@ def qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, he
     return Shape(make=make, feed=feed)
 
 
-def wan(heads: int, inner: int, layers: int, *, head: int = 128) -> Shape:
+def wan(heads: int, inner: int, layers: int) -> Shape:
     """Return a video transformer with Wan's architecture; tokens are rounded up to whole frames of 30 x 52."""
     rows, columns, text, channels = 30, 52, 512, 16
 
@@ -81,7 +81,7 @@ def wan(heads: int, inner: int, layers: int, *, head: int = 128) -> Shape:
         from diffusers import WanTransformer3DModel
 
         return WanTransformer3DModel(
-            num_attention_heads=heads, attention_head_dim=head, ffn_dim=inner, num_layers=layers, in_channels=channels,
+            num_attention_heads=heads, attention_head_dim=128, ffn_dim=inner, num_layers=layers, in_channels=channels,
             out_channels=channels, text_dim=text,
         )  # fmt: skip
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.case import Case, Row
-from benchmarks.cases import Book, against_plain, arguments
+from benchmarks.cases import Book, against_plain, arguments, grouped
 from benchmarks.peers import planned
-from benchmarks.results_folder import summary
+from benchmarks.results_folder import spread, summary
 from ebbtide.base.units import format_size
 
 SLOWDOWNS = (0.0, 0.05, 0.15, 0.3)
@@ -59,15 +59,10 @@ def table(rows: list[Row]) -> list[str]:
         " | bound | above the bound | kept / offloaded / recomputed | status |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    compared: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row, ratios in zip(rows, against_plain(rows), strict=True):
-        groups[row.case.model, row.case.mode].append(row)
-        compared[row.case.model, row.case.mode] += ratios
-    for (model, mode), found in groups.items():
+    for (model, mode), (found, ratios) in grouped(rows, lambda case: (case.model, case.mode)).items():
         status = ", ".join(sorted({row.status for row in found}))
         cells = [f"{model}, {found[0].case.batch} x {found[0].case.tokens}", mode.removeprefix("ebbtide ")]
-        cells += _figures([row for row in found if row.seconds], compared[model, mode]) or [""] * 9
+        cells += _figures([row for row in found if row.seconds], ratios) or [""] * 9
         lines.append("| " + " | ".join([*cells, status]) + " |")
     return lines
 
@@ -106,13 +101,11 @@ def _figures(found: list[Row], ratios: list[float]) -> list[str]:
     if not found or not ratios:
         return []
     peak = statistics.median(map(total, found))
-    spread = summary(ratios)
-    ratio, came = spread["median"], f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
+    ratio, came = statistics.median(ratios), spread(summary(ratios))
     plans = [row.notes["predicted"] for row in found if "predicted" in row.notes]
     if not plans:
         return ["", format_size(peak), "", "", came, "", "", "", ""]
     said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
-    said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in older results
     bound, slowdown = 1 + said["bound_percent"] / 100, promised(found[0].case.mode)
     has_peak = found[0].case.mode.startswith(planned(memory_budget=""))  # measured for a budget only
     return [

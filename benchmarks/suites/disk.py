@@ -16,7 +16,6 @@ some seconds after as much was freed: what a first use of either kind of page co
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import datetime
 import mmap
@@ -29,7 +28,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.results_folder import hardware, interleaved, result_folder, summary, write_result
+from benchmarks.results_folder import (
+    compared_rates,
+    hardware,
+    interleaved,
+    parser_of,
+    result_folder,
+    spread,
+    summaries,
+    write_result,
+)
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.location import check_directory, default_directory, filesystem_of
@@ -189,10 +197,8 @@ def report(
     ]
     for size, directions in sizes.items():
         for direction in ("out", "in"):
-            raw, tier, ratio = (directions[f"{x}_{direction}"] for x in ("raw", "tier", "ratio"))
-            cells = [f"{x['median'] / MIB:.0f} ({x['q1'] / MIB:.0f} to {x['q3'] / MIB:.0f})" for x in (raw, tier)]
-            share = f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
-            lines.append(f"| {size} | {direction} | {cells[0]} | {cells[1]} | {share} |")
+            cells = compared_rates(directions, direction, 0, unit=MIB, ratio_digits=2)
+            lines.append(f"| {size} | {direction} | {cells} |")
     lines += [
         "",
         "The same pieces of 2.25 MiB, raw, beside matrices that are multiplied with all processors:",
@@ -204,13 +210,8 @@ def report(
     for pages in ("small", "huge"):
         for direction in ("out", "in"):
             rate, cost = (costs[f"{pages}_{direction}_{x}"] for x in ("rate", "cost"))
-            lines.append(
-                f"| {pages} | {direction} "
-                f"| {rate['median'] / MIB:.0f} ({rate['q1'] / MIB:.0f} to {rate['q3'] / MIB:.0f}) "
-                f"| {cost['median']:.3f} ({cost['q1']:.3f} to {cost['q3']:.3f}) |"
-            )
-        fresh = costs[f"{pages}_fresh"]
-        first.append(f"{fresh['median']:.2f} ({fresh['q1']:.2f} to {fresh['q3']:.2f}) in {pages} pages")
+            lines.append(f"| {pages} | {direction} | {spread(rate, 0, unit=MIB)} | {spread(cost)} |")
+        first.append(f"{spread(costs[f'{pages}_fresh'], 2)} in {pages} pages")
     lines += [
         "",
         f"Milliseconds for the first use of a MiB, {UNUSED_SECONDS:g} s after as much was freed: {', '.join(first)}.",
@@ -220,24 +221,16 @@ def report(
 
 def main() -> None:
     """Measure and write ``run.json`` and ``README.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--path", type=Path, help="directory on the disk to measure")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--total-mib", type=int, default=256)
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
     directory = check_directory(options.path) if options.path else default_directory()
-    sizes: dict[str, dict[str, dict[str, float]]] = {}
-    runs: dict[str, dict[str, list[float]]] = {}
-    for size_mib in (1, 4, 16):
-        found = measure(directory, size_mib * MIB, options.total_mib * MIB, options.pairs)
-        for direction in ("out", "in"):
-            pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
-            found[f"ratio_{direction}"] = [tier / raw for tier, raw in pairs]
-        runs[f"{size_mib} MiB"] = found
-        sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
-    compute = cost_to_compute(directory, options.total_mib * MIB, options.pairs)
-    costs = {name: summary(values) for name, values in compute.items()}
+    total_bytes, pairs = options.total_mib * MIB, options.pairs
+    runs = {f"{size} MiB": measure(directory, size * MIB, total_bytes, pairs) for size in (1, 4, 16)}
+    compute = cost_to_compute(directory, total_bytes, pairs)
+    sizes, costs = {size: summaries(found) for size, found in runs.items()}, summaries(compute)
     folder = options.out or result_folder("disk", directory)
     result: dict[str, object] = {
         "suite": "disk",

@@ -9,15 +9,13 @@ and under ebbtide's policies; the engine counts what each leaves on the device a
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ebbtide
-from benchmarks.results_folder import result_folder, write_result
+from benchmarks.results_folder import parser_of, result_folder, with_tables, write_result
 from benchmarks.suites.scaling import LAYERS, MACHINES, MODELS, SHRUNK, TOKENS
 
 PAGE = Path(__file__).parents[2] / "examples" / "README.md"
@@ -62,18 +60,11 @@ EXAMPLES = (
 def counted(*, adapters: bool) -> dict[str, dict[str, float]]:
     """Return mode → bytes per token and block: what stays on the device, and what is moved."""
     from peft import LoraConfig, get_peft_model
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        hidden_size=MODEL.hidden // SHRUNK, intermediate_size=MODEL.inner // SHRUNK, head_dim=128 // SHRUNK,
-        num_attention_heads=MODEL.heads, num_key_value_heads=MODEL.kv_heads, num_hidden_layers=LAYERS,
-        vocab_size=128, max_position_embeddings=TOKENS, use_cache=False,
-    )  # fmt: skip
     ids = torch.randint(0, 128, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     found: dict[str, dict[str, float]] = {}
     for mode, policy in MODES.items():
-        torch.manual_seed(0)
-        network: Any = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        network = MODEL.shrunk()
         if adapters:
             network = get_peft_model(
                 network, LoraConfig(r=8, target_modules="all-linear"), autocast_adapter_dtype=False
@@ -132,16 +123,9 @@ def counts(found: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def page(text: str, rows: str) -> str:
-    """Return the page with its table replaced."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.split(END)[1]}"
-
-
 def main() -> None:
     """Count, compute and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--page", action="store_true", help="also write the table of examples/README.md")
     given = parser.parse_args()
     found = {"full": counted(adapters=False), "adapters": counted(adapters=True)}
@@ -150,7 +134,7 @@ def main() -> None:
     folder = given.out or result_folder("examples")
     write_result(folder, {"suite": "examples", "bytes_per_token_and_block": found}, counts(found))
     if given.page:
-        PAGE.write_text(page(PAGE.read_text(), rows))
+        PAGE.write_text(with_tables(PAGE.read_text(), BEGIN, END, rows))
     print(f"\nwritten to {folder}")
 
 

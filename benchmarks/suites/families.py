@@ -48,9 +48,6 @@ WHY = {
     "never offloaded": "it stays under every policy, such as a part of a storage whose siblings may change in place",
 }
 
-OLDER = {"cast up, waits as it was": "cast up", "never moved": "never offloaded"}
-"""Reason in older folders → reason."""
-
 
 def measure(only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield the shares of each family in each precision."""
@@ -78,9 +75,9 @@ def row(case: dict[str, Any]) -> str:
     return "| " + " | ".join([case["family"], *(f"{share:.0f}" for share in shares)]) + " |"
 
 
-def reasons(case: dict[str, Any], most: int = 3) -> str:
+def reasons(case: dict[str, Any]) -> str:
     """Return the largest groups of what Auto does not recompute; most are offloaded for a matrix product."""
-    large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:most]
+    large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:3]
     return ", ".join(
         f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f}" + ("" if g["why"] == USUAL else f" ({g['why']})")
         for g in large
@@ -216,13 +213,8 @@ def page(folder: Path) -> str:
 
 
 def cases_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the cases in a results folder, with the words of older folders replaced by those of newer ones."""
-    cases: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["cases"]
-    for group in (group for case in cases for group in case["moved"]):
-        group["why"] = OLDER.get(group["why"], group["why"])
-    for found in (found for case in cases for found in case["policies"].values() if "remade" in found):
-        found["recomputed"] = found.pop("remade")
-    return cases
+    """Return the cases in a results folder."""
+    return json.loads((folder / "run.json").read_text())["cases"]
 
 
 def newest() -> Path:

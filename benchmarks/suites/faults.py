@@ -10,12 +10,11 @@ modes of a length run in lockstep, and each step time is divided by that of ordi
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.case import Case, Row
-from benchmarks.cases import Book, against_plain, arguments
-from benchmarks.results_folder import summary
+from benchmarks.cases import Book, arguments, grouped
+from benchmarks.results_folder import spread, summary
 from ebbtide.base.units import format_size
 
 MODES = ("plain", "checkpointing", "ebbtide auto", "ebbtide minimal", "ebbtide keep")
@@ -28,26 +27,21 @@ def table(rows: Sequence[Row]) -> list[str]:
         "| tokens | mode | page faults a step | system time | step | step ÷ plain | peak | of it tensors | status |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    compared: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for row, ratios in zip(rows, against_plain(rows), strict=True):
-        groups[row.case.tokens, row.case.mode].append(row)
-        compared[row.case.tokens, row.case.mode] += ratios
-    for (tokens, mode), found in sorted(groups.items(), key=lambda group: (group[0][0], MODES.index(group[0][1]))):
+    groups = grouped(rows, lambda case: (case.tokens, MODES.index(case.mode)))
+    for (tokens, mode), (found, ratios) in sorted(groups.items(), key=lambda group: group[0]):
         status = ", ".join(sorted({row.status for row in found}))
         done = [row for row in found if row.seconds]
         cells = [""] * 6
         if done:
-            over = summary(compared[tokens, mode]) if compared[tokens, mode] else None
             cells = [
                 f"{statistics.median(n for row in done for n in row.faults):,.0f}",
                 f"{statistics.median(s for row in done for s in row.system_seconds):.2f} s",
                 f"{statistics.median(s for row in done for s in row.seconds):.2f} s",
-                "" if over is None else f"x{over['median']:.3f} ({over['q1']:.3f} to {over['q3']:.3f})",
+                f"x{spread(summary(ratios))}" if ratios else "",
                 format_size(statistics.median(row.base_bytes + row.peak_bytes for row in done)),
                 format_size(statistics.median(row.allocated_bytes for row in done)),
             ]
-        lines.append("| " + " | ".join([str(tokens), mode, *cells, status]) + " |")
+        lines.append("| " + " | ".join([str(tokens), MODES[mode], *cells, status]) + " |")
     return lines
 
 

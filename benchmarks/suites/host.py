@@ -12,14 +12,22 @@ hold for the same tensors, each rounded up to a power of two.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.results_folder import RESULTS, hardware, interleaved, result_folder, summary, write_result
+from benchmarks.cases import device_name
+from benchmarks.results_folder import (
+    RESULTS,
+    compared_rates,
+    hardware,
+    interleaved,
+    parser_of,
+    result_folder,
+    summaries,
+    write_result,
+)
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 
@@ -77,8 +85,8 @@ def tier_rates(tier: HostTier, sources: list[torch.Tensor]) -> tuple[float, floa
     return rates
 
 
-def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the rates of ``pairs`` alternating runs after one that warms up, and what the tier holds at the end."""
+def measure(size_bytes: int, total_bytes: int, pairs: int) -> dict[str, list[float]]:
+    """Return the rates of ``pairs`` alternating runs after one that warms up."""
     where = torch.accelerator.current_accelerator()
     if where is None:
         raise SystemExit("torch finds no accelerator on this machine: there is nothing to measure")
@@ -86,9 +94,11 @@ def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, li
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in sources]
     stream, tier = torch.Stream(device=where), HostTier(AcceleratorDevice())
     try:
-        return interleaved(
-            pairs, lambda: raw_rates(stream, sources, pinned), lambda: tier_rates(tier, sources)
-        ), tier.gauges()
+        found = interleaved(pairs, lambda: raw_rates(stream, sources, pinned), lambda: tier_rates(tier, sources))
+        held = tier.gauges()
+        if held["host_pinned_bytes"] < held["host_held_bytes"]:
+            raise SystemExit("the system refused to pin memory: pageable copies are no measure of the link")
+        return found
     finally:
         tier.close()
 
@@ -129,10 +139,7 @@ def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float
     ]
     for size, directions in sizes.items():
         for direction in ("out", "in"):
-            raw, tier, ratio = (directions[f"{x}_{direction}"] for x in ("raw", "tier", "ratio"))
-            cells = [f"{x['median'] / 1e9:.1f} ({x['q1'] / 1e9:.1f} to {x['q3'] / 1e9:.1f})" for x in (raw, tier)]
-            share = f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
-            lines.append(f"| {size} | {direction} | {cells[0]} | {cells[1]} | {share} |")
+            lines.append(f"| {size} | {direction} | {compared_rates(directions, direction, 1, unit=1e9)} |")
     lines += [
         "",
         f"Bytes held ÷ offloaded, tensors of uneven sizes: **{waste['tier']:.4f}** in {waste['chunks']:.0f} chunks "
@@ -143,30 +150,20 @@ def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float
 
 def main() -> None:
     """Measure and write ``run.json`` and ``README.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--total-mib", type=int, default=1024)
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
     if not torch.accelerator.is_available():
         print("Nothing measured: torch finds no accelerator on this machine, and the host tier serves nothing else")
         return
-    sizes: dict[str, dict[str, dict[str, float]]] = {}
-    runs: dict[str, dict[str, list[float]]] = {}
-    for size_mib in SIZES_MIB:
-        found, held = measure(size_mib * MIB, options.total_mib * MIB, options.pairs)
-        if held["host_pinned_bytes"] < held["host_held_bytes"]:
-            raise SystemExit("the system refused to pin memory: pageable copies are no measure of the link")
-        for direction in ("out", "in"):
-            pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
-            found[f"ratio_{direction}"] = [tier / raw for tier, raw in pairs]
-        runs[f"{size_mib} MiB"] = found
-        sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
+    runs = {f"{size} MiB": measure(size * MIB, options.total_mib * MIB, options.pairs) for size in SIZES_MIB}
+    sizes = {size: summaries(found) for size, found in runs.items()}
     waste = count_waste(options.total_mib * MIB)
     result: dict[str, object] = {
         "suite": "host",
         "hardware": hardware(RESULTS),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "accelerator",
+        "device": device_name(),
         "date": datetime.date.today().isoformat(),
         "total_mib": options.total_mib,
         "pairs": options.pairs,

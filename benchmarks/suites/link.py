@@ -11,6 +11,7 @@ step with kernels for memory, on a CPU with kernels for cores.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,15 @@ import ebbtide
 from benchmarks.case import step
 from benchmarks.cases import MIB, arguments, device_name
 from benchmarks.peers import Prepared
-from benchmarks.results_folder import RESULTS, hardware, interleaved, result_folder, summary, write_result
+from benchmarks.results_folder import (
+    RESULTS,
+    compared_rates,
+    hardware,
+    interleaved,
+    result_folder,
+    summaries,
+    write_result,
+)
 from benchmarks.shapes import SHAPES
 from benchmarks.suites import disk, host
 from ebbtide.base.actions import Action
@@ -64,15 +73,12 @@ def step_rates(handle: ebbtide.Handle, run: Callable[[], object]) -> Rates:
     """Return the rates of the copies of one step, out and in, while they ran."""
     tier = handle._engine.tier
     tier.counters  # noqa: B018  what was in flight before counts before
-    before = [
-        getattr(tier.counters, name) for name in ("timed_out_bytes", "out_seconds", "timed_in_bytes", "in_seconds")
-    ]
+    counted = operator.attrgetter("timed_out_bytes", "out_seconds", "timed_in_bytes", "in_seconds")
+    before = counted(tier.counters)
     run()
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    after = [
-        getattr(tier.counters, name) for name in ("timed_out_bytes", "out_seconds", "timed_in_bytes", "in_seconds")
-    ]
+    after = counted(tier.counters)
     out_bytes, out_seconds, in_bytes, in_seconds = (b - a for a, b in zip(before, after, strict=True))
     if not out_seconds or not in_seconds:
         raise SystemExit("a step moved nothing: a smaller --window-mib holds less back")
@@ -81,7 +87,6 @@ def step_rates(handle: ebbtide.Handle, run: Callable[[], object]) -> Rates:
 
 def report(result: dict[str, Any]) -> str:
     """Return the README of a results folder."""
-    rows = result["summary"]
     lines = [
         f"# Copies in a real step and in a bare loop: {result['device']}, {result['hardware']}",
         "",
@@ -93,10 +98,8 @@ def report(result: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for direction in ("out", "in"):
-        raw, tier, ratio = (rows[f"{x}_{direction}"] for x in ("raw", "tier", "ratio"))
-        cells = [f"{x['median'] / 1e9:.2f} ({x['q1'] / 1e9:.2f} to {x['q3'] / 1e9:.2f})" for x in (raw, tier)]
-        share = f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
-        lines.append(f"| {direction} | {cells[0]} | {cells[1]} | {share} | {result['stall_seconds_per_step']:.4f} |")
+        cells = compared_rates(result["summary"], direction, 2, unit=1e9)
+        lines.append(f"| {direction} | {cells} | {result['stall_seconds_per_step']:.4f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -118,9 +121,6 @@ def main() -> None:
         loop, before = raw_loop(sizes, stack), handle.stats().total_stall_seconds
         found = interleaved(given.pairs, loop, lambda: step_rates(handle, lambda: step(prepared, inputs)))
         stall = (handle.stats().total_stall_seconds - before) / (given.pairs + 1)
-    for direction in ("out", "in"):
-        pairs = zip(found[f"tier_{direction}"], found[f"raw_{direction}"], strict=True)
-        found[f"ratio_{direction}"] = [tier / raw for tier, raw in pairs]
     result: dict[str, Any] = {
         "suite": "link",
         "hardware": hardware(RESULTS),
@@ -131,7 +131,7 @@ def main() -> None:
         "window_bytes": window,
         "sizes_bytes": sizes,
         "stall_seconds_per_step": stall,
-        "summary": {key: summary(values) for key, values in found.items()},
+        "summary": summaries(found),
         "runs_bytes_per_second": found,
     }
     text = report(result)

@@ -19,7 +19,6 @@ checkpoint and every finished load are kept there, and the same command resumes 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -36,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loaders import IMPORTED, LOADERS, MIB, PLAIN, RAW, SMALL, TINY, WIDE, rank_main
-from benchmarks.results_folder import hardware, result_folder, summary, write_result
+from benchmarks.results_folder import hardware, parser_of, result_folder, spread, summary, write_result
+from ebbtide.store.share import fields_of
 
 WAIT_SECONDS = 300
 SPARE_BYTES = 2 << 30
@@ -120,8 +120,7 @@ class Bench:
 def _wait_for_memory(needed_bytes: int) -> bool:
     """Wait until the machine has memory to spare; ``False`` if it has none for minutes."""
     for _ in range(60):
-        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
-        if int(line.split()[1]) * 1024 >= needed_bytes:
+        if fields_of(Path("/proc/meminfo"), unit=1024)["MemAvailable:"] >= needed_bytes:
             return True
         time.sleep(5)
     return False
@@ -240,12 +239,12 @@ def report(result: dict[str, Any]) -> str:
             if "runs" not in row:
                 lines.append(f"| {loader} | | | | | | | | {error} |")
                 continue
-            several = len(row["runs"]) > 1
-            cells = [_spread(row[k], MIB, 0, several) for k in ("above_shard_bytes", "private_above_shard_bytes")]
-            cells.append(_spread(row["seconds"], 1, 1, several))
+            shown = spread if len(row["runs"]) > 1 else _only
+            cells = [shown(row[k], 0, unit=MIB) for k in ("above_shard_bytes", "private_above_shard_bytes")]
+            cells.append(shown(row["seconds"], 1))
             cells.append(f"{medians[loader] / fastest:.2f}" if fastest and loader != RAW else "")
             cells.append(f"{raw / medians[loader]:.2f}" if raw else "")
-            cells += [_spread(row[k], 1, 1, several) for k in ("written_seconds", "processor_seconds")]
+            cells += [shown(row[k], 1) for k in ("written_seconds", "processor_seconds")]
             cells.append("; ".join(words for words in (_verdict(row) if loader != RAW else "none", error) if words))
             lines.append(f"| {loader} | {' | '.join(cells)} |")
     if result["drawn"]:
@@ -270,9 +269,8 @@ def _verdict(row: dict[str, Any]) -> str:
     return "equal" if row["buffers_equal"] else "equal, buffers not"
 
 
-def _spread(values: dict[str, float], unit: float, digits: int, several: bool) -> str:
-    low, middle, high = (f"{values[k] / unit:.{digits}f}" for k in ("q1", "median", "q3"))
-    return f"{middle} ({low} to {high})" if several else middle
+def _only(values: dict[str, float], digits: int, *, unit: float = 1.0) -> str:
+    return f"{values['median'] / unit:.{digits}f}"
 
 
 def _prepare(work: Path, *, small: bool) -> None:
@@ -303,14 +301,13 @@ def _draw(bench: Bench, dtype: str, world: int) -> str:
 
 def main() -> None:
     """Write a checkpoint, measure, and write ``run.json``, ``README.md`` and ``loading.svg``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, help="directory on the disk to read from, kept; default: a temporary one")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, nargs="+", default=[5, 3], help="for each of --worlds")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--often", nargs="+", default=list(LOADERS), choices=list(LOADERS), help="run in every round")
     parser.add_argument("--small", action="store_true", help="a checkpoint of about 80 MiB, to try the suite")
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
     if len(options.rounds) != len(options.worlds):
         parser.error("--rounds needs a number for each of --worlds")

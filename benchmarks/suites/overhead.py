@@ -15,14 +15,12 @@ time.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,7 +29,7 @@ from benchmarks.case import synchronize
 from benchmarks.cases import device_name
 from benchmarks.frames import shares
 from benchmarks.nodevice import NoDevice
-from benchmarks.results_folder import result_folder, summary, write_result
+from benchmarks.results_folder import parser_of, result_folder, summary, write_result
 from benchmarks.small_steps import SMALL_MODELS, SPY_SECONDS, small_steps
 from ebbtide.base.events import Bus
 from ebbtide.config import Keep, Minimal, Offload, Options, Policy
@@ -204,9 +202,8 @@ def of_small_models(pairs: int) -> tuple[dict[str, dict[str, list[float]]], list
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ from benchmarks.case import MOST_WARMUP_STEPS, forget_peak, peak, step, synchron
 from benchmarks.cases import arguments, device_name
 from benchmarks.device_time import DeviceTime, device_time
 from benchmarks.peers import Prepared, mode_named, planned
-from benchmarks.results_folder import result_folder, summary, write_result
+from benchmarks.results_folder import result_folder, spread, summary, write_result
 from benchmarks.shapes import SHAPES
 
 WITHIN = "auto within checkpointing"
@@ -179,7 +179,7 @@ def table(modes: dict[str, Trained]) -> list[str]:
         device = trained.traced
         kernels, gaps = (f"{1e3 * x:.0f} ms" for x in (device.busy_seconds, device.gap_seconds)) if device else ("", "")
         lines.append(
-            f"| {mode} | {ms(steps, 'seconds')} | ×{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) "
+            f"| {mode} | {ms(steps, 'seconds')} | ×{spread(ratio)} "
             f"| {ms(before, 'seconds')} | {ms(after, 'seconds')} | {ms(steps, 'forward')} "
             f"| {ms(steps, 'forward', 'forward_queued')} | {ms(steps, 'collecting')}, at most {most:.0f} "
             f"| {kernels} | {gaps} | {max(step.peak_bytes for step in steps) / 2**30:.2f} GiB |"

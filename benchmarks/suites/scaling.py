@@ -9,7 +9,6 @@ and simulation of ranks that share links and wait for each other (``benchmarks.c
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -17,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 import ebbtide
 from benchmarks.cluster import Nodes, simulate_ranks
-from benchmarks.results_folder import result_folder, write_result
+from benchmarks.results_folder import parser_of, result_folder, with_tables, write_result
 from ebbtide.base.actions import Action, Site
 from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 
@@ -66,6 +65,18 @@ class Model:
     heads: int
     kv_heads: int
     layers: int
+
+    def shrunk(self) -> Any:
+        """Return a network of these proportions, at an eighth of the width, with few blocks and words."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            hidden_size=self.hidden // SHRUNK, intermediate_size=self.inner // SHRUNK, head_dim=128 // SHRUNK,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, num_hidden_layers=LAYERS,
+            vocab_size=128, max_position_embeddings=TOKENS, use_cache=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).to(torch.bfloat16)
 
     def forward_seconds(self, tokens: int, machine: Machine) -> float:
         """Return the time of one block's forward on one sequence, at the machine's peak rates."""
@@ -124,15 +135,7 @@ def counted(model: Model) -> dict[str, float]:
 
     Later steps depend on what this machine measures: ``minimal`` checkpoints every other block to compare the times.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=model.hidden // SHRUNK, intermediate_size=model.inner // SHRUNK, head_dim=128 // SHRUNK,
-        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=LAYERS,
-        vocab_size=128, max_position_embeddings=TOKENS, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    network: nn.Module = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    network = model.shrunk()
     ids = torch.randint(0, 128, (1, TOKENS))
     found: dict[str, float] = {}
     for policy in POLICIES:
@@ -258,7 +261,7 @@ def slowdown(job: Job, devices: int, bytes_per_token: float) -> float:
         for rank in range(devices)
     ]
     kept, offloaded = (
-        max(step.seconds for step in simulate_ranks(profiles, [[action] * UNITS] * model.layers, nodes))
+        max(simulate_ranks(profiles, [[action] * UNITS] * model.layers, nodes))
         for action in (Action.KEEP, Action.OFFLOAD)
     )
     return offloaded / kept - 1
@@ -308,16 +311,9 @@ def together(rows: list[dict[str, str | float]]) -> str:
     return "\n".join([*lines, *(["", *sentences] if sentences else [])])
 
 
-def page(text: str, rows: str) -> str:
-    """Return the page with its tables replaced."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.split(END)[1]}"
-
-
 def main() -> None:
     """Count, compute and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--page", action="store_true", help="also write the tables of docs/concepts/scaling.md")
     given = parser.parse_args()
     moved = {model.name: counted(model) for model in MODELS}
@@ -335,7 +331,7 @@ def main() -> None:
     text = "\n".join(["# Bytes that each policy moves", "", *counts(moved), "", COMPUTED, ""])
     write_result(folder, json.loads(json.dumps(result)), text)
     if given.page:
-        PAGE.write_text(page(PAGE.read_text(), rows))
+        PAGE.write_text(with_tables(PAGE.read_text(), BEGIN, END, rows))
     print(f"\nwritten to {folder}")
 
 

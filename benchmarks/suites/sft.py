@@ -11,14 +11,13 @@ README's table.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_folder import result_folder, write_result
+from benchmarks.results_folder import parser_of, result_folder, write_result
 from ebbtide.base.runs import SUMMARY_FILE
 from ebbtide.cli.compare import MODES, compare
 from ebbtide.cli.merge import spread, spread_of
@@ -55,18 +54,56 @@ def readme_table(modes: list[dict[str, Any]]) -> list[str]:
     """Return the README's table: the modes that a user chooses between, and the columns of their cost."""
     columns = ("mode", "peak memory", "activation memory", "saved", "step / plain", "losses")
     chosen = [mode for mode in modes if mode["mode"] in README_NAMES]
-    table = headline(chosen, [README_NAMES[mode["mode"]] for mode in chosen])
+    table = headline({README_NAMES[mode["mode"]]: mode for mode in chosen})
     picked = [table.columns.index(column) for column in columns]
     return markdown(Table(columns=columns, rows=tuple(tuple(row[i] for i in picked) for row in table.rows)))
 
 
+def report(modes: list[dict[str, Any]], rounds: list[dict[str, Any]], *, max_steps: int, max_length: int) -> str:
+    """Return the README of a results folder.
+
+    Args:
+        modes: The merged summaries.
+        rounds: In each, the summary of every mode.
+        max_steps: Steps of each run.
+        max_length: Tokens of each step.
+    """
+    named = {mode["mode"]: mode for mode in modes}
+    ours = {name: mode for name, mode in named.items() if name.startswith("ebbtide")}
+    return "\n".join(
+        [
+            f"# SmolLM2-135M-Instruct, full fine-tuning, {max_length} tokens a step, float32",
+            "",
+            f"{len(rounds)} rounds of fresh processes in turn, {max_steps} steps each, of which the first "
+            f"{modes[0]['warm_up_steps']} warm up and do not count. Peaks were watched from outside the",
+            "processes. `activation memory` is what a forward added to the resident size, in the last step, with a",
+            "trimmed heap; `step / plain` is the median of the ratios within a round, with the "
+            f"{spread_of(len(rounds))}. Made by `python -m benchmarks.suites.sft`; every round is in `run.json`.",
+            "",
+            *markdown(headline(named)),
+            "",
+            "Step time over checkpointing's, within a round:",
+            "",
+            "| mode | median | spread |",
+            "| --- | ---: | ---: |",
+            *against(rounds, "checkpointing", [*ours]),
+            "",
+            "Saved tensors, as the engine counts them:",
+            "",
+            *markdown(bytes_table(ours)),
+            "",
+            "![Memory over one step](timeline.svg)",
+            "",
+        ]
+    )
+
+
 def main() -> None:
     """Compare, and write ``run.json``, ``README.md``, ``timeline.svg`` and ``report.html``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-steps", type=int, default=7)
     parser.add_argument("--max-length", type=int, default=384)
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ebbtide-sft-") as scratch:
         out = Path(scratch) / "compare"
@@ -84,34 +121,10 @@ def main() -> None:
             {mode: json.loads((out / f"round-{turn}" / mode / SUMMARY_FILE).read_text()) for mode in names}
             for turn in range(1, given.rounds + 1)
         ]
-        text = [
-            f"# SmolLM2-135M-Instruct, full fine-tuning, {given.max_length} tokens a step, float32",
-            "",
-            f"{given.rounds} rounds of fresh processes in turn, {given.max_steps} steps each, of which the first "
-            f"{result.modes[0]['warm_up_steps']} warm up and do not count. Peaks were watched from outside the",
-            "processes. `activation memory` is what a forward added to the resident size, in the last step, with a",
-            "trimmed heap; `step / plain` is the median of the ratios within a round, with the "
-            f"{spread_of(given.rounds)}. Made by `python -m benchmarks.suites.sft`; every round is in `run.json`.",
-            "",
-            *markdown(headline(result.modes, names)),
-            "",
-            "Step time over checkpointing's, within a round:",
-            "",
-            "| mode | median | spread |",
-            "| --- | ---: | ---: |",
-            *against(rounds, "checkpointing", [n for n in names if n.startswith("ebbtide")]),
-            "",
-            "Saved tensors, as the engine counts them:",
-            "",
-            *markdown(bytes_table(result.modes, [n for n in names if n.startswith("ebbtide")])),
-            "",
-            "![Memory over one step](timeline.svg)",
-            "",
-        ]
         write_result(
             folder,
             {"suite": "sft", "environment": result.environment, "modes": result.modes, "rounds": rounds},
-            "\n".join(text),
+            report(result.modes, rounds, max_steps=given.max_steps, max_length=given.max_length),
         )
         (folder / "readme.md").write_text("\n".join(readme_table(result.modes)) + "\n")
         shown = [m for m in names if m not in ("ebbtide-minimal", "plain-again", "plain-malloc")]

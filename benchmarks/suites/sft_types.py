@@ -12,7 +12,6 @@ tests' shim, which lets accelerate's own FSDP2 code run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -23,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_folder import result_folder, write_result
+from benchmarks.results_folder import parser_of, result_folder, write_result
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, read_events
 
 ROOT = Path(__file__).parents[2]
@@ -135,9 +134,8 @@ def page(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run everything, and write ``run.json`` and ``README.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(TYPES), default=list(TYPES))
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     given = parser.parse_args()
     folder = given.out or result_folder("sft-types")
     found: dict[str, dict[str, Any]] = {}

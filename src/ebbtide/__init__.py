@@ -48,44 +48,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Action": "ebbtide.base.actions",
-    "Auto": "ebbtide.config",
-    "BlocksError": "ebbtide.base.errors",
-    "BudgetError": "ebbtide.base.errors",
-    "Candidate": "ebbtide.base.actions",
-    "CapError": "ebbtide.base.errors",
-    "ConfigError": "ebbtide.base.errors",
-    "ConflictError": "ebbtide.base.errors",
-    "DataError": "ebbtide.base.errors",
-    "DiskError": "ebbtide.base.errors",
-    "DiskFullError": "ebbtide.base.errors",
-    "DiskPathError": "ebbtide.base.errors",
-    "EbbtideError": "ebbtide.base.errors",
-    "Expr": "ebbtide.engine",
-    "Handle": "ebbtide.api",
-    "Inputs": "ebbtide.config",
-    "Keep": "ebbtide.config",
-    "Machine": "ebbtide.planner.machines",
-    "Minimal": "ebbtide.config",
-    "ModifiedInPlaceError": "ebbtide.base.errors",
-    "NodeView": "ebbtide.engine",
-    "Offload": "ebbtide.config",
-    "Plan": "ebbtide.base.actions",
-    "RestoreError": "ebbtide.base.errors",
-    "SavablePlan": "ebbtide.base.actions",
-    "Site": "ebbtide.base.actions",
-    "Stats": "ebbtide.engine",
-    "StrategyError": "ebbtide.base.errors",
-    "TablePlan": "ebbtide.planner",
-    "TargetError": "ebbtide.base.errors",
-    "TrainingError": "ebbtide.base.errors",
-    "enable_activation_offloading": "ebbtide.api",
-    "load_sharded": "ebbtide.loading",
-    "make_plan": "ebbtide.api",
-    "offload_saved_tensors": "ebbtide.api",
-    "register_recompute": "ebbtide.api",
-    "save_sharded": "ebbtide.loading",
-    "track_memory": "ebbtide.track",
+    name: module
+    for module, names in {
+        "ebbtide.api": "Handle enable_activation_offloading make_plan offload_saved_tensors register_recompute",
+        "ebbtide.base.actions": "Action Candidate Plan SavablePlan Site",
+        "ebbtide.base.errors": (
+            "BlocksError BudgetError CapError ConfigError ConflictError DataError DiskError DiskFullError "
+            "DiskPathError EbbtideError ModifiedInPlaceError RestoreError StrategyError TargetError "
+            "TrainingError"
+        ),
+        "ebbtide.config": "Auto Inputs Keep Minimal Offload",
+        "ebbtide.engine": "Expr NodeView Stats",
+        "ebbtide.loading": "load_sharded save_sharded",
+        "ebbtide.planner": "TablePlan",
+        "ebbtide.planner.machines": "Machine",
+        "ebbtide.track": "track_memory",
+    }.items()
+    for name in names.split()
 }
 """Public name → module, imported at first use: the command line's help needs no torch."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.actions import Plan
-from ebbtide.base.checks import check_value
+from ebbtide.base.checks import check_path, check_value
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Minimal, Options, Policy, Target, policy_named
@@ -32,7 +32,7 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
     if isinstance(policy, PathLike) or (isinstance(policy, str) and policy.endswith(".json")):
         return load_plan(fspath(policy))
     if isinstance(policy, str):
-        return policy_named(policy, or_file=True)
+        return policy_named(policy)
     if isinstance(policy, AutoPlan):
         return policy.made()
     if isinstance(policy, Policy):
@@ -133,18 +133,14 @@ def options_of(
     synchronous: bool = False,
 ) -> Options:
     """Parse sizes and paths into options."""
+    if disk_path is not None:
+        check_path("disk_path", disk_path, hint="such as disk_path='some/folder'")
     return Options(
         target=target,
         min_bytes=parse_size(min_bytes, name="min_bytes", least=0),
         window_bytes=None if window is None else parse_size(window, name="window"),
         host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
-        disk_path=None if disk_path is None else path_of("disk_path", disk_path),
+        disk_path=None if disk_path is None else fspath(disk_path),
         synchronous=synchronous,
         verify=verify,
     )
-
-
-def path_of(name: str, path: str | PathLike[str]) -> str:
-    if not isinstance(path, (str, PathLike)) or not str(path).strip():
-        raise ConfigError(f"{name} is {path!r:.80}", expected="a path", hint=f"such as {name}='some/folder'")
-    return str(path)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from ebbtide.base.checks import check_fields, check_value
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import parse_size
-
-STRATEGIES = ("auto", "single", "ddp", "fsdp", "fsdp2")
 
 MIN_BYTES = 64 * 1024
 """Smaller storages stay: a quarter of the saved tensors, under 1 % of their bytes, most of the per-tensor cost."""
@@ -103,6 +101,8 @@ Target = Literal["auto", "host", "disk"]
 """Where offloaded bytes go."""
 Strategy = Literal["auto", "single", "ddp", "fsdp", "fsdp2"]
 """How a model is wrapped."""
+TARGETS: tuple[Target, ...] = get_args(Target)
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 Policy = Keep | Offload | Inputs | Minimal | Auto
 
@@ -115,22 +115,17 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def policy_named(name: str, *, or_file: bool = False) -> Policy:
+def policy_named(name: str) -> Policy:
     """Return the policy of a name such as ``"minimal"``.
-
-    Args:
-        name: The name.
-        or_file: The file of a plan may be named in its place.
 
     Raises:
         ConfigError: There is no such policy.
     """
     kind = POLICIES.get(name.lower())
     if kind is None:
-        files = ", or a plan file whose name ends in .json" if or_file else ""
         raise ConfigError(
             f"policy is {name!r}",
-            expected="one of " + ", ".join(POLICIES) + files,
+            expected=f"one of {', '.join(POLICIES)}, or a plan file whose name ends in .json",
             hint=nearest(name, POLICIES) or "'auto' is the default; 'minimal' has the memory of checkpointing",
         )
     return kind()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.results_folder import with_tables
 from benchmarks.suites.scaling import (
     BEGIN,
     DEVICES,
@@ -20,7 +21,6 @@ from benchmarks.suites.scaling import (
     Model,
     counted,
     jobs,
-    page,
     slowdown,
     tables,
     together,
@@ -34,7 +34,7 @@ def test_the_page_holds_what_was_counted() -> None:
     rows = f"{tables(result['bytes_per_token_and_block'])}\n\n{together(result['jobs'])}"
     text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
-    assert page(text, rows) == text, "python -m benchmarks.suites.scaling --page rewrites it"
+    assert with_tables(text, BEGIN, END, rows) == text, "python -m benchmarks.suites.scaling --page rewrites it"
     assert RESULTS[-1].parent.name in text
 
 

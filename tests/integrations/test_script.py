@@ -128,9 +128,12 @@ def test_a_scripts_own_patch_of_calls_stays(when: str, around: str, missed: int,
     assert any(event["kept_bytes"] < event["unique_bytes"] for event in run.all("pass_end"))
 
 
-def test_a_script_that_ends_by_os_exit_is_recorded_to_its_end(tmp_path: Path) -> None:
-    run = run_switched(LOOP, "abrupt", folder=tmp_path / "run", mode="ebbtide")
+@pytest.mark.parametrize("shape", ["plain", "abrupt", "replaced"])
+def test_a_script_that_ends_is_recorded_to_its_end(shape: str, tmp_path: Path) -> None:
+    """By itself, by ``os._exit``, or where another program takes its process over."""
+    run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="ebbtide")
     assert run.code == 0 and "the script's last line" in run.output
+    assert ("the next program" in run.output) is (shape == "replaced")
     assert len(run.all("step")) == 6 and run.checksum and run.events[-1]["status"] == "ok"
 
 
@@ -163,12 +166,6 @@ def test_a_script_that_fails_keeps_its_error_and_its_record(tmp_path: Path) -> N
     assert run.code == 1
     assert "ValueError: the script's own error" in run.output
     assert len(run.all("step")) == 3 and run.events[-1]["event"] == "run_end"
-
-
-def test_a_script_that_ends_by_itself_is_recorded_to_its_end(tmp_path: Path) -> None:
-    run = run_switched(LOOP, "plain", folder=tmp_path / "run", mode="ebbtide")
-    assert "the script's last line" in run.output
-    assert len(run.all("step")) == 6 and run.checksum and run.events[-1]["status"] == "ok"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def check_path(name: str, value: object, *, hint: str) -> None:
     Raises:
         ConfigError: It is none.
     """
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value).strip():
         raise ConfigError(f"{name} is {value!r:.80}", expected="a path", hint=hint)
 
 

@@ -73,7 +73,7 @@ class Board:
 
     def _spread(self) -> str:
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
-        if rounds and all(in_lockstep(*summaries) for summaries in rounds if len(summaries) > 1):
+        if rounds and all(in_lockstep(*summaries) for summaries in rounds):
             return spread_of(sum(len(summaries[0]["step_seconds"]) for summaries in rounds), "step")
         return spread_of(len(rounds))
 
@@ -96,7 +96,7 @@ class Board:
             write_text(self._out / REPORT_FILE, page(shown, comparison=written))
             self.print_table(modes)
             self._console.print("")
-            words = verdicts(modes, [str(mode["mode"]) for mode in modes], splits_of(shown))
+            words = verdicts({mode["mode"]: mode for mode in modes}, splits_of(shown))
             for line in [*_counted(shown), *late, *equal, *words, *warnings(shown)]:
                 self._console.print(line)
             self._console.print(f"\n{self._out / REPORT_FILE}")
@@ -170,7 +170,7 @@ class Board:
         from rich.segment import Segment, Segments
         from rich.table import Table
 
-        strings = headline(modes, [str(mode["mode"]) for mode in modes])
+        strings = headline({mode["mode"]: mode for mode in modes})
         # report.html has the columns that do not fit a narrow terminal.
         dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
         # A script's tokens are not known: a column without a figure says nothing.

@@ -12,11 +12,11 @@ from ebbtide.base.files import check_replaceable
 from ebbtide.base.pages import with_addresses
 from ebbtide.cli import versions
 from ebbtide.cli.parsing import Parser, choice, named_folder
+from ebbtide.config import TARGETS
 
 if TYPE_CHECKING:
     from ebbtide.doctor import Examination
 
-TARGETS = ("auto", "host", "disk")
 EXIT_PROBLEM = 1
 
 

@@ -32,9 +32,9 @@ def run_round(
     progress: RunProgress,
     *,
     ended: Callable[[str, Ended], None],
-    lockstep: bool,
+    alone: bool | None,
     report: Callable[[str], None],
-) -> None:
+) -> bool | None:
     """Run the children of a round.
 
     They are started one after the other, and each takes its first step alone. If memory holds them all, the other steps
@@ -47,15 +47,18 @@ def run_round(
         start: How a run is started.
         progress: Shows them.
         ended: Called with the mode and the outcome of each run.
-        lockstep: They may run at the same time: no two write the same files.
+        alone: Whether each ends before the next is started; ``None``: the first one's first step decides.
         report: Called with the reason, if the runs follow one another.
+
+    Returns:
+        What was decided; ``None`` if no run took a step.
     """
     from ebbtide.store.pages import small_free_bytes  # its package imports torch, which `--help` does without
 
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
         small_bytes = small_free_bytes()
-        alone = True if len(modes) == 1 or not lockstep else None  # None: the first run's first step decides
+        alone = True if len(modes) == 1 else alone
         for number, mode in enumerate(modes):
             reader = progress.begin(f"{name}, {mode}", folder / mode)
             command, environment = start(mode, folder / mode)
@@ -80,6 +83,7 @@ def run_round(
                 ended(mode, outcome)
         while waiting:
             _step_all(waiting, progress, ended)
+    return alone
 
 
 def _step_all(

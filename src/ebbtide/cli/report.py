@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.base.files import check_writable, json_object, near, write_text
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
+from ebbtide.base.files import check_writable, near, write_text
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE, check_schema
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, comparison_text, load_run, page, text
+from ebbtide.report.table import plain_of
 from ebbtide.track import summarise, write_summary
 
 Format = Literal["text", "html", "trace", "json"]
@@ -48,15 +50,11 @@ def report(
     default = run_folder / _DEFAULT_FILES[format] if format in _DEFAULT_FILES else None
     target = _target(output, default, force)
     comparison = _comparison(run_folder)
-    if comparison is not None:
-        return _report_comparison(run_folder, comparison, format, target)
-    run_ = _loaded(run_folder, force)
-    if format == "html":
-        return _put(page([run_]), target)
-    if format == "text":
-        return _put(text(run_), target)
-    values = chrome_trace(run_) if format == "trace" else as_values(run_)
-    return _put(json.dumps(values, indent=None if format == "trace" else 1, allow_nan=False) + "\n", target)
+    if comparison is None:
+        return _put(_read(run_folder, format, force)[1], target)
+    with _sound(run_folder):
+        words = _words_of_comparison(run_folder, comparison, format)
+    return _put(words, target)
 
 
 def report_runs(
@@ -89,15 +87,16 @@ def report_runs(
         raise ConfigError(f"format is {format!r} for several runs", expected="text or html", hint="name one folder")
     default = folders[-1] / f"against-{folders[0].resolve().name}.html" if format == "html" else None
     target = _target(output, default, force)
-    runs = [_loaded(folder, force) for folder in folders]
+    runs = [_read(folder, format, force)[0] for folder in folders]
     by_mode = [run.name for run in runs]
     names = by_mode if len(set(by_mode)) == len(runs) else [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(runs) else [str(folder) for folder in folders]
     runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-    baseline = next((place for place, run in enumerate(runs) if run.summary.get("mode") == "plain"), 0)
+    named = {run.name: run.summary for run in runs}
+    baseline = plain_of(named) or names[0]
     if format == "html":
         return _put(page(runs, baseline=baseline), target)
-    return _put(comparison_text([run.summary for run in runs], names, runs, baseline), target)
+    return _put(comparison_text(named, runs, baseline), target)
 
 
 def _check_folder(folder: Path) -> None:
@@ -114,6 +113,41 @@ def _check_folder(folder: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def _sound(folder: Path) -> Generator[None, None, None]:
+    """Raise an error that names the folder where its files hold values of other types than ebbtide writes.
+
+    Raises:
+        DataError: They do.
+    """
+    try:
+        yield
+    except EbbtideError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the files in {folder} hold something that ebbtide does not write ({type(error).__name__}: {error})",
+            expected=f"{EVENTS_FILE} and {SUMMARY_FILE} as they were written",
+            hint=f"if {SUMMARY_FILE} was edited, --force makes it again; if nothing was, please report this as a bug",
+        ) from error
+
+
+def _read(folder: Path, format: Format, force: bool = False) -> tuple[Run, str]:
+    """Read a run; also return its report.
+
+    Raises:
+        DataError: It is damaged.
+    """
+    with _sound(folder):
+        run_ = _loaded(folder, force)
+        if format == "html":
+            return run_, page([run_])
+        if format == "text":
+            return run_, text(run_)
+        values = chrome_trace(run_) if format == "trace" else as_values(run_)
+        return run_, json.dumps(values, indent=None if format == "trace" else 1, allow_nan=False) + "\n"
+
+
 def _loaded(folder: Path, force: bool) -> Run:
     """Read a run; a killed one has no summary yet, and one that trains has gone on since its last one."""
     events, summary = folder / EVENTS_FILE, folder / SUMMARY_FILE
@@ -122,6 +156,7 @@ def _loaded(folder: Path, force: bool) -> Run:
     with contextlib.suppress(DataError):  # a damaged one is another folder's
         modes = (_comparison(place.parent.parent) or {"modes": []})["modes"]
     warm_up = next((mode.get("warm_up_steps") for mode in modes if mode["mode"] == place.name), None)
+    warm_up = warm_up if isinstance(warm_up, int) else None  # a median of rounds that differ is none
     if events.exists() and (force or not summary.exists() or events.stat().st_mtime_ns > summary.stat().st_mtime_ns):
         try:
             write_summary(folder, warm_up=warm_up)
@@ -179,30 +214,47 @@ def _comparison(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, target: Path | None) -> Path | None:
+def _words_of_comparison(folder: Path, summary: dict[str, Any], format: Format) -> str:
     modes = [str(mode["mode"]) for mode in summary["modes"]]
+    if format not in ("text", "html"):
+        raise ConfigError(
+            f"{folder} holds a comparison and format is {format!r}",
+            expected="text or html",
+            hint=f"summary.json in it is JSON; for one run name its folder, such as {folder}/round-1/{modes[0]}",
+        )
+    runs, damaged = _last_round(folder, modes, format)
+    for mode in summary["modes"]:
+        mode["failures"] = [*(mode.get("failures") or ()), *damaged.get(mode["mode"], ())]
     if format == "html":
-        return _put(page(_last_round(folder, modes), comparison=summary), target)
-    if format == "text":
-        return _put(comparison_text(summary["modes"], modes, _last_round(folder, modes)), target)
-    raise ConfigError(
-        f"{folder} holds a comparison and format is {format!r}",
-        expected="text or html",
-        hint=f"summary.json in it is JSON; for one run name its folder, such as {folder}/round-1/{modes[0]}",
-    )
+        return page(runs, comparison=summary)
+    return comparison_text(dict(zip(modes, summary["modes"], strict=True)), runs)
 
 
-def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
-    """Return the runs of the last round in which all modes succeeded, else the last run of each mode."""
+def _last_round(folder: Path, modes: Sequence[str], format: Format) -> tuple[list[Run], dict[str, list[str]]]:
+    """Return the runs of the last round in which all modes succeeded, else the last run of each mode.
+
+    A damaged run is left out; also return, by mode, which ones were, and why.
+    """
     rounds: dict[int, dict[str, Path]] = {}
     for part in folder.glob("round-*"):
         number = part.name.removeprefix("round-")
         for mode in modes if number.isdecimal() else ():
-            path = part / mode / SUMMARY_FILE
-            expected = "the summary of a run"
-            if path.exists() and json_object(path, str(path), expected=expected, hint=_READABLE).get("status") == "ok":
-                rounds.setdefault(int(number), {})[mode] = path.parent
-    return [dataclasses.replace(load_run(run), name=run.name) for run in latest_complete_round(rounds, modes)]
+            if (part / mode / SUMMARY_FILE).exists():
+                rounds.setdefault(int(number), {})[mode] = part / mode
+    runs: dict[Path, Run] = {}
+    damaged: dict[str, list[str]] = defaultdict(list)
+    while unread := [path for path in latest_complete_round(rounds, modes) if path not in runs]:
+        path, number = unread[0], int(unread[0].parent.name.removeprefix("round-"))
+        try:
+            run_ = _read(path, format)[0]
+        except DataError as error:
+            damaged[path.name].append(f"round {number} is left out: {error.found}")
+        else:
+            if run_.summary.get("status") == "ok":
+                runs[path] = dataclasses.replace(run_, name=path.name)
+                continue
+        del rounds[number][path.name]
+    return [runs[path] for path in latest_complete_round(rounds, modes)], damaged
 
 
 def run(argv: Sequence[str]) -> int:

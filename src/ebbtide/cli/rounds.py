@@ -5,10 +5,11 @@ Each child is a fresh process, so no mode profits from another's caches. A machi
 differ, so the children of a round go in lockstep, each a step and then each the next, and steps of the same number are
 compared: after each step a child waits for a byte on a pipe (``track.lockstep``). Where memory does not hold them all,
 on an accelerator, with several processes, and as scripts (which may write the same files), they run one after the
-other, and medians of a round are compared. The order of modes rotates. Equal processes differ, too, and on some virtual
-machines the one that starts first is slower (``is_first_slow``): of one round, ordinary training is better the mean of
-two runs, the first and the last (``plain-again``). Memory is sampled by this process in the same way for all modes.
-Every child gets the caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
+other, and medians of a round are compared. The first round decides that for all: ordinary training, which needs most
+memory, begins it. The order of modes rotates. Equal processes differ, too, and on some virtual machines the one that
+starts first is slower (``is_first_slow``): of one round, ordinary training is better the mean of two runs, the first
+and the last (``plain-again``). Memory is sampled by this process in the same way for all modes. Every child gets the
+caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ class Rounds:
 
     @property
     def orders(self) -> list[list[str]]:
-        """The modes of each round, in run order."""
+        """The modes of each round, in run order; in the first, ordinary training begins."""
         modes = list(self.modes)
-        return [[*modes[first % len(modes) :], *modes[: first % len(modes)]] for first in range(self.rounds)]
+        begin = next((place for place, mode in enumerate(modes) if MODES[mode].ordinary), 0)
+        places = [place % len(modes) for place in range(begin, begin + self.rounds)]
+        return [[*modes[place:], *modes[:place]] for place in places]
 
 
 def run_rounds(
@@ -129,6 +132,7 @@ def run_rounds(
     progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps)
     everywhere = {**_environment(plan), **environment}
     stopped = ""
+    alone = True if plan.of_script else None
 
     def start_mode(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         command, variables = start(mode, folder)
@@ -143,9 +147,9 @@ def run_rounds(
                         refuse(ended)
                     board.add(number, plan.rounds, mode, ended)
 
-                run_round(
+                alone = run_round(
                     f"round {number}", order, plan.out / f"round-{number}", start_mode, progress,
-                    ended=add, lockstep=not plan.of_script, report=console.print,
+                    ended=add, alone=alone, report=console.print,
                 )  # fmt: skip
         except KeyboardInterrupt as stop:
             stopped = how_stopped(stop)

@@ -168,7 +168,7 @@ def _policy(policy: str | None) -> str | None:
     if policy is None:
         return None
     if not policy.endswith(".json"):
-        policy_named(policy, or_file=True)
+        policy_named(policy)
         return policy
     if not Path(policy).is_file():
         hint = "handle.plan.save(path) writes one"

@@ -5,6 +5,7 @@ Each returns a finding and a hint, or ``None``.
 
 from __future__ import annotations
 
+from ebbtide.base.checks import FALSE, NOTHING
 from ebbtide.base.extras import is_older
 from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import ALLOCATORS, BLOCKING, OF_NPU, OFFLOADERS, Facts
@@ -14,7 +15,7 @@ _SLOW_LINK = 6e9
 _FREE_SHARE, _BUSY_SHARE = 0.9, 0.5
 
 _EXPANDABLE = "expandable_segments:true"
-_OFF = frozenset({"0", "false", "no", "off", "none"})
+_OFF = (*FALSE, *NOTHING)
 
 
 @rule("EBB001", "problem", "torch is older than the tested versions")

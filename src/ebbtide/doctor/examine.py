@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,31 +38,27 @@ class Examination:
         return all(finding.severity != "problem" for finding in self.findings)
 
 
-def examine(
-    target: str = "auto", disk_path: str | None = None, *, environment: Mapping[str, str] | None = None
-) -> Examination:
+def examine(target: str = "auto", disk_path: str | None = None) -> Examination:
     """Read this machine's facts, measure it (seconds), and derive findings.
 
     Args:
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         disk_path: Directory for the disk tier; ``None``: a usual one.
-        environment: The environment's variables; ``None``: the process's.
 
     Returns:
         Facts and findings; failures are findings, not errors.
     """
     with _quiet_store():  # its warnings are findings here
-        facts = measure(look(target, disk_path, environment=environment))
+        facts = measure(look(target, disk_path))
     return Examination(facts=facts, findings=findings(facts))
 
 
-def look(target: str = "auto", disk_path: str | None = None, *, environment: Mapping[str, str] | None = None) -> Facts:
+def look(target: str, disk_path: str | None) -> Facts:
     """Read this machine's facts without measuring; arguments as for ``examine``."""
-    variables = os.environ if environment is None else environment
     device = look_at_device()
     if target == "auto":
         target = "host" if device.accelerated else "disk"
-    ranks = ranks_of(variables)
+    ranks = ranks_of(os.environ)
     return Facts(
         torch=torch.__version__,
         torch_oldest=oldest("torch"),
@@ -72,7 +68,7 @@ def look(target: str = "auto", disk_path: str | None = None, *, environment: Map
         disk=look_at_disk(disk_path),
         host=look_at_host(ranks=ranks),
         ranks=ranks,
-        environment=look_at_environment(variables),
+        environment=look_at_environment(os.environ),
     )
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from ebbtide.report import style
 from ebbtide.report.frame import legend
-from ebbtide.report.table import Summary, losses_by_step
+from ebbtide.report.table import Named, Summary, losses_by_step
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 960.0, 116.0, 24.0, 44.0, 180.0
 _MOST = 800
 """Most points of a curve; of more, evenly spaced ones are drawn."""
 
 
-def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None:
+def losses_svg(named: Named) -> str | None:
     """Draw a curve of losses for each run; ``None`` if fewer than two steps of all have a finite loss."""
-    curves = [_points(summary) for summary in summaries]
+    curves = [_points(summary) for summary in named.values()]
     values = [loss for points in curves for _, loss in points]
     steps = [step for points in curves for step, _ in points]
     first, last = min(steps, default=0), max(steps, default=0)
@@ -37,11 +36,11 @@ def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None
         pieces.append(style.text(_LEFT - 10, y + 4, f"{loss:.4g}", "soft", "num", "end"))
     for step in sorted({round(first + (last - first) * share / 4) for share in range(5)}):
         pieces.append(style.text(place(step, low)[0], _TOP + _PLOT + 19, f"{step}", "soft", "num", "mid"))
-    colors = style.run_classes(names)
+    colors = style.run_classes([*named])
     for points, color in zip(curves, colors, strict=True):
         pieces.append(style.polyline([place(*point) for point in points], color))
-    pieces += legend(names, colors, 22, left=_LEFT + 150)
-    return style.svg(_WIDTH, _TOP + _PLOT + 28, pieces, label="Losses: " + ", ".join(names))
+    pieces += legend([*named], colors, 22, left=_LEFT + 150)
+    return style.svg(_WIDTH, _TOP + _PLOT + 28, pieces, label="Losses: " + ", ".join(named))
 
 
 def _points(summary: Summary) -> list[tuple[int, float]]:

@@ -30,7 +30,7 @@ from ebbtide.report.verdict import prediction, verdicts
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, baseline: int | None = None) -> str:
+def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, baseline: str | None = None) -> str:
     """Return the text of ``report.html``.
 
     Args:
@@ -49,31 +49,29 @@ def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, ba
     return template.render(_view(runs, comparison, baseline))
 
 
-def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: int | None) -> dict[str, Any]:
+def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: str | None) -> dict[str, Any]:
     """Gather everything the page shows; the template has no logic."""
     step = common_step(runs)
-    names, summaries = [run.name for run in runs], [run.summary for run in runs]
-    modes = list(comparison["modes"]) if comparison else summaries
+    own = {run.name: run.summary for run in runs}
+    named = {str(mode.get("mode")): mode for mode in comparison["modes"]} if comparison else own
     pictures = [picture for run in runs if (picture := blocks_svg(run, step)) is not None]
     engine = [run for run in runs if section(run.summary, "activation_bytes").get("unique") is not None]
-    lead = modes[-1] if modes else {}
-    labels = [str(mode.get("mode")) for mode in modes] if comparison else names
-    failures = [f"{mode.get('mode')}: {words}" for mode in modes for words in mode.get("failures") or ()]
+    lead = [*named.values()][-1] if named else {}
     splits = splits_of(runs)
     return {
         "style": style.STYLE,
         "title": " · ".join(str(value) for value in ("ebbtide", lead.get("model")) if value),
         "about": _about(runs),
-        "endings": [words for run in runs if (words := story.ending(run))] + failures,
-        "verdicts": verdicts(modes, labels, splits, baseline),
-        "headline": headline(modes, labels, baseline=baseline),
-        "colors": dict(zip(names, style.run_classes(names), strict=True)),
+        "endings": [words for run in runs if (words := story.ending(run))] + story.failures(named),
+        "verdicts": verdicts(named, splits, baseline),
+        "headline": headline(named, baseline=baseline),
+        "colors": dict(zip(own, style.run_classes([*own]), strict=True)),
         "rounds": _rounds(comparison),
         "memory_words": _memory_words(lead),
         "timeline": timeline_svg(runs),
         "loads": [words for run in runs for words in story.loads(run)],
         "loading": loading_svg(runs),
-        "phases": phases_table(modes, labels),
+        "phases": phases_table(named),
         "rewards": [words for run in runs if (words := story.rewards(run))],
         "split": splits_svg(splits),
         "parts": splits_table(splits),
@@ -82,11 +80,11 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
         "whole": run_memory.phases(runs),
         "sheets": [sheet for run in runs for sheet in run_memory.sheets(run)],
         "blocks": pictures,
-        "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),
+        "bytes": bytes_table({run.name: run.summary for run in engine}),
         "plans": [(run.name, story.plans(run), story.happened(run), prediction(run)) for run in engine],
         "stalls": [(run.name, story.stalls_table(run)) for run in engine],
-        "curve": losses_svg(summaries, names),
-        "losses": losses_table(summaries, names),
+        "curve": losses_svg(own),
+        "losses": losses_table(own),
         "messages": [(run.name, words) for run in runs for words in story.messages(run)],
         "environment": _flat(section(comparison, "environment")) if comparison else [],
     }

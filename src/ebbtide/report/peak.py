@@ -202,12 +202,6 @@ def splits_svg(splits: Mapping[str, PeakParts]) -> str | None:
             pieces.append(style.rect(x, y, width, _BAR, COLORS[part], title=title))
             x += width
         pieces.append(style.text(x + 8, y + 15, size(found.peak.bytes_), "num", "strong"))
-    y = 10 + len(splits) * _ROW + 14
-    x = _LEFT
-    for part in _parts_in(splits):
-        width = style.swatch_width(part)
-        if x + width > _WIDTH:
-            x, y = _LEFT, y + 20
-        pieces += style.swatch(x, y, part, COLORS[part])
-        x += width
-    return style.svg(_WIDTH, y + 14, pieces, label="What holds the peak: " + ", ".join(splits))
+    colors = {part: COLORS[part] for part in _parts_in(splits)}
+    legend, y = style.swatches(colors, _LEFT, 10 + len(splits) * _ROW + 14, _WIDTH)
+    return style.svg(_WIDTH, y + 14, [*pieces, *legend], label="What holds the peak: " + ", ".join(splits))

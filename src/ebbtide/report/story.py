@@ -10,7 +10,7 @@ from ebbtide.base.runs import samples
 from ebbtide.report import copies
 from ebbtide.report.frame import window
 from ebbtide.report.run import Run
-from ebbtide.report.table import Table, size
+from ebbtide.report.table import Named, Table, size
 
 
 def peak_sentence(run: Run) -> str:
@@ -118,6 +118,11 @@ def ending(run: Run) -> str | None:
         "error": f"failed: {run.error}",
     }
     return f"{run.name} {words.get(str(status), f'ended with status {status}')}."
+
+
+def failures(named: Named) -> list[str]:
+    """Describe the failed runs of a comparison's modes."""
+    return [f"{name}: {words}" for name, summary in named.items() for words in summary.get("failures") or ()]
 
 
 def loads(run: Run) -> list[str]:

@@ -6,7 +6,7 @@ Colours are CSS variables with a light and a dark set, so one file is readable i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 _RUNS = ("plain", "checkpointing", "ebbtide")
@@ -77,6 +77,19 @@ def swatch(x: float, y: float, label: str, color: str) -> list[str]:
 def swatch_width(label: str) -> float:
     """Return the width of a swatch, with the gap to the next."""
     return 34 + 6.4 * len(label)
+
+
+def swatches(entries: Mapping[str, str], left: float, y: float, right: float) -> tuple[list[str], float]:
+    """Return a legend of labels and their colours, in rows up to ``right``, and the y of the last row."""
+    pieces: list[str] = []
+    x = left
+    for label, color in entries.items():
+        width = swatch_width(label)
+        if x > left and x + width > right:
+            x, y = left, y + 20
+        pieces += swatch(x, y, label, color)
+        x += width
+    return pieces, y
 
 
 def line(x1: float, y1: float, x2: float, y2: float) -> str:

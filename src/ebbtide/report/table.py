@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,8 @@ ABSENT = "–"
 """Stands for an unknown value."""
 
 Summary = Mapping[str, Any]
+Named = Mapping[str, Summary]
+"""Summaries of runs, or of the modes of a comparison, by name; in display order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +61,22 @@ def saved_percent(summary: Summary, plain: Summary | None) -> float | None:
     return 100 * (1 - max(ours, 0) / theirs)
 
 
-def plain_of(summaries: Sequence[Summary]) -> Summary | None:
-    """Return the baseline summary: that of the mode ``plain``; None if there is none."""
-    return next((summary for summary in summaries if summary.get("mode") == "plain"), None)
+def plain_of(named: Named) -> str | None:
+    """Return the name of the baseline: the run of the mode ``plain``; None if there is none."""
+    return next((name for name, summary in named.items() if summary.get("mode") == "plain"), None)
 
 
-def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: int | None = None) -> Table:
+def headline(named: Named, *, baseline: str | None = None) -> Table:
     """Make the main table: memory, its price in time, and equality of losses.
 
     Args:
-        summaries: One per run or mode.
-        names: Their names.
-        baseline: The index of the run that others are compared with; default: that of the mode ``plain``.
+        named: The runs or modes.
+        baseline: The name of the run that others are compared with; default: that of the mode ``plain``.
     """
-    plain = plain_of(summaries) if baseline is None else summaries[baseline]
+    against = plain_of(named) if baseline is None else baseline
+    plain = None if against is None else named[against]
     rows: list[tuple[str, ...]] = []
-    for name, summary in zip(names, summaries, strict=True):
+    for name, summary in named.items():
         view = measured(summary)
         peak = view.get("peak_bytes")
         rows.append(
@@ -96,7 +98,7 @@ def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: in
         "activation memory",
         "saved",
         "step",
-        "step / plain" if baseline is None else f"step / {names[baseline]}",
+        f"step / {baseline or 'plain'}",
         "tokens / s",
         "stall",
         "losses",
@@ -104,11 +106,11 @@ def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: in
     return Table(columns=heads, rows=tuple(rows))
 
 
-def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+def bytes_table(named: Named) -> Table:
     """Make the table of saved bytes by action, as counted by the engine; a CPU's memory is the host's."""
-    peaks = ("host peak",) if all(map(on_cpu, summaries)) else ("device peak", "host peak")
+    peaks = ("host peak",) if all(map(on_cpu, named.values())) else ("device peak", "host peak")
     rows: list[tuple[str, ...]] = []
-    for name, summary in zip(names, summaries, strict=True):
+    for name, summary in named.items():
         counted = section(summary, "activation_bytes")
         cells = [size(counted.get(key)) for key in ("saved", "unique", "kept", "offloaded", "recomputed")]
         cells.append(number(summary.get("memory_saved_percent"), "{:.1f} %"))
@@ -120,29 +122,29 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
     return Table(columns=(*heads, "copy-out", "copy-in", *peaks), rows=tuple(rows))
 
 
-def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+def phases_table(named: Named) -> Table:
     """Make the table of phases: time and memory of each; times are medians over the steady steps that have it."""
     rows: list[tuple[str, ...]] = []
-    for name, summary in zip(names, summaries, strict=True):
+    for name, summary in named.items():
         for phase, figures in section(summary, "phases").items():
             cells = [number(figures.get("seconds_median"), "{:.3f} s"), size(figures.get("peak_bytes"))]
             rows.append((name, phase, *cells, size(figures.get("rise_bytes"))))
     # A device works behind the host, which marks the phases when it queues their work.
-    time = "time per step that has it" if all(map(on_cpu, summaries)) else "host time per step that has it"
+    time = "time per step that has it" if all(map(on_cpu, named.values())) else "host time per step that has it"
     columns = ("mode", "phase", time, "highest memory", "rise within it")
     return Table(columns=columns, rows=tuple(rows))
 
 
-def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+def losses_table(named: Named) -> Table:
     """Make the table of losses per step, with all digits; the last column tells whether they are bitwise equal."""
-    columns = [losses_by_step(summary) for summary in summaries]
+    columns = [losses_by_step(summary) for summary in named.values()]
     rows: list[tuple[str, ...]] = []
     for step in sorted({step for column in columns for step in column}):
         values = [column.get(step) for column in columns]
         known = [value for value in values if value is not None]
         verdict = ABSENT if len(known) < 2 else "equal" if all(v == known[0] for v in known) else "differ"
         rows.append((str(step), *(ABSENT if value is None else str(value) for value in values), verdict))
-    return Table(columns=("step", *names, "bitwise equal"), rows=tuple(rows))
+    return Table(columns=("step", *named, "bitwise equal"), rows=tuple(rows))
 
 
 def losses_by_step(summary: Summary) -> dict[int, Any]:

@@ -12,25 +12,25 @@ from ebbtide.report.blocks import block_bytes
 from ebbtide.report.copies import copies, overlap
 from ebbtide.report.peak import split, splits_of, splits_table
 from ebbtide.report.run import Run, common_step
-from ebbtide.report.table import Summary, Table, bytes_table, headline, measured, phases_table, section
+from ebbtide.report.table import Named, Table, bytes_table, headline, measured, phases_table, section
 from ebbtide.report.verdict import prediction, verdict, verdicts
 
 
 def text(run: Run) -> str:
     """Write a run's report as plain text."""
-    summary = run.summary
+    summary, named = run.summary, {run.name: run.summary}
     about = [str(summary[key]) for key in ("model", "device") if summary.get(key)]
     steps, timed = summary.get("steps") or 0, summary.get("timed_steps")
     about.append(counted(steps, "step") + (f", {timed} of them timed" if timed not in (None, steps) else ""))
     held = split(run)
     lines = [verdict(run.name, summary, None, held), f"{run.name}: {', '.join(about)}"]
     lines += [ending for ending in (story.ending(run),) if ending]
-    lines += ["", *_across(headline([summary], [run.name]))]
+    lines += ["", *_across(headline(named))]
     forwards = any(span.name == "forward" for span in run.phases)
     if forwards and measured(summary).get("activation_bytes") is None and summary.get("device") == "cpu":
         lines.append("(activation memory is unknown where a forward reuses freed memory of the process)")
     if section(summary, "activation_bytes").get("unique") is not None:
-        lines += ["", *_across(bytes_table([summary], [run.name]))]
+        lines += ["", *_across(bytes_table(named))]
     if held is not None:
         lines += ["", *grid(splits_table({run.name: held}))]
     lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
@@ -42,7 +42,7 @@ def text(run: Run) -> str:
     lines += [f"outcome   {sentence}" for sentence in story.happened(run)]
     if (predicted := prediction(run)).rows:
         lines += ["", *grid(predicted)]
-    phases = phases_table([summary], [run.name])
+    phases = phases_table(named)
     if phases.rows:
         own = Table(columns=phases.columns[1:], rows=tuple(row[1:] for row in phases.rows))
         lines += ["", *grid(own)]
@@ -53,19 +53,16 @@ def text(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison_text(
-    summaries: Sequence[Summary], names: Sequence[str], runs: Sequence[Run], baseline: int | None = None
-) -> str:
+def comparison_text(named: Named, runs: Sequence[Run], baseline: str | None = None) -> str:
     """Write the verdicts on several runs, or on the modes of a comparison, and their main table as plain text.
 
     Args:
-        summaries: One per run or mode.
-        names: Their names.
+        named: The runs or modes.
         runs: The runs whose peaks are described.
         baseline: As ``headline`` takes it.
     """
-    lines = [*verdicts(summaries, names, splits_of(runs), baseline), *story.warnings(runs)]
-    return "\n".join([*lines, "", *grid(headline(summaries, names, baseline=baseline))]) + "\n"
+    lines = [*verdicts(named, splits_of(runs), baseline), *story.failures(named), *story.warnings(runs)]
+    return "\n".join([*lines, "", *grid(headline(named, baseline=baseline))]) + "\n"
 
 
 def as_values(run: Run) -> dict[str, Any]:

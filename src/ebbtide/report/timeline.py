@@ -39,7 +39,6 @@ def timeline_svg(runs: Sequence[Run]) -> str:
     colors = style.run_classes([run.name for run, _, _ in windows])
     sizes = style.ticks(max(size for _, _, points in windows for _, size in points) * 1.02, base=2)
     frame = Frame(max(span.end - span.begin for _, span, _ in windows), sizes[-1])
-    height = frame.bottom + 34 + len(windows) * _PITCH + 30
     pieces = [*axes(frame, sizes), *_legend(windows, colors, step)]
     pieces += [curve(frame, points, color) for (_, _, points), color in zip(windows, colors, strict=True)]
     pieces += peaks(frame, [points for _, _, points in windows], colors)
@@ -47,9 +46,11 @@ def timeline_svg(runs: Sequence[Run]) -> str:
     phases = style.phase_classes(named)
     for row, ((run, span, _), color) in enumerate(zip(windows, colors, strict=True)):
         pieces += _strip(frame, run, span, color, frame.bottom + 34 + row * _PITCH, phases)
-    sums = {run.name: _stalled(run, span) for run, span, _ in windows}
-    pieces += _phase_legend(height - 10, phases, {name: found for name, found in sums.items() if found is not None})
-    return style.svg(WIDTH, height, pieces, label=f"Memory over step {step}: " + ", ".join(run.name for run in runs))
+    sums = [f"{run.name} {words}" for run, span, _ in windows if (words := _stalled(run, span)) is not None]
+    entries = {**phases, f"stalls, to scale: {'; '.join(sums)}": "stall"} if sums else phases
+    swatches, y = style.swatches(entries, LEFT, frame.bottom + 34 + len(windows) * _PITCH + 20, WIDTH)
+    label = f"Memory over step {step}: " + ", ".join(run.name for run in runs)
+    return style.svg(WIDTH, y + 10, [*pieces, *swatches], label=label)
 
 
 def _legend(
@@ -99,14 +100,3 @@ def _stalled(run: Run, step: PhaseSpan) -> str | None:
         return None
     seconds = sum(event["seconds"] for _, event in _stalls(run, step))
     return f"{seconds:.3f} s ({100 * seconds / max(step.end - step.begin, 1e-9):.2f} %)"
-
-
-def _phase_legend(y: float, phases: Mapping[str, str], stalls: Mapping[str, str]) -> list[str]:
-    pieces: list[str] = []
-    x = LEFT
-    sums = "; ".join(f"{name} {words}" for name, words in stalls.items())
-    entries = [*phases.items(), *([(f"stalls, to scale: {sums}", "stall")] if stalls else [])]
-    for name, color in entries:
-        pieces += style.swatch(x, y, name, color)
-        x += legend_width(name)
-    return pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean, median
 
 from ebbtide.base.errors import counted
@@ -14,6 +14,7 @@ from ebbtide.report.run import Run
 from ebbtide.report.table import (
     ABSENT,
     NOISE_BYTES,
+    Named,
     Summary,
     Table,
     loss_verdict,
@@ -39,22 +40,20 @@ _KEPT: dict[str | None, str] = {
 """Reason to keep everything → its words."""
 
 
-def verdicts(
-    summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, PeakParts], baseline: int | None = None
-) -> list[str]:
+def verdicts(named: Named, splits: Mapping[str, PeakParts], baseline: str | None = None) -> list[str]:
     """Return a one-line verdict for each run that is compared with another, else for all runs.
 
     Of the modes of `ebbtide compare`, only those of ebbtide have a line, if there are any.
     """
-    plain = plain_of(summaries) if baseline is None else summaries[baseline]
-    pairs = [(name, summary) for name, summary in zip(names, summaries, strict=True)]
-    against = next((name for name, summary in pairs if summary is plain), "plain")
-    if plain is not None and len(pairs) > 1:
-        pairs = [(name, summary) for name, summary in pairs if summary is not plain]
-        if baseline is None:  # names are modes, not folders
-            pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
-    again = next((s for s in summaries if s.get("mode") == PLAIN_AGAIN), None) if baseline is None else None
-    return [verdict(name, summary, plain, splits.get(name), against=against, again=again) for name, summary in pairs]
+    against = plain_of(named) if baseline is None else baseline
+    plain = None if against is None else named[against]
+    names = [name for name in named if name != against] or [*named]
+    if baseline is None and plain is not None:  # names are modes, not folders
+        names = [name for name in names if name.startswith("ebbtide")] or names
+    again = next((s for s in named.values() if s.get("mode") == PLAIN_AGAIN), None) if baseline is None else None
+    return [
+        verdict(name, named[name], plain, splits.get(name), against=against or "plain", again=again) for name in names
+    ]
 
 
 def verdict(

@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -165,18 +166,24 @@ class ScriptSwitch:
         self._steps.leave()
 
     def _watch_exit(self) -> None:
-        """End the record before ``os._exit``, with which scripts avoid slow or hanging finalizers."""
-        plain = os._exit
+        """End the record before calls that skip finalizers, which scripts avoid where they are slow or hang."""
+        for name in ("_exit", "execv", "execve"):
+            setattr(os, name, self._ending_first(getattr(os, name)))
+
+    def _ending_first(self, plain: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        is_exit = plain is os._exit
 
         @functools.wraps(plain)
-        def leave(status: int) -> NoReturn:
+        def leave(*args: Any, **kwargs: Any) -> NoReturn:
             try:
-                if threading.current_thread() is threading.main_thread():  # a watchdog thread ends a process that hangs
+                # A watchdog thread ends a process that hangs; a program that cannot run leaves the script running.
+                is_main = threading.current_thread() is threading.main_thread()
+                if is_main and (is_exit or os.access(kwargs.get("path", *args[:1]), os.X_OK)):
                     self._process_ends()
             finally:
-                plain(status)
+                plain(*args, **kwargs)
 
-        os._exit = leave
+        return leave
 
     def _process_ends(self) -> None:
         if self._process == os.getpid():

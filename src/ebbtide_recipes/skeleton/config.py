@@ -241,7 +241,7 @@ class RecipeConfig:
         if self.policy is not None and self.policy.endswith(".json"):
             return load_plan(self.policy)
         if self.policy not in (None, "auto"):
-            return policy_named(str(self.policy), or_file=True)
+            return policy_named(str(self.policy))
         if self.max_slowdown is None:
             return Auto(memory_budget=self.memory_budget)
         return Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)

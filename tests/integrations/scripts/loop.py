@@ -1,5 +1,6 @@
 """A training loop of a user, in the shape that the first argument names, without ebbtide."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -70,6 +71,21 @@ def abrupt():
     plain()
     print("the script's last line", flush=True)
     os._exit(0)
+
+
+def replaced():
+    """Another program takes the process over; one that cannot, in the middle, does not."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, x in enumerate(batches()):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            with contextlib.suppress(FileNotFoundError):
+                os.execvp("no such program", ["no such program"])
+    print("the script's last line", flush=True)
+    os.execl(sys.executable, sys.executable, "-c", "print('the next program')")
 
 
 def scaled(kind=torch.amp.GradScaler):

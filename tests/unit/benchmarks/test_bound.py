@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.case import Case, Row
@@ -13,7 +15,7 @@ MIB = 1 << 20
 
 def row(mode: str, peak_mib: int, seconds: list[float], **predicted: float) -> Row:
     case = Case(mode=mode, model="small", tokens=512, batch=2)
-    notes = {"predicted": predicted} if predicted else {}
+    notes: dict[str, Any] = {"lockstep": 1} | ({"predicted": predicted} if predicted else {})
     return Row(case=case, seconds=seconds, base_bytes=100 * MIB, peak_bytes=peak_mib * MIB, notes=notes)
 
 
@@ -37,7 +39,7 @@ def test_the_table_compares_results_with_predictions_and_the_bound() -> None:
     rows = [
         row("plain", 300, [1.0, 1.0, 1.2]), row(budget, 100, [1.05, 1.05, 1.32], **said),
         row(planned(max_slowdown=0.05), 100, [1.1, 1.1, 1.32], **said),
-        Row(case=Case(mode="x", model="small", tokens=512), status="no"),
+        Row(case=Case(mode="x", model="small", tokens=512), status="no", notes={"lockstep": 1}),
     ]  # fmt: skip
     lines = table(rows)[2:]
     assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.000) |  |  |  |  | ok |" in lines[0]

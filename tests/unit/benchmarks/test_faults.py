@@ -10,7 +10,7 @@ from benchmarks.suites.faults import MODES, table
 MIB = 1 << 20
 
 
-def row(mode: str, seconds: float, faults: int, tokens: int = 256) -> Row:
+def row(mode: str, seconds: float, faults: int, tokens: int = 256, *, lockstep: int = 1) -> Row:
     case = Case(mode=mode, model="tiny", tokens=tokens)
     times = [seconds, seconds, 9 * seconds]
     return Row(
@@ -21,15 +21,13 @@ def row(mode: str, seconds: float, faults: int, tokens: int = 256) -> Row:
         peak_bytes=MIB,
         base_bytes=MIB,
         allocated_bytes=MIB // 2,
+        notes={"lockstep": lockstep},
     )
 
 
 def test_ordinary_training_first_and_last_is_one_yardstick() -> None:
     rows = [row("plain", 3.0, 100), row("ebbtide auto", 4.0, 120), row("plain", 1.0, 100)]
-    later = [row("ebbtide keep", 1.0, 120)]  # a lockstep without ordinary training
-    for number, group in enumerate((rows, later), start=1):
-        for one in group:
-            one.notes["lockstep"] = number
+    later = [row("ebbtide keep", 1.0, 120, lockstep=2)]  # a lockstep without ordinary training
     assert [ratios[0] for ratios in against_plain([*rows, *later])] == [1.5, 2.0, 0.5, 0.5]
     rows[2].seconds.clear()
     assert [ratios[:1] for ratios in against_plain(rows)] == [[1.0], [4 / 3], []]
@@ -42,11 +40,12 @@ def test_every_mode_is_known_and_plain_is_first() -> None:
 def test_a_step_is_divided_by_the_plain_one_of_its_lockstep() -> None:
     rows = [
         row("plain", 1.0, 100), row("ebbtide auto", 1.5, 120),
-        row("plain", 2.0, 100), row("ebbtide auto", 4.0, 120),
-        row("plain", 7.0, 1, tokens=512),
+        row("plain", 2.0, 100, lockstep=2), row("ebbtide auto", 4.0, 120, lockstep=2),
+        row("plain", 7.0, 1, tokens=512, lockstep=3),
     ]  # fmt: skip
     assert against_plain(rows)[1] == [1.5] * 3 and against_plain(rows)[3] == [2.0] * 3
-    lines = table([*rows, Row(case=Case(mode="ebbtide keep", model="tiny", tokens=512), status="no")])[2:]
+    absent = Row(case=Case(mode="ebbtide keep", model="tiny", tokens=512), status="no", notes={"lockstep": 3})
+    lines = table([*rows, absent])[2:]
     assert lines[1] == (
         "| 256 | ebbtide auto | 120 | 0.10 s | 4.00 s | x1.750 (1.500 to 2.000) | 2.0 MiB | 512.0 KiB | ok |"
     )

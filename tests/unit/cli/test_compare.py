@@ -100,6 +100,20 @@ def test_summary_page_and_table_are_written(done):
         assert words in screen, words
 
 
+def test_what_the_first_round_decides_holds_for_all(tmp_path, monkeypatch):
+    """Ordinary training begins it, whatever the order of --modes: another mode shows too little memory."""
+    seen = []
+
+    def fake(name, order, *args, alone, **options):
+        seen.append((name, order, alone))
+        return True
+
+    monkeypatch.setattr("ebbtide.cli.rounds.run_round", fake)
+    compare_children([], modes=["ebbtide", "plain"], rounds=3, out=tmp_path / "out")
+    plain_first, other = ["plain", "ebbtide"], ["ebbtide", "plain"]
+    assert seen == [("round 1", plain_first, None), ("round 2", other, True), ("round 3", plain_first, True)]
+
+
 def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
     narrow = console()
     narrow.width = 80
@@ -232,7 +246,7 @@ def test_a_child_that_fails_after_its_last_step_is_not_called_ok(tmp_path):
     assert result.modes[1]["failures"] == ["round 1: exit code 3, after its last step"]
     folder = tmp_path / "out" / "round-1" / "checkpointing"
     assert load_run(folder).error == "exit code 3" and load_run(folder).summary["status"] == "error"
-    assert [run.name for run in _last_round(tmp_path / "out", DEFAULT_MODES)] == ["plain", "ebbtide"]
+    assert [run.name for run in _last_round(tmp_path / "out", DEFAULT_MODES, "text")[0]] == ["plain", "ebbtide"]
 
 
 def test_warnings_are_shown_once_with_the_modes_that_logged_them(done, tmp_path):
@@ -241,7 +255,8 @@ def test_warnings_are_shown_once_with_the_modes_that_logged_them(done, tmp_path)
     assert shown.count(warning) == 1
     assert shown.count("the cache is on") == 1
     runs = [load_run(result.out / "round-1" / mode) for mode in DEFAULT_MODES]
-    assert comparison_text(result.modes, DEFAULT_MODES, runs).count("the cache is on") == 1
+    named = {mode["mode"]: mode for mode in result.modes}
+    assert comparison_text(named, runs).count("the cache is on") == 1
 
 
 def test_a_run_that_is_refused_after_another_was_accepted_is_one_that_failed(tmp_path):
@@ -270,6 +285,17 @@ def test_parameters_are_called_equal_only_of_runs_that_were_compared(tmp_path):
     assert line.endswith("bitwise equal in plain, ebbtide.")
     (line,) = said(plain="a", ebbtide="a", other="a")
     assert line.endswith("bitwise equal in all runs.")
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "spread"), [(True, "quartiles of the steps"), (False, "lowest and highest round")]
+)
+def test_the_spread_is_that_of_what_is_compared(tmp_path, lockstep, spread):
+    """A mode that is compared alone takes no steps in turn with another."""
+    board = Board(out=tmp_path, modes=("plain",), console=console(), warm_up=1)
+    summary = {"step_seconds": [1.0, 2.0], "lockstep": lockstep}
+    board._rounds = {number: {"plain": SimpleNamespace(summary=summary)} for number in (1, 2, 3)}
+    assert board._spread() == spread
 
 
 def test_rounds_of_plain_that_differ_accuse_no_mode(tmp_path):

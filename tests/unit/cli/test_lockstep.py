@@ -26,7 +26,7 @@ GIB = 1 << 30
 class Round:
     """A round of children; ``said`` is the printed text, ``log`` the children's output."""
 
-    def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True, small_bytes=0):
+    def __init__(self, folder, *, steps=4, failing="", ended=None, alone=None, small_bytes=0):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300, markup=False, highlight=False, soft_wrap=True)
 
@@ -38,14 +38,14 @@ class Round:
         self.reasons = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ebbtide.store.pages.small_free_bytes", lambda: small_bytes)
-            run_round(
+            self.alone = run_round(
                 "round 1",
                 list(FACTORS),
                 folder,
                 start,
                 progress,
                 ended=ended or self.outcomes.__setitem__,
-                lockstep=lockstep,
+                alone=alone,
                 report=self.reasons.append,
             )
 
@@ -71,7 +71,7 @@ def test_each_step_is_taken_by_all_before_the_next_and_alone(stepped):
         assert [edge for _, edge, _ in ours] == ["begin", "end"] * 3
         assert all(begun[0] == ended[0] for begun, ended in zip(ours[::2], ours[1::2], strict=True))
     assert len({steps[place][0] for place in (6, 12, 18)}) == 3, "each mode comes first once"
-    assert stepped.reasons == []
+    assert stepped.reasons == [] and stepped.alone is False
     assert {mode: ended.code for mode, ended in stepped.outcomes.items()} == dict.fromkeys(FACTORS, 0)
 
 
@@ -114,6 +114,7 @@ def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     monkeypatch.setattr(share_module, "free_memory_bytes", lambda: 0)
     alone = Round(tmp_path)
     assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
+    assert alone.alone
     assert len(alone.reasons) == 1 and "3 at once need" in alone.reasons[0] and "0 B are free" in alone.reasons[0]
     assert [summary["lockstep"] for summary in alone.summaries().values()] == [False] * 3
     # Medians of steps 2 to 4 of each run.
@@ -134,7 +135,7 @@ def test_a_first_run_that_gets_slow_memory_is_named(tmp_path, monkeypatch):
 
 
 def test_runs_that_may_write_the_same_files_follow_one_another(tmp_path):
-    alone = Round(tmp_path, lockstep=False)
+    alone = Round(tmp_path, alone=True)
     assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
     assert alone.reasons == []
 

@@ -2,11 +2,12 @@
 
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.progress import RunProgress, WorkProgress, duration
+from ebbtide.cli.progress import RunProgress, WorkProgress, duration, plain_console
 
 
 class Clock:
@@ -161,3 +162,17 @@ def test_work_ends_where_nobody_reads_its_progress():
 
     with pytest.raises(BrokenPipeError):
         WorkProgress(Closed()).begin("making")
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_no_color_alone_takes_the_colours_from_a_terminal(monkeypatch, without):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if without:
+        monkeypatch.setenv("NO_COLOR", "1")
+    terminal, inside = os.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as shown, os.fdopen(inside, "w") as stream:
+        plain_console(stream).print("a mode failed", style="red")
+        line = shown.read(4096)
+    assert b"a mode failed" in line and (b"\x1b[31m" in line) is not without

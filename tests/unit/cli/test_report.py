@@ -1,5 +1,7 @@
+import html
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -282,3 +284,70 @@ def test_a_damaged_comparison_is_an_error(tmp_path, modes):
             run([str(tmp_path), *flags])
     write_run(tmp_path / "round-1" / "plain")
     assert run([str(tmp_path / "round-1" / "plain"), "--format", "text"]) == 0  # its comparison is another matter
+
+
+@pytest.mark.parametrize("format", ["text", "html"])
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("run.jsonl", "{\n{}\n", "line 1 of .*round-2/plain/run.jsonl is"),
+        ("summary.json", "{", "round-2/plain/summary.json is not a summary"),
+        ("summary.json", '{"schema": 1, "status": "ok", "phases": 3}', "round-2/plain hold something .*AttributeError"),
+    ],
+)
+def test_a_damaged_run_of_a_comparison_is_left_out_and_named(tmp_path, capsys, format, file, content, found):
+    write_comparison(tmp_path)
+    (tmp_path / "round-2" / "plain" / file).write_text(content)
+    report(tmp_path, format=format, output=Path("-"))
+    shown = capsys.readouterr().out
+    assert re.search(f"plain: round 2 is left out: .*{found}", html.unescape(shown))
+    if format == "html":
+        assert "plain: 3.30 s, peak 1.16 GiB" in shown, "the round before it"
+
+
+def edited(value):
+    """Yield a record's values, one of which has another type each time."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from ({**value, key: one} for one in edited(item))
+    else:
+        yield [1] if isinstance(value, str) else {"of": "another type"} if value is None else "text"
+
+
+@pytest.mark.parametrize("format", ["text", "html", "json", "trace"])
+def test_values_of_another_type_are_no_traceback(tmp_path, capsys, format):
+    write_run(tmp_path, steps=1, engine=True)
+    summary, record = tmp_path / "summary.json", tmp_path / "run.jsonl"
+    before = {file: file.read_text() for file in (summary, record)}
+    lines = before[record].splitlines()
+    edits = [(summary, json.dumps(one)) for one in edited(json.loads(before[summary]))]
+    for number in {json.loads(line)["event"]: number for number, line in enumerate(lines)}.values():
+        for one in edited(json.loads(lines[number])):
+            edits.append((record, "\n".join([*lines[:number], json.dumps(one), *lines[number + 1 :]]) + "\n"))
+    refused = 0
+    for file, content in edits:
+        file.write_text(content)
+        try:
+            report(tmp_path, format=format, output=Path("-"))
+        except DataError as error:
+            refused += 1
+            assert str(tmp_path) in str(error) and error.hint
+        file.write_text(before[file])
+    assert 0 < refused < len(edits)
+
+
+def test_several_runs_of_which_one_is_damaged_name_it(tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("one", "other")]
+    summary = folders[1] / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "phases": 3}))
+    with pytest.raises(DataError, match=r"(?s)the files in .*/other hold something .*hint: .*--force"):
+        report_runs(folders)
+    report_runs(folders, output=Path("-"), force=True)
+
+
+def test_a_warm_up_that_differs_between_rounds_is_the_runs_own(tmp_path, capsys):
+    run_folder = write_run(tmp_path / "round-1" / "plain", steps=6)
+    modes = [{"mode": "plain", "warm_up_steps": 2.5}]
+    (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "modes": modes, "environment": {}}))
+    report(run_folder, format="text", force=True)
+    assert json.loads((run_folder / "summary.json").read_text())["warm_up_steps"] == 1

@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.base.errors import DiskFullError, TargetError
 from ebbtide.doctor import examine as the_function
+from ebbtide.doctor.facts import VARIABLES
 from ebbtide.doctor.findings import findings
 from ebbtide.store.speed import Speed
 from tests.unit.doctor.made_up import SERVER, SMALL, changed
@@ -34,8 +35,11 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @no_accelerator
-def test_this_machine(room: Any, tmp_path: Path) -> None:
-    found = the_function(environment={"LOCAL_WORLD_SIZE": "2", "HOME": "x"})
+def test_this_machine(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = the_function()
     assert found.facts.machine is SMALL.machine
     assert (found.facts.target, found.facts.ranks, found.facts.bus) == ("disk", 2, None)
     assert found.facts.environment == {"LOCAL_WORLD_SIZE": "2"}

@@ -175,9 +175,9 @@ def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None
 def test_the_peak_is_compared_with_the_mean_of_equal_runs() -> None:
     found = {"plain": 1000 * MIB, "plain-again": 900 * MIB, "ebbtide": 930 * MIB}
     plain, again, ours = ({"mode": mode, "device": "cuda", "inside": {"peak_bytes": n}} for mode, n in found.items())
-    (line,) = verdicts([plain, again, ours], [*found], {})
+    (line,) = verdicts(dict(zip(found, (plain, again, ours), strict=True)), {})
     assert line.startswith("ebbtide: peak −20.0 MiB (2 %), no more than equal runs differ by (100.0 MiB)")
-    (line,) = verdicts([plain, ours], ["plain", "ebbtide"], {})
+    (line,) = verdicts({"plain": plain, "ebbtide": ours}, {})
     assert line.startswith("ebbtide: peak −70.0 MiB (7 %) (against")
 
 
@@ -185,29 +185,29 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
     plain = load_run(write_run(tmp_path / "plain", "plain"))
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=150 * MIB, slow=1.1, engine=True))
     three = {**ours.summary, "timed_steps": 3}
-    (line,) = verdicts([plain.summary, three], ["plain", "ebbtide"], {"ebbtide": split(ours)})
+    (line,) = verdicts({"plain": plain.summary, "ebbtide": three}, {"ebbtide": split(ours)})
     assert line.startswith("ebbtide: peak −646.7 MiB (34 %), step +6 %, losses bitwise equal (against plain); ")
     assert "what is left of the peak: work of backward" in line and " → " in line
-    alone = verdicts([ours.summary], ["ebbtide"], {})
+    alone = verdicts({"ebbtide": ours.summary}, {})
     assert alone[0].startswith("ebbtide: 100.0 MiB of the 132.0 MiB of activations ")
     assert alone[0].endswith(", step 3.500 s, peak 1.21 GiB.") and "kept everything" not in alone[0]
     nothing = {**ours.summary, "plan": {"name": "auto", "text": "any words", "kept_because": "gains_nothing"}}
-    (line,) = verdicts([nothing], ["ebbtide"], {"ebbtide": split(ours)})
+    (line,) = verdicts({"ebbtide": nothing}, {"ebbtide": split(ours)})
     assert (
         "kept everything" in line
         and line.count(" → ") == 1
         and "policy 'minimal', or a larger limit: ebbtide.Auto(" in line
     )
     one = {**ours.summary, "timed_steps": 1}
-    assert "step time not judged (1 step timed), " in verdicts([plain.summary, one], ["plain", "ebbtide"], {})[0]
-    assert ", step +" in verdicts([plain.summary, {**one, "rounds": 3}], ["plain", "ebbtide"], {})[0]
+    assert "step time not judged (1 step timed), " in verdicts({"plain": plain.summary, "ebbtide": one}, {})[0]
+    assert ", step +" in verdicts({"plain": plain.summary, "ebbtide": {**one, "rounds": 3}}, {})[0]
     small = {**ours.summary, "plan": {"name": "auto", "text": "any words", "kept_because": "small"}}
-    assert "below min_bytes" in verdicts([small], ["ebbtide"], {})[0]
+    assert "below min_bytes" in verdicts({"ebbtide": small}, {})[0]
     for unmarked in ({}, {"kept_because": None}, {"kept_because": "fits"}):  # of an earlier release, too
         plan = {"name": "auto", "text": "everything stays: nothing is gained", **unmarked}
-        assert "kept everything" not in verdicts([{**ours.summary, "plan": plan}], ["ebbtide"], {})[0]
+        assert "kept everything" not in verdicts({"ebbtide": {**ours.summary, "plan": plan}}, {})[0]
     uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
-    assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
+    assert "LOSSES DIFFER" in verdicts({"plain": plain.summary, "ebbtide": uneven}, {})[0]
 
 
 def test_where_a_model_checkpoints_its_blocks_the_advice_is_to_switch_that_off(tmp_path: Path) -> None:
@@ -220,14 +220,14 @@ def test_where_a_model_checkpoints_its_blocks_the_advice_is_to_switch_that_off(t
         assert most.advice is not None and ("policy 'minimal'" in most.advice) is not checkpoints
         assert ("gradient_checkpointing_disable()" in most.advice) is checkpoints
     kept = {**own.summary, "plan": {**plan, "kept_because": "gains_nothing"}}
-    (line,) = verdicts([kept], ["ebbtide"], {"ebbtide": split(own)})
+    (line,) = verdicts({"ebbtide": kept}, {"ebbtide": split(own)})
     assert "gradient_checkpointing_disable()" in line and "ebbtide.Auto(" in line and "minimal" not in line
 
 
 def test_savings_within_the_noise_are_not_shown_as_numbers(tmp_path: Path) -> None:
     plain = load_run(write_run(tmp_path / "plain", "plain", height=100 * MIB)).summary
     ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=103 * MIB)).summary
-    assert "peak unchanged" in verdicts([plain, ours], ["plain", "ebbtide"], {})[0]
+    assert "peak unchanged" in verdicts({"plain": plain, "ebbtide": ours}, {})[0]
     assert saved_percent(ours, plain) is None
     small = {"device": "cpu", "inside": {"activation_bytes": 3 * MIB}}
     assert saved_percent({"device": "cpu", "inside": {"activation_bytes": 6 * MIB}}, small) is None
@@ -296,7 +296,7 @@ def test_gradients_of_earlier_micro_batches_are_gradients(tmp_path: Path) -> Non
 
 
 def test_losses_are_a_curve(tmp_path: Path) -> None:
-    picture = losses_svg([{"loss": [3.0, 2.0, 1.0]}, {"loss": [3.0, "nan", 2.0]}], ["plain", "ebbtide"])
+    picture = losses_svg({"plain": {"loss": [3.0, 2.0, 1.0]}, "ebbtide": {"loss": [3.0, "nan", 2.0]}})
     lines = [
         [tuple(map(float, p.split(","))) for p in str(line.get("points")).split()]
         for line in ET.fromstring(picture or "").iter(f"{SVG}polyline")
@@ -305,15 +305,15 @@ def test_losses_are_a_curve(tmp_path: Path) -> None:
     (left, high), (middle, _), (right, low) = lines[0]
     assert left < middle < right and high < low and middle == pytest.approx((left + right) / 2, abs=0.1)
     assert lines[1][0] == (left, high)
-    many = losses_svg([{"loss": [1 / n for n in range(1, 5000)]}], ["plain"]) or ""
+    many = losses_svg({"plain": {"loss": [1 / n for n in range(1, 5000)]}}) or ""
     assert many.count(",") < 2000 and "4999" in many
-    assert losses_svg([{"loss": [None, None]}, {}], ["a", "b"]) is None
+    assert losses_svg({"a": {"loss": [None, None]}, "b": {}}) is None
 
 
 def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     whole = {"loss": [5.0, 4.0, 3.0, 2.0], "first_step": 1}
     rest, wrong = {"loss": [3.0, 2.0], "first_step": 3}, {"loss": [3.0, 1.0], "first_step": 3}
-    table = losses_table([whole, rest], ["whole", "rest"])
+    table = losses_table({"whole": whole, "rest": rest})
     assert [row[0] for row in table.rows] == ["1", "2", "3", "4"]
     assert [row[3] for row in table.rows] == [ABSENT, ABSENT, "equal", "equal"]
     assert loss_verdict(rest, whole) == "equal" and loss_verdict(wrong, whole) == "differ"
@@ -325,9 +325,9 @@ def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     assert loss_verdict({"loss": [5.0, 4.0], "model": "another"}, whole) == ABSENT
     assert loss_verdict({"loss": [3.0], "first_step": 9}, whole) == ABSENT, "no step in common"
     sparse = {"loss": [4.0, 2.0], "first_step": 2, "step_numbers": [2, 4]}
-    assert [row[3] for row in losses_table([whole, sparse], ["whole", "sparse"]).rows] == [ABSENT, "equal"] * 2
+    assert [row[3] for row in losses_table({"whole": whole, "sparse": sparse}).rows] == [ABSENT, "equal"] * 2
     assert loss_verdict(sparse, whole) == "equal"
-    alone = losses_svg([rest], ["rest"]) or ""
+    alone = losses_svg({"rest": rest}) or ""
     assert ">3<" in alone and ">4<" in alone and ">1<" not in alone
 
 

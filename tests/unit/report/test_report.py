@@ -127,6 +127,17 @@ def test_the_timeline_is_one_svg_that_stands_alone(runs):
     assert any(word.startswith("plain: 3.30 s, peak 1.8") for word in words(picture))
 
 
+def test_a_legend_of_many_phases_is_inside_the_picture(runs):
+    names = [f"a phase of many words, number {number}" for number in range(6)]
+    span = runs[2].step_span(3)
+    edges = [("begin", span.begin + 0.1), ("end", span.end - 0.1)]
+    marks = [event(t, "phase", name=name, edge=edge, step=3) for name in names for edge, t in edges]
+    root = ET.fromstring(timeline_svg([with_events(runs[2], *marks)]))
+    found = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text in names]
+    assert len(found) == len(names) and all(float(text.get("y")) < float(root.get("height")) for text in found)
+    assert all(float(text.get("x")) + 6.4 * len(text.text) < float(root.get("width")) for text in found)
+
+
 def test_curves_are_aligned_at_the_forwards_begin_and_high_as_measured(runs):
     lines = ET.fromstring(timeline_svg(runs)).iter("{http://www.w3.org/2000/svg}polyline")
     curves = [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in lines]
@@ -220,12 +231,12 @@ def test_jinja2_missing_names_the_extra(runs, monkeypatch):
 
 
 def test_the_head_table_holds_modes_against_plain(runs):
-    rows = {row[0]: row[1:] for row in headline([run.summary for run in runs], [run.name for run in runs]).rows}
+    rows = {row[0]: row[1:] for row in headline({run.name: run.summary for run in runs}).rows}
     assert rows["plain"][:2] == ("1.84 GiB", "800.0 MiB")
     assert rows["ebbtide"][1:5] == ("150.0 MiB", "81.2 %", "3.500 s", "×1.06")
     assert [row[-1] for row in rows.values()] == ["equal"] * 3
     uneven = {**runs[2].summary, "loss": [3.0, 1.5, 1.0000000000000002]}
-    assert headline([runs[0].summary, uneven], ["plain", "ebbtide"]).rows[1][-1] == "differ"
+    assert headline({"plain": runs[0].summary, "ebbtide": uneven}).rows[1][-1] == "differ"
 
 
 def test_on_a_device_memory_is_the_devices_own():
@@ -236,8 +247,8 @@ def test_on_a_device_memory_is_the_devices_own():
 
 
 def test_losses_are_held_against_each_other_digit_by_digit():
-    summaries = [{"loss": [0.1, 0.3, "nan"]}, {"loss": [0.1, 0.30000000000000004, "nan", 2.0]}]
-    rows = losses_table(summaries, ["a", "b"]).rows
+    named = {"a": {"loss": [0.1, 0.3, "nan"]}, "b": {"loss": [0.1, 0.30000000000000004, "nan", 2.0]}}
+    rows = losses_table(named).rows
     assert [row[-1] for row in rows] == ["equal", "differ", "equal", "–"]
     assert rows[1][1:3] == ("0.3", "0.30000000000000004")
 
@@ -384,7 +395,7 @@ def test_a_cpu_has_one_peak() -> None:
     """Its memory is the host's: two columns of one figure would look like two memories."""
     cpu = {"device": "cpu", "peak_device_bytes": 5 * MIB, "peak_host_bytes": 5 * MIB}
     device = {**cpu, "device": "cuda"}
-    alone, both = bytes_table([cpu], ["plain"]), bytes_table([cpu, device], ["plain", "ebbtide"])
+    alone, both = bytes_table({"plain": cpu}), bytes_table({"plain": cpu, "ebbtide": device})
     assert alone.columns[-2:] == ("copy-in", "host peak") and alone.rows[0][-1] == "5.0 MiB"
     assert both.columns[-2:] == ("device peak", "host peak")
     assert [row[-2:] for row in both.rows] == [("–", "5.0 MiB"), ("5.0 MiB", "5.0 MiB")]

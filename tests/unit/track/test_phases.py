@@ -66,7 +66,7 @@ def test_reports_show_every_phase_by_its_name(tmp_path):
     write_events(tmp_path / "run.jsonl", rollout_steps())
     write_summary(tmp_path)
     run = load_run(tmp_path)
-    assert phases_table([run.summary], [run.name]).rows[0] == ("plain", "generation", "3.000 s", "800 B", "700 B")
+    assert phases_table({run.name: run.summary}).rows[0] == ("plain", "generation", "3.000 s", "800 B", "700 B")
     span = run.step_span(2)
     assert (span.begin, span.end) == (20.0, 28.5)
     picture = timeline_svg([run])
@@ -81,5 +81,5 @@ def test_times_of_phases_on_a_device_are_named_as_those_of_the_host(tmp_path, de
     write_events(tmp_path / "run.jsonl", [begin(device=device), *phases(1, 1.0)])
     write_summary(tmp_path)
     run = load_run(tmp_path)
-    assert phases_table([run.summary], [run.name]).columns[2] == f"{head} that has it"
+    assert phases_table({run.name: run.summary}).columns[2] == f"{head} that has it"
     assert f" {head} that has it" in text(run)
