@@ -143,10 +143,9 @@ def test_four_ranks_train_alike(four: dict[str, CaseResult], name: str, like: st
 
 
 def test_the_loss_of_bfloat16_products_is_not_rounded_to_bfloat16(two: dict[str, CaseResult]) -> None:
-    """Above 4, bfloat16 has a number each 1/32; the logged one is the mean of two ranks'."""
-    losses = two["fsdp2 mixed"].values()[0]["losses"].values()
-    assert all(loss > 4 and loss * 2**8 % 1 for loss in losses)
-    assert losses == pytest.approx([*two["fsdp1 mixed"].values()[0]["losses"].values()], abs=2e-2)
+    """accelerate would round each token's, and their sum, under FSDP2 alone: these numbers are 0.03 apart."""
+    first, second = (two[name].values()[0]["losses"][1] for name in ("fsdp2 mixed", "fsdp1 mixed"))
+    assert first == pytest.approx(second, abs=1e-3)
 
 
 def test_a_model_built_empty_ends_with_the_same_weights_and_optimizer(two: dict[str, CaseResult]) -> None:
