@@ -44,22 +44,28 @@ def recipe(
 
     With ``digest`` also a digest of each full weight and of the full optimizer state.
     """
-    from ebbtide_recipes.sft.config import SftConfig
     from ebbtide_recipes.sft.recipe import RECIPE
 
+    config = sft_config(model, folder, **{"dataset": ("builtin:pydoc#60",), "max_length": 256, **changes})
+    return _carried_out(RECIPE, config, ranks_a_node=ranks_a_node, digest=digest)
+
+
+def sft_config(model: Path | str, folder: Path | str, /, **changes: Any) -> Any:
+    """Return a short run of ``sft`` that learns something at every step."""
+    from ebbtide_recipes.sft.config import SftConfig
+
     values = {
-        "model": model,
-        "dataset": ("builtin:pydoc#60",),
+        "model": str(model),
+        "dataset": ("builtin:pydoc#40",),
         "max_steps": 3,
-        "max_length": 256,
+        "max_length": 64,
         "packing": True,
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save": False,
-        "output_dir": folder,
+        "output_dir": str(folder),
     }
-    config = SftConfig(**{**values, **changes})
-    return _carried_out(RECIPE, config, ranks_a_node=ranks_a_node, digest=digest)
+    return SftConfig(**{**values, **changes})
 
 
 def grpo_config(model: Path | str, folder: Path | str, /, **changes: Any) -> Any:

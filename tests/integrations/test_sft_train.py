@@ -16,21 +16,11 @@ from ebbtide_recipes.sft.recipe import RECIPE, main
 from ebbtide_recipes.skeleton.steps import _duration
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer
 from tests.integrations.conftest import write_jsonl
+from tests.integrations.ranks import sft_config
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict:
-    values = {
-        "model": str(model),
-        "dataset": ("builtin:pydoc#40",),
-        "max_steps": 3,
-        "max_length": 64,
-        "packing": True,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save": False,
-        "output_dir": str(folder),
-    }
-    main(SftConfig(**{**values, **changes}))
+    main(sft_config(model, folder, **changes))
     events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     return {"events": events, "summary": json.loads((folder / "summary.json").read_text())}
 

@@ -313,14 +313,14 @@ def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
 
     Two blocks are gathered at a time, because FSDP prefetches the next; weights outside of blocks always are.
     """
-    weights, whole = _nbytes(model.parameters()), _nbytes(model.buffers()) + _nbytes(_gradients(model))
+    weights, unsharded = _nbytes(model.parameters()), _nbytes(model.buffers()) + _nbytes(_gradients(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
     state = job.optimizer_state * _nbytes(p for p in model.parameters() if p.requires_grad)
     if job.shards == 1:
-        return int(weights + whole + state)
+        return int(weights + unsharded + state)
     twice = 2 * max(_nbytes(block.parameters()) for block in blocks)
     gathered = weights - _nbytes(inside) + min(_nbytes(inside), twice)
-    return int((weights + state) / job.shards + gathered + whole)
+    return int((weights + state) / job.shards + gathered + unsharded)
 
 
 def _shard_gradients(blocks: list[nn.Module], job: Job) -> Callable[[], None]:

@@ -183,14 +183,14 @@ def draw(result: Result, path: str) -> str:
     return f"drawn    {path}: slowdown over peak memory"
 
 
-def is_cpu(machine: Machine) -> bool:
+def _is_cpu(machine: Machine) -> bool:
     """Whether a machine has no accelerator."""
     return machine.name == "cpu"
 
 
 def _check_machine(config: PlanConfig, machine: Machine) -> None:
     """Reject options that this machine cannot run, or that have no meaning on it."""
-    if is_cpu(machine) and config.gpus > 1:
+    if _is_cpu(machine) and config.gpus > 1:
         raise ConfigError(
             f"gpus is {config.gpus} on a machine without an accelerator",
             expected="1, or a machine with devices",
@@ -220,4 +220,4 @@ def _dtype(config: PlanConfig, machine: Machine) -> str:
     if config.torch_dtype != "auto":
         return config.torch_dtype
     mixed = config.bf16 and config.train_type == "full"
-    return "float32" if is_cpu(machine) or mixed else "bfloat16"
+    return "float32" if _is_cpu(machine) or mixed else "bfloat16"
