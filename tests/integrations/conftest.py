@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,11 @@ def accelerate_knows_the_simulated_device() -> Iterator[None]:
         if found is not None and found.type == "simdev":
             patch.setenv("ACCELERATE_TORCH_DEVICE", found.type)
         yield
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 CHAT_TEMPLATE = (

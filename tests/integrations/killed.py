@@ -35,7 +35,7 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import RECIPE as SFT
 from ebbtide_recipes.skeleton import checkpoints
 from ebbtide_recipes.skeleton import run as skeleton
-from tests.integrations.ranks import fresh_world, grpo_values
+from tests.integrations.ranks import fresh_world, grpo_config, sft_config
 
 RECIPES: dict[type[Any], Any] = {SftConfig: SFT, GrpoConfig: GRPO}
 """The recipe that trains a config; ``video_killed.py`` adds its own."""
@@ -63,19 +63,16 @@ class Kill:
 def settings(model: str, folder: Path, given: argparse.Namespace, **changes: Any) -> Any:
     """Return the config of the named recipe."""
     if given.recipe == "grpo":
-        values = grpo_values(model, str(folder))
         # Three updates per rollout and a checkpoint every two steps: most are in the middle of a rollout.
-        values |= {"max_steps": given.steps, "num_iterations": 3, "beta": 0.04, "save_steps": 2, "save_total_limit": 1}
-        values |= {"activation_cpu_offload": True, "save": True, "learning_rate": 1e-3}
-        values["fsdp_strategy"] = "full_shard" if given.ranks > 1 else "none"
-        return GrpoConfig(**{**values, **changes})
+        often = {"max_steps": given.steps, "num_iterations": 3, "beta": 0.04, "save_steps": 2, "save_total_limit": 1}
+        often |= {"activation_cpu_offload": True, "save": True, "learning_rate": 1e-3}
+        often["fsdp_strategy"] = "full_shard" if given.ranks > 1 else "none"
+        return grpo_config(model, folder, **{**often, **changes})
     values: dict[str, Any] = {
-        "model": model, "dataset": ("builtin:pydoc#60",), "max_steps": given.steps, "max_length": 64, "packing": True,
-        "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1,
-        "activation_cpu_offload": True, "output_dir": str(folder),
-        "fsdp_strategy": "full_shard" if given.ranks > 1 else "none",
+        "dataset": ("builtin:pydoc#60",), "max_steps": given.steps, "save_steps": 2, "save_total_limit": 1,
+        "activation_cpu_offload": True, "save": True, "fsdp_strategy": "full_shard" if given.ranks > 1 else "none",
     }  # fmt: skip
-    return SftConfig(**{**values, **changes})
+    return sft_config(model, folder, **{**values, **changes})
 
 
 def at_change(number: int) -> Callable[[str, tuple[Any, ...]], None]:

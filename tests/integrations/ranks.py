@@ -44,28 +44,36 @@ def recipe(
 
     With ``digest`` also a digest of each full weight and of the full optimizer state.
     """
-    from ebbtide_recipes.sft.config import SftConfig
     from ebbtide_recipes.sft.recipe import RECIPE
 
+    config = sft_config(model, folder, **{"dataset": ("builtin:pydoc#60",), "max_length": 256, **changes})
+    return _carried_out(RECIPE, config, ranks_a_node=ranks_a_node, digest=digest)
+
+
+def sft_config(model: Path | str, folder: Path | str, /, **changes: Any) -> Any:
+    """Return a short run of ``sft`` that learns something at every step."""
+    from ebbtide_recipes.sft.config import SftConfig
+
     values = {
-        "model": model,
-        "dataset": ("builtin:pydoc#60",),
+        "model": str(model),
+        "dataset": ("builtin:pydoc#40",),
         "max_steps": 3,
-        "max_length": 256,
+        "max_length": 64,
         "packing": True,
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save": False,
-        "output_dir": folder,
+        "output_dir": str(folder),
     }
-    config = SftConfig(**{**values, **changes})
-    return _carried_out(RECIPE, config, ranks_a_node=ranks_a_node, digest=digest)
+    return SftConfig(**{**values, **changes})
 
 
-def grpo_values(model: str, folder: str) -> dict[str, Any]:
-    """Return the values of a short run of ``grpo`` that learns something at every step."""
-    return {
-        "model": model,
+def grpo_config(model: Path | str, folder: Path | str, /, **changes: Any) -> Any:
+    """Return a short run of ``grpo`` that learns something at every step."""
+    from ebbtide_recipes.grpo.config import GrpoConfig
+
+    values = {
+        "model": str(model),
         "reward_funcs": (rewards.NAME, "closeness"),
         "num_generations": 4,
         "max_prompt_length": 32,
@@ -74,15 +82,15 @@ def grpo_values(model: str, folder: str) -> dict[str, Any]:
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save": False,
-        "output_dir": folder,
+        "output_dir": str(folder),
     }
+    return GrpoConfig(**{**values, **changes})
 
 
 def grpo_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Train with the recipe ``grpo``; return like ``recipe``, and whether ranks generate until the last is done."""
     from transformers import GenerationMixin
 
-    from ebbtide_recipes.grpo.config import GrpoConfig
     from ebbtide_recipes.grpo.recipe import RECIPE
 
     together: set[bool] = set()
@@ -94,7 +102,7 @@ def grpo_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any
 
     GenerationMixin.generate = seen
     try:
-        result = _carried_out(RECIPE, GrpoConfig(**{**grpo_values(model, folder), **changes}))
+        result = _carried_out(RECIPE, grpo_config(model, folder, **changes))
     finally:
         GenerationMixin.generate = generate
     return {**result, "together": together}

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.grpo.divergence import Divergence, only_if_judged
 from ebbtide_recipes.grpo.recipe import RECIPE
 from tests.integrations.conftest import make_tiny_model
-from tests.integrations.ranks import grpo_values
+from tests.integrations.ranks import grpo_config
 
 RATIOS = (0.3, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1, 9.0, 40.0)
 """On both sides of every bound, and on none: there the gradient is any between two."""
@@ -52,9 +51,8 @@ def loss_and_gradient(
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 @pytest.mark.parametrize("most", [3.0, 1.28, 10.0])
 def test_delta_is_the_bound_of_dual_clipping(model: Path, tmp_path: Path, loss_type: Any, most: float) -> None:
-    values = grpo_values(str(model), str(tmp_path))
-    config = GrpoConfig(**{**values, "loss_type": loss_type, "epsilon": 0.2, "epsilon_high": 0.28, "delta": most})
-    trainer = RECIPE.prepare(config)
+    bounds = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": most}
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, loss_type=loss_type, **bounds))
     log_ratio = torch.tensor(RATIOS).log().repeat(2, 1)
     advantages = torch.tensor([1.5, -0.5])
     log_probs = log_ratio.clone().requires_grad_()
@@ -67,7 +65,7 @@ def test_delta_is_the_bound_of_dual_clipping(model: Path, tmp_path: Path, loss_t
 
 
 def test_the_divergence_in_the_loss_is_k3(model: Path, tmp_path: Path) -> None:
-    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), "beta": 0.5}))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, beta=0.5))
     reference = torch.tensor([[-1.0, 0.5, 2.0]])
     log_probs = torch.tensor([[0.1, 0.0, -0.1]], requires_grad=True)
     expected = 0.5 * (torch.exp(reference - log_probs) - (reference - log_probs) - 1).mean()
@@ -100,8 +98,7 @@ def test_the_reward_is_less_by_the_divergence_of_the_completion(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    values = {**grpo_values(str(model), str(tmp_path)), "kl_reward_coef": 0.5, "scale_rewards": "none", **changes}
-    trainer = RECIPE.prepare(GrpoConfig(**values))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, kl_reward_coef=0.5, scale_rewards="none", **changes))
     assert trainer.beta == changes.get("beta", 0.0)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -9,10 +9,9 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from ebbtide_recipes.grpo import unpadded
-from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.grpo.recipe import RECIPE
 from tests.integrations.conftest import make_tiny_model
-from tests.integrations.ranks import grpo_values
+from tests.integrations.ranks import grpo_config
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -58,10 +57,8 @@ def test_learned_positions_count_from_the_first_token_and_not_from_the_padding(t
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=len(tokenizer), **ends)).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    values = {**grpo_values(str(tmp_path / "gpt2"), str(tmp_path / "run")), "beta": 0.1}
-    if adapters:
-        values |= {"train_type": "lora", "target_modules": ("c_fc",)}
-    trainer = RECIPE.prepare(GrpoConfig(**values))
+    changes = {"train_type": "lora", "target_modules": ("c_fc",)} if adapters else {}
+    trainer = RECIPE.prepare(grpo_config(tmp_path / "gpt2", tmp_path / "run", beta=0.1, **changes))
     ids = torch.randint(5, 200, (2, 14))
     mask = torch.ones_like(ids)
     mask[1, :6] = 0

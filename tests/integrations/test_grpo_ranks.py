@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.helpers.spawn import CaseResult, run_cases
 from tests.integrations import rewards
-from tests.integrations.conftest import make_tiny_model
+from tests.integrations.conftest import make_tiny_model, write_jsonl
 from tests.integrations.ranks import grpo_case
 
 pytestmark = pytest.mark.slow
@@ -48,9 +47,8 @@ def results(folder: Path) -> dict[str, CaseResult]:
     cases = {name: (grpo_case, (model, str(folder / name), changes)) for name, changes in CASES.items()}
     going_on = {**CASES["saving"], "resume_from_checkpoint": str(folder / "saving" / "checkpoint-3")}
     cases["going on"] = (grpo_case, (model, str(folder / "going on"), going_on))
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": 2**n}) + "\n" for n in range(11)))
-    marked = {"dataset": (str(rows),), "eval_dataset": (str(rows),), "reward_funcs": (f"{rewards.__file__}:marked",)}
+    rows = write_jsonl(folder / "rows.jsonl", [{"prompt": f"{n} + 1 =", "mark": 2**n} for n in range(11)])
+    marked = {"dataset": (rows,), "eval_dataset": (rows,), "reward_funcs": (f"{rewards.__file__}:marked",)}
     sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1}
     cases["evaluation"] = (grpo_case, (model, str(folder / "evaluation"), {**marked, **sizes}))
     return run_cases(cases, 2, timeout_seconds=180)

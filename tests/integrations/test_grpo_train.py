@@ -12,13 +12,12 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DataError, TrainingError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.grpo.recipe import RECIPE
 from ebbtide_recipes.skeleton import run
 from tests.helpers.pairs import all_pairs
 from tests.integrations import rewards
-from tests.integrations.conftest import make_tiny_model
-from tests.integrations.ranks import grpo_values
+from tests.integrations.conftest import make_tiny_model, write_jsonl
+from tests.integrations.ranks import grpo_config
 
 OURS = {"activation_cpu_offload": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -48,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Path, folder: Path, /, **changes: Any) -> dict[str, Any]:
-    run.main(RECIPE, GrpoConfig(**{**grpo_values(str(model), str(folder)), **changes}))
+    run.main(RECIPE, grpo_config(model, folder, **changes))
     events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     return {
@@ -160,7 +159,7 @@ def training_flags(model: torch.nn.Module) -> dict[str, bool]:
 @pytest.mark.parametrize("unpadded", [False, True])
 def test_a_rollout_has_no_dropout_and_the_update_has(model: Path, tmp_path: Path, unpadded: bool) -> None:
     changes = {"train_type": "lora", "lora_dropout": 0.5, "num_iterations": 2, "padding_free": unpadded, "beta": 0.1}
-    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), **changes}))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, **changes))
     seen: list[tuple[bool, bool, bool]] = []
     for name, module in trainer.model.named_modules():
         if isinstance(module, torch.nn.Dropout):
@@ -237,9 +236,8 @@ def test_a_rollout_without_the_reference_is_dropped_once_there_is_one(
 
 
 def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(6)))
-    changes = {"dataset": (str(file),), "num_train_epochs": 3.0, "max_steps": -1, "save_steps": 4}
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(6)])
+    changes = {"dataset": (file,), "num_train_epochs": 3.0, "max_steps": -1, "save_steps": 4}
     whole = train(model, tmp_path / "whole", **changes)
     assert len(whole["steps"]) == 9  # six prompts, two per step, three epochs
     rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
@@ -249,13 +247,13 @@ def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path
 # Bad input
 
 
-def reward_file(folder: Path, function: str) -> str:
+def reward_file(function: str) -> str:
     return f"{Path(rewards.__file__)}:{function}"
 
 
 def test_a_reward_function_that_raises_stops_the_run(model: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="'rewards:broken' raised ZeroDivisionError"):
-        train(model, tmp_path, reward_funcs=(reward_file(tmp_path, "broken"),))
+        train(model, tmp_path, reward_funcs=(reward_file("broken"),))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "error"
 
 
@@ -265,7 +263,7 @@ def test_equal_rewards_are_logged_once_and_then_rarely(
     from ebbtide_recipes.grpo import trainer
 
     monkeypatch.setattr(trainer, "REPEAT", 3)
-    log = train(model, tmp_path, reward_funcs=(reward_file(tmp_path, "nothing"),), max_steps=4)["log"]
+    log = train(model, tmp_path, reward_funcs=(reward_file("nothing"),), max_steps=4)["log"]
     lines = [line for line in log.splitlines() if "all rewards are equal" in line]
     assert len(lines) == 2
     assert "(mean reward 0.5): it gives no gradient" in lines[0]
@@ -274,26 +272,23 @@ def test_equal_rewards_are_logged_once_and_then_rarely(
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_rewards_that_are_equal_in_each_group_alone_are_named(model: Path, tmp_path: Path, scale: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": n}) + "\n" for n in range(8)))
-    changes = {"dataset": (str(file),), "reward_funcs": (reward_file(tmp_path, "marked"),), "max_steps": 1}
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} + 1 =", "mark": n} for n in range(8)])
+    changes = {"dataset": (file,), "reward_funcs": (reward_file("marked"),), "max_steps": 1}
     log = train(model, tmp_path / "run", **changes, scale_rewards=scale)["log"]
     assert log.count("all rewards are equal in every group") == 1
 
 
 @pytest.mark.parametrize("completions", [1, 2])
 def test_the_reward_of_an_evaluation_is_the_mean_of_its_rows(model: Path, tmp_path: Path, completions: int) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "mark": 2**n}) + "\n" for n in range(9)))
-    rewards_ = {"dataset": (str(file),), "reward_funcs": (reward_file(tmp_path, "marked"),)}
-    changes = {"eval_dataset": (str(file),), "num_generations_eval": completions, "eval_steps": 1, "max_steps": 2}
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} + 1 =", "mark": 2**n} for n in range(9)])
+    rewards_ = {"dataset": (file,), "reward_funcs": (reward_file("marked"),)}
+    changes = {"eval_dataset": (file,), "num_generations_eval": completions, "eval_steps": 1, "max_steps": 2}
     found = train(model, tmp_path / "run", **rewards_, **changes)["evaluations"]
     assert [reward for _, reward in found] == pytest.approx([(2**9 - 1) / 9] * 2, rel=1e-6)
 
 
 def test_rollouts_that_no_function_judges_are_named(model: Path, tmp_path: Path) -> None:
-    config = {**grpo_values(str(model), str(tmp_path)), "reward_funcs": (reward_file(tmp_path, "none"),)}
-    run.main(RECIPE, GrpoConfig(**{**config, "max_steps": 1}))
+    run.main(RECIPE, grpo_config(model, tmp_path, reward_funcs=(reward_file("none"),), max_steps=1))
     assert (tmp_path / "training.log").read_text().count("no completion of a rollout is judged") == 1
     (step,) = [e for e in map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines()) if e["event"] == "step"]
     assert "reward" not in step
@@ -301,24 +296,22 @@ def test_rollouts_that_no_function_judges_are_named(model: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(("reward", "answer"), [("accuracy", None), ("closeness", "Paris")])
 def test_a_data_set_that_no_function_judges_is_refused(model: Path, tmp_path: Path, reward: str, answer: Any) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": answer}) + "\n" for n in range(6)))
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} + 1 =", "answer": answer} for n in range(6)])
     with pytest.raises(DataError, match="no row of .*rows.jsonl has an answer that a reward function judges by"):
-        train(model, tmp_path / "out", dataset=(str(file),), reward_funcs=(reward,))
-    assert train(model, tmp_path / "both", dataset=(str(file),), reward_funcs=(reward, "format"), max_steps=1)
+        train(model, tmp_path / "out", dataset=(file,), reward_funcs=(reward,))
+    assert train(model, tmp_path / "both", dataset=(file,), reward_funcs=(reward, "format"), max_steps=1)
 
 
 def test_long_prompts_are_left_out_and_counted_or_refused(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{n} + 1 =" + " again" * (20 if n % 3 == 0 else 0), "answer": str(n + 1)} for n in range(9)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
     said = f"3 of the 9 prompts of {file} are longer than 32 tokens"
-    log = train(model, tmp_path / "kept", dataset=(str(file),), max_steps=1)["log"]
+    log = train(model, tmp_path / "kept", dataset=(file,), max_steps=1)["log"]
     assert f"{said}: they are left out; no prompt is cut" in log
     with pytest.raises(DataError, match=said):
-        train(model, tmp_path / "refused", dataset=(str(file),), filter_overlong_prompts=False)
+        train(model, tmp_path / "refused", dataset=(file,), filter_overlong_prompts=False)
     with pytest.raises(DataError, match="9 of the 9 prompts"):
-        train(model, tmp_path / "none", dataset=(str(file),), max_prompt_length=1)
+        train(model, tmp_path / "none", dataset=(file,), max_prompt_length=1)
 
 
 @pytest.mark.parametrize(
@@ -346,14 +339,13 @@ def test_a_reference_whose_biases_are_trained_is_refused(model: Path, tmp_path: 
     changes = {"train_type": "adapter", "adapter_config": str(file)}
     with pytest.raises(ConfigError, match='train the model\'s biases, .*\nhint: "bias": "none"'):
         train(model, tmp_path / "run", **changes, **{flag: 0.1})
-    assert RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path / "without")), **changes}))
+    assert RECIPE.prepare(grpo_config(model, tmp_path / "without", **changes))
 
 
 def test_questions_of_gsm8k_are_asked_as_chats(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "gsm.jsonl"
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"} for n in range(4)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"dataset": (str(file),), "reward_funcs": ("accuracy", "format", rewards.NAME)}
+    file = write_jsonl(tmp_path / "gsm.jsonl", rows)
+    changes = {"dataset": (file,), "reward_funcs": ("accuracy", "format", rewards.NAME)}
     assert len(train(model, tmp_path / "run", **changes, reward_weights=(1.0, 0.5, 2.0))["steps"]) == 3
 
 
@@ -368,8 +360,7 @@ def test_a_reward_far_from_random_is_learned(model: Path, tmp_path: Path) -> Non
 def test_prompts_come_in_the_order_of_the_data_unless_they_are_shuffled(
     model: Path, tmp_path: Path, shuffled: bool
 ) -> None:
-    values = {**grpo_values(str(model), str(tmp_path)), "dataset_shuffle": shuffled}
-    trainer = RECIPE.prepare(GrpoConfig(**values))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, dataset_shuffle=shuffled))
     order = list(dict.fromkeys(trainer._get_train_sampler()))
     assert len(order) > 2
     assert (order == sorted(order)) is not shuffled

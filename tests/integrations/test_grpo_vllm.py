@@ -10,10 +10,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ebbtide.base.events import BUS
-from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.grpo.recipe import RECIPE
 from tests.integrations.conftest import make_tiny_model
-from tests.integrations.ranks import grpo_values
+from tests.integrations.ranks import grpo_config
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ class Root(FSDPModule):
 
 
 def test_vllm_gets_weights_from_their_shards(model: Path, tmp_path: Path) -> None:
-    trainer = RECIPE.prepare(GrpoConfig(**grpo_values(str(model), str(tmp_path))))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path))
     calls: list[str] = []
     trainer.model_wrapped = object.__new__(Root)
     trainer.model_wrapped.__init__(calls)
@@ -50,7 +49,7 @@ def test_vllm_gets_weights_from_their_shards(model: Path, tmp_path: Path) -> Non
 
 def test_adapters_merged_for_vllm_leave_the_base_as_it_was(model: Path, tmp_path: Path) -> None:
     changes = {"train_type": "lora", "lora_rank": 2, "torch_dtype": "bfloat16"}
-    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), **changes}))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, **changes))
     base = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" not in name}
     merged: list[bool] = []
 
@@ -76,7 +75,7 @@ def test_adapters_merged_for_vllm_leave_the_base_as_it_was(model: Path, tmp_path
 def test_weights_in_4_bits_are_those_of_before_the_merge(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     changes = {"train_type": "qlora", "lora_rank": 2}
-    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), **changes}))
+    trainer = RECIPE.prepare(grpo_config(model, tmp_path, **changes))
     before = {name: p for name, p in trainer.model.named_parameters() if hasattr(p, "bnb_quantized")}
     assert before
 

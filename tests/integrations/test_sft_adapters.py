@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
+from tests.integrations.ranks import sft_config
 
 pytestmark = [
     # PEFT's own warnings.
@@ -25,11 +25,7 @@ EMPTY = {"memory_efficient_init": True}
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict[int, float]:
-    values = {
-        "model": str(model), "dataset": ("builtin:pydoc#40",), "max_steps": 2, "max_length": 64, "packing": True,
-        "learning_rate": 1e-2, "logging_steps": 1, "save": False, "output_dir": str(folder),
-    }  # fmt: skip
-    main(SftConfig(**{**values, **changes}))
+    main(sft_config(model, folder, **{"max_steps": 2, **changes}))
     events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
 

@@ -13,6 +13,7 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.families import make_llava, make_moe, make_pictures, make_qwen_vl
+from tests.integrations.ranks import sft_config
 
 pytestmark = [
     # transformers' and bitsandbytes' own warnings.
@@ -32,17 +33,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict[str, Any]:
-    values = {
-        "model": str(model),
-        "dataset": ("builtin:pydoc#40",),
-        "max_steps": 3,
-        "max_length": 256,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save": False,
-        "output_dir": str(folder),
-    }
-    main(SftConfig(**{**values, **changes}))
+    main(sft_config(model, folder, **{"max_length": 256, "packing": False, **changes}))
     events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
     return {"losses": losses, "summary": json.loads((folder / "summary.json").read_text())}

@@ -14,6 +14,7 @@ import torch
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft import decode
 from ebbtide_recipes.sft.collator import MediaCollator
+from ebbtide_recipes.sft.config import SftConfig
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.families import (
     Films,
@@ -152,7 +153,7 @@ def test_rows_with_images_that_are_too_long_are_refused_before_the_weights_are_l
             with pytest.raises(DataError, match="row 5 of .* has .* tokens with its files"):
                 train(model, tmp_path / "out", max_length=64, packing=False, **names)
     processor = AutoProcessor.from_pretrained(model)
-    table = data.load_both([f"{rows}#4"], (), data.Reading(chat=True, seed=0, takes=("image",)))[0]
+    table = data.load_both(SftConfig(dataset=(f"{rows}#4",)), chat=True, takes=("image",))[0]
     collator = MediaCollator(processor=processor, max_length=64, completion_only=False)
     asked: list[Any] = []
     monkeypatch.setattr(  # a processor that claims too much is not trusted
@@ -231,7 +232,7 @@ def test_only_answers_are_learned_and_what_is_cut_is_text(hearing: Path, tmp_pat
     lines[1]["response"] = "It does."
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     processor = AutoProcessor.from_pretrained(hearing)
-    table = data.load_both([str(rows)], (), data.Reading(chat=True, seed=0, takes=("audio",)))[0]
+    table = data.load_both(SftConfig(dataset=(str(rows),)), chat=True, takes=("audio",))[0]
     batch = MediaCollator(processor=processor, max_length=256, completion_only=True)(list(table))
     learned = [ids[labels != -100] for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)]
     told = [processor.tokenizer.decode(ids).strip() for ids in learned]
@@ -268,7 +269,7 @@ def test_files_are_named_in_a_column_or_in_the_message(tmp_path: Path, content: 
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "A tone."}]}
     text = json.dumps(row if inline else {**row, "audio": "0.wav"})
     (tmp_path / "rows.jsonl").write_text(text + "\n")
-    reading = data.Reading(chat=True, seed=0, takes=("audio",))
-    (read,) = data.load_both([str(tmp_path / "rows.jsonl")], (), reading)[0].to_list()
+    config = SftConfig(dataset=(str(tmp_path / "rows.jsonl"),))
+    (read,) = data.load_both(config, chat=True, takes=("audio",))[0].to_list()
     assert read["messages"][0]["content"] == [{"type": "audio", "text": None}, {"type": "text", "text": "What?"}]
     assert read["audios"] == [str(tmp_path / "0.wav")]

@@ -11,9 +11,9 @@ import pytest
 import ebbtide
 from ebbtide.base.errors import EbbtideError
 from ebbtide.integrations import transformers
-from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
 from tests.integrations.conftest import make_tiny_model
+from tests.integrations.ranks import sft_config
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict:
-    values = {
-        "model": str(model),
-        "dataset": ("builtin:pydoc#60",),
-        "max_steps": 3,
-        "max_length": 256,
-        "packing": True,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save": False,
-        "output_dir": str(folder),
-    }
-    main(SftConfig(**{**values, **changes}))
+    main(sft_config(model, folder, **{"dataset": ("builtin:pydoc#60",), "max_length": 256, **changes}))
     events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     losses = [event["loss"] for event in events if event["event"] == "step"]

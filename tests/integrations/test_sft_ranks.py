@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.spawn import CaseResult, run_cases
 from tests.integrations.conftest import make_tiny_model
-from tests.integrations.ranks import recipe_case
+from tests.integrations.ranks import recipe_case, sft_config
 
 pytestmark = pytest.mark.slow
 
@@ -111,15 +111,12 @@ def test_only_the_main_rank_writes_the_record(results: dict[str, CaseResult], fo
 def test_another_number_of_ranks_goes_on_and_says_so(
     results: dict[str, CaseResult], model: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from ebbtide_recipes.sft.config import SftConfig
     from ebbtide_recipes.sft.recipe import main
 
     results["ddp"].values()
     checkpoint = folder / "ddp" / "checkpoint-2"
-    config = SftConfig(
-        model=str(model), dataset=("builtin:pydoc#60",), max_steps=4, max_length=256, packing=True, save=False,
-        learning_rate=1e-2, resume_from_checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"),
-    )  # fmt: skip
+    changes = {"dataset": ("builtin:pydoc#60",), "max_steps": 4, "max_length": 256}
+    config = sft_config(model, tmp_path / "out", **changes, resume_from_checkpoint=str(checkpoint))
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         main(config)
     assert f"{checkpoint} was written with processes 2, " in caplog.text

@@ -15,26 +15,14 @@ import pytest
 import torch
 
 from ebbtide.base.errors import DataError, DiskFullError, TrainingError
-from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
 from ebbtide_recipes.sft.trainer import SftTrainer
 from ebbtide_recipes.skeleton import checkpoints
+from tests.integrations.ranks import sft_config
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict[int, float]:
-    values = {
-        "model": str(model),
-        "dataset": ("builtin:pydoc#40",),
-        "max_steps": 4,
-        "max_length": 64,
-        "packing": True,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save": False,
-        "output_dir": str(folder),
-    }
-    main(SftConfig(**{**values, **changes}))
+    main(sft_config(model, folder, **{"max_steps": 4, "lr_scheduler_type": "constant", **changes}))
     return {event["step"]: event["loss"] for event in events(folder) if event["event"] == "step"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,12 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import RECIPE, main
 from ebbtide_recipes.skeleton.steps import _duration
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer
+from tests.integrations.conftest import write_jsonl
+from tests.integrations.ranks import sft_config
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict:
-    values = {
-        "model": str(model),
-        "dataset": ("builtin:pydoc#40",),
-        "max_steps": 3,
-        "max_length": 64,
-        "packing": True,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save": False,
-        "output_dir": str(folder),
-    }
-    main(SftConfig(**{**values, **changes}))
+    main(sft_config(model, folder, **changes))
     events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     return {"events": events, "summary": json.loads((folder / "summary.json").read_text())}
 
@@ -61,26 +51,25 @@ def test_rows_without_a_token_to_learn_from_are_counted(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "word " * (200 if long else 2), "completion": "yes"} for long in (True, False, False, True)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train(tiny_model, tmp_path / "run", dataset=(str(data),), packing=False, max_length=64, max_steps=1)
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    train(tiny_model, tmp_path / "run", dataset=(data,), packing=False, max_length=64, max_steps=1)
     log = (tmp_path / "run" / "training.log").read_text()
     assert "2 of 4 rows of" in log and "are left out: no token to learn from is within their first 64 tokens" in log
 
 
 def test_answers_to_evaluate_on_that_are_all_cut_off_are_an_error(tiny_model: Path, tmp_path: Path) -> None:
-    data = {name: tmp_path / f"{name}.jsonl" for name in ("short", "long")}
-    for name, path in data.items():
-        path.write_text(json.dumps({"prompt": "word " * (200 if name == "long" else 2), "completion": "yes"}) + "\n")
-    changes = {"dataset": (str(data["short"]),), "eval_dataset": (str(data["long"]),), "packing": False}
+    short, long = (
+        write_jsonl(tmp_path / name, [{"prompt": "word " * count, "completion": "yes"}])
+        for name, count in (("short.jsonl", 2), ("long.jsonl", 200))
+    )
+    changes = {"dataset": (short,), "eval_dataset": (long,), "packing": False}
     with pytest.raises(DataError, match=r"1 rows of .*long.jsonl to evaluate on leave no token to learn from"):
         train(tiny_model, tmp_path / "run", **changes, max_steps=1)
 
 
 def test_packed_sequences_without_a_token_to_learn_from_are_left_out(tiny_model: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text((json.dumps({"prompt": "word " * 200, "completion": "yes"}) + "\n") * 3)
-    run = train(tiny_model, tmp_path / "run", dataset=(str(data),), max_length=32, max_steps=1)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "word " * 200, "completion": "yes"}] * 3)
+    run = train(tiny_model, tmp_path / "run", dataset=(data,), max_length=32, max_steps=1)
     assert losses(run)[0] > 0
     assert "packed sequences of" in (tmp_path / "run" / "training.log").read_text()
 
@@ -98,10 +87,9 @@ def test_a_chat_that_the_template_refuses_is_an_error_that_names_it(tiny_model: 
     model = with_template(tiny_model, tmp_path / "model", refusing)
     chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     rows = [{"messages": chat}, {"messages": [{"role": "system", "content": "Be brief."}, *chat]}]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match="chat template refuses row 2: No system message.*\nhint: "):
-        train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
+        train(model, tmp_path / "run", dataset=(data,), packing=False, max_steps=1)
 
 
 def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Path) -> None:
@@ -120,10 +108,9 @@ def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Pa
         ],
         "tools": [{"type": "function", "function": {"name": "light", "parameters": {}}}],
     }
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps(row) + "\n")
+    data = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match="as they were"):
-        train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
+        train(model, tmp_path / "run", dataset=(data,), packing=False, max_steps=1)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -133,10 +120,9 @@ def test_a_chat_without_tools_has_none_where_others_have(tiny_model: Path, tmp_p
     chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     tool = {"type": "function", "function": {"name": "light", "parameters": {}}}
     rows = [{"messages": chat, "tools": [tool]}, {"messages": chat}, {"messages": chat, "tools": []}]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     values = {"packing": False, "max_steps": 1, "completion_only_loss": apart or None}
-    assert losses(train(model, tmp_path / "run", dataset=(str(data),), **values))[0] > 0
+    assert losses(train(model, tmp_path / "run", dataset=(data,), **values))[0] > 0
 
 
 @pytest.mark.parametrize("knows", [False, True])
@@ -144,13 +130,20 @@ def test_thoughts_that_a_template_leaves_out_are_a_warning(tiny_model: Path, tmp
     template = "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}" if knows else ""
     model = with_template(tiny_model, tmp_path / "model", template)
     chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "42", "reasoning_content": "Hm."}]
-    data = tmp_path / "rows.jsonl"
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": chat}])
     for apart in (False, True):
-        data.write_text(json.dumps({"messages": chat}) + "\n")
-        values = {"dataset": (str(data),), "packing": False, "max_steps": 1, "completion_only_loss": apart or None}
+        values = {"dataset": (data,), "packing": False, "max_steps": 1, "completion_only_loss": apart or None}
         train(model, tmp_path / str(apart), **values)
         log = (tmp_path / str(apart) / "training.log").read_text()
         assert ("the chat template leaves reasoning_content of messages out" in log) is not knows
+
+
+def learned(model: Path, folder: Path, /, **changes: object) -> str:
+    """Return the text that is learned of the first row."""
+    trainer = RECIPE.prepare(SftConfig(model=str(model), max_length=64, output_dir=str(folder), **changes))
+    row = trainer.train_dataset[0]
+    tokens = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    return trainer.processing_class.decode(tokens)
 
 
 MARKED = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}
@@ -163,35 +156,17 @@ def test_of_chats_only_what_the_assistant_answers_is_learned(tiny_model: Path, t
     model = shutil.copytree(tiny_model, tmp_path / "model")
     (model / "chat_template.jinja").write_text(MARKED)
     chat = [{"role": role, "content": f"{role} {n}"} for n in (1, 2) for role in ("user", "assistant")]
-    data = tmp_path / "rows.jsonl"
-    data.write_text((json.dumps({"messages": chat}) + "\n") * 8)
-    trainer = RECIPE.prepare(
-        SftConfig(
-            model=str(model),
-            dataset=(str(data),),
-            assistant_only_loss=True,
-            packing=packing,
-            max_length=64,
-            save=False,
-            output_dir=str(tmp_path / "run"),
-        )  # fmt: skip
-    )
-    row = trainer.train_dataset[0]
-    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
-    text = trainer.processing_class.decode(learned)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": chat}] * 8)
+    text = learned(model, tmp_path / "run", dataset=(data,), assistant_only_loss=True, packing=packing)
     assert text.startswith("assistant 1<|end|>assistant 2<|end|>") and "user" not in text
 
 
 def test_answers_in_the_prompt_of_a_chat_are_learned_too(tiny_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
     (model / "chat_template.jinja").write_text(MARKED)
-    data = tmp_path / "rows.jsonl"
-    data.write_text((json.dumps({"query": "b?", "response": "b!", "history": [["a?", "a!"]]}) + "\n") * 2)
-    config = SftConfig(model=str(model), dataset=(str(data),), assistant_only_loss=True, max_length=64, save=False)
-    trainer = RECIPE.prepare(replace(config, output_dir=str(tmp_path / "run")))
-    row = trainer.train_dataset[0]
-    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
-    assert trainer.processing_class.decode(learned) == "a!<|end|>b!<|end|>"
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"query": "b?", "response": "b!", "history": [["a?", "a!"]]}] * 2)
+    text = learned(model, tmp_path / "run", dataset=(data,), assistant_only_loss=True)
+    assert text == "a!<|end|>b!<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -204,10 +179,9 @@ def test_answers_in_the_prompt_of_a_chat_are_learned_too(tiny_model: Path, tmp_p
 def test_answers_that_cannot_be_found_are_an_error(
     tiny_model: Path, tmp_path: Path, row: dict, error: type[Exception], said: str
 ) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps(row) + "\n")
+    data = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(error, match=f"(?s)assistant_only_loss is true, and .*{said}.*\nhint: "):
-        train(tiny_model, tmp_path / "run", dataset=(str(data),), packing=False, assistant_only_loss=True)
+        train(tiny_model, tmp_path / "run", dataset=(data,), packing=False, assistant_only_loss=True)
 
 
 def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tiny_model: Path, tmp_path: Path) -> None:
@@ -217,12 +191,12 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tin
         "{{ raise_exception('as it was not') }}{% endif %}"
     )
     model = with_template(tiny_model, tmp_path / "model", joined)
-    question, data = {"role": "user", "content": "Light!"}, tmp_path / "rows.jsonl"
+    question = {"role": "user", "content": "Light!"}
     for arguments in ('{"on": true}', {"on": True}, 5):
         call = {"type": "function", "function": {"name": "light", "arguments": arguments}}
         answers = [{"role": "assistant", "content": "Yes."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        data.write_text("".join(json.dumps({"messages": [question, answer]}) + "\n" for answer in answers))
-        values = {"dataset": (str(data),), "packing": False, "max_length": 128, "max_steps": 1}
+        data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [question, answer]} for answer in answers])
+        values = {"dataset": (data,), "packing": False, "max_length": 128, "max_steps": 1}
         if arguments == 5:
             with pytest.raises(DataError, match="chat template refuses row 2: .*concatenate"):
                 train(model, tmp_path / "refused", **values)
@@ -232,12 +206,11 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_json_in_a_text(tin
 
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_path: Path, evaluated: bool) -> None:
-    short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
-    short.write_text(json.dumps({"prompt": "ab", "completion": "cd"}) + "\n")
-    rows = [{"prompt": "ab", "completion": "c" * length} for length in (4, 60, 70)]
-    long.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "a" * 80, "completion": "c"}]))
-    values = {"packing": False, "truncation": "error", "dataset": (str(short),), "max_steps": 1}
-    changes = {"eval_dataset": (str(long),)} if evaluated else {"dataset": (str(long),)}
+    rows = [{"prompt": "ab", "completion": "c" * length} for length in (2, 4, 60, 70)]
+    short = write_jsonl(tmp_path / "short.jsonl", rows[:1])
+    long = write_jsonl(tmp_path / "long.jsonl", [*rows[1:], {"prompt": "a" * 80, "completion": "c"}])
+    values = {"packing": False, "truncation": "error", "dataset": (short,), "max_steps": 1}
+    changes = {"eval_dataset": (long,)} if evaluated else {"dataset": (long,)}
     with pytest.raises(
         DataError, match=f"3 of 4 rows of {long} have more than 32 tokens, the longest 82, and"
     ) as caught:
@@ -406,38 +379,24 @@ def test_settings_of_generation_are_saved_as_they_were_published(
 
 
 def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "x" * 30, "completion": " It returns"}) + "\n")
-    from transformers import AutoTokenizer
-
-    from ebbtide_recipes.language import models
-    from ebbtide_recipes.sft import data, trainer
-
-    config = SftConfig(model=str(tiny_model), dataset=(str(rows),), max_length=64, output_dir=str(tmp_path / "out"))
-    source = models.look_up(config)
-    model, _ = models.load(config, source)
-    made = trainer.build(
-        config, model, source.processor, data.load_both(config.dataset, (), data.Reading(chat=True, seed=0))[0], None
-    )
-    row = made.train_dataset[0]
-    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
-    assert AutoTokenizer.from_pretrained(tiny_model).decode(learned) == " It returns<|end|>"
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "x" * 30, "completion": " It returns"}])
+    assert learned(tiny_model, tmp_path / "out", dataset=(rows,)) == " It returns<|end|>"
 
 
 def test_only_completions_are_evaluated_if_chats_are_trained_on(tiny_model: Path, tmp_path: Path) -> None:
     question, answer = {"role": "user", "content": "What does it?"}, {"role": "assistant", "content": "It returns."}
     rows = {"chats": {"messages": [question, answer]}, "pairs": {"query": "What does it?", "response": "It returns."}}
     for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    learned: dict[str, list[int]] = {}
+        write_jsonl(tmp_path / f"{name}.jsonl", [row])
+    counts: dict[str, list[int]] = {}
     for trained, evaluated in (("chats", "pairs"), ("pairs", "chats")):
         names = {"dataset": (f"{tmp_path}/{trained}.jsonl",), "eval_dataset": (f"{tmp_path}/{evaluated}.jsonl",)}
         made = RECIPE.prepare(
             SftConfig(model=str(tiny_model), **names, max_length=64, output_dir=str(tmp_path / "out"))
         )
         for name, part in ((trained, made.train_dataset), (evaluated, made.eval_dataset)):
-            learned.setdefault(name, []).append(sum(label != -100 for label in part[0]["labels"]))
-    assert learned["chats"][0] == learned["chats"][1] > learned["pairs"][0] == learned["pairs"][1]
+            counts.setdefault(name, []).append(sum(label != -100 for label in part[0]["labels"]))
+    assert counts["chats"][0] == counts["chats"][1] > counts["pairs"][0] == counts["pairs"][1]
 
 
 def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ class Repeats:
     def __init__(self, blocks: Sequence[tuple[nn.Module, Block]], shards: int) -> None:
         self._modules, self._names = [m for m, _ in blocks], [b.name for _, b in blocks]
         self._shards = shards
+        # Gradients of earlier micro-batches: those of this one are added to them.
+        self._known = {p for module in self._modules for p in module.parameters() if p.grad is not None}
         self._calls: dict[int, _Call] = {}
         self._first: dict[int, int] = {}  # index of a block → that of the first alike one, if any is skipped
         self._last: dict[int, int] = {}  # first → last
@@ -183,7 +185,7 @@ class Repeats:
             raise NotAlike(f"{one.name} leaves behind more than its gradients")
 
     def _gradients(self, place: int, shards: int) -> int:
-        trained = [p for p in self._modules[place].parameters() if p.requires_grad]
+        trained = [p for p in self._modules[place].parameters() if p.requires_grad and p not in self._known]
         return sum(math.ceil(p.numel() / shards) * p.itemsize for p in trained)
 
 

@@ -74,12 +74,15 @@ class Job:
         shards: Ranks that share weights, gradients and optimizer state (fully sharded data parallel).
         ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
         optimizer_state: Bytes of state per byte of trained weights: 2 for Adam, 1 for momentum.
+        micro_batches: Of a step. Above 1 a later one is simulated: the gradients of earlier ones are there, on each
+            rank those of all weights, because transformers lets FSDP reduce them only in the last.
         autocast: Whether the forward computes in bfloat16 where that is safe, on weights of another type.
     """
 
     shards: int = 1
     ranks: int | None = None
     optimizer_state: float = 2.0
+    micro_batches: int = 1
     autocast: bool = False
 
     def __post_init__(self) -> None:
@@ -152,7 +155,7 @@ class _Task:
         """
         mode, found = without_bytes(), list[TimedStep]()
         with mode:
-            twin, arguments = _without_bytes(self.model), tree_map(_fake_argument, self.batch)
+            twin, arguments = _without_bytes(self.model, self.job), tree_map(_fake_argument, self.batch)
         pairs = find_blocks(twin, self.blocks)
         modules = [module for module, _ in pairs]
         inputs = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
@@ -172,11 +175,11 @@ class _Task:
             with ExitStack() as stack:
                 stack.enter_context(torch.random.fork_rng(devices=[]))  # small random tensors are real
                 stack.enter_context(mode)
-                stack.callback(_shard_gradients(modules, self.job.shards))
+                stack.callback(_shard_gradients(modules, self.job))
                 stack.enter_context(simulated)
                 if not self.machine.stores_on_disk:
                     stack.enter_context(FusedAttention())
-                simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
+                simulated.ignore([*twin.parameters(), *twin.buffers(), *_gradients(twin), *inputs])
                 loss = self._loss(twin, arguments)  # the output is dropped before backward, as in most loops
                 torch.autograd.backward(get_gradient_edge(loss))  # of a tensor it would run without function modes
                 timer.hand_over()
@@ -213,7 +216,7 @@ class _Task:
         job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
-        epilogue = profile.epilogue_seconds + _update_seconds(twin, job, machine)
+        epilogue = (profile.epilogue_seconds + _update_seconds(twin, job, machine)) / job.micro_batches
         store_bytes = None if machine.stores_on_disk else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, prologue_seconds=prologue, epilogue_seconds=epilogue, store_bytes=store_bytes)
 
@@ -271,8 +274,8 @@ def _fake_argument(value: Any) -> Any:
     return _fake(value).requires_grad_(value.requires_grad)
 
 
-def _without_bytes(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose weights are fake tensors."""
+def _without_bytes(model: nn.Module, job: Job) -> nn.Module:
+    """Return a copy of a model whose weights, and gradients of earlier micro-batches, are fake tensors."""
     memo: dict[int, Any] = {}
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         kind = type(weight)
@@ -284,7 +287,13 @@ def _without_bytes(model: nn.Module) -> nn.Module:
             )
         twin = _fake(weight)
         memo[id(weight)] = nn.Parameter(twin, requires_grad=weight.requires_grad) if kind is nn.Parameter else twin
+        if weight.requires_grad and job.micro_batches > 1:
+            memo[id(weight)].grad = _fake(weight)
     return copy.deepcopy(model, memo)
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _nbytes(tensors: Any) -> int:
@@ -292,22 +301,24 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
-    """Return the base: weights, optimizer state, and gathered weights if they are sharded.
+    """Return the base: weights, optimizer state, earlier gradients, and gathered weights if they are sharded.
 
     Two blocks are gathered at a time, because FSDP prefetches the next; weights outside of blocks always are.
     """
-    weights, buffers = _nbytes(model.parameters()), _nbytes(model.buffers())
+    weights, unsharded = _nbytes(model.parameters()), _nbytes(model.buffers()) + _nbytes(_gradients(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
     state = job.optimizer_state * _nbytes(p for p in model.parameters() if p.requires_grad)
     if job.shards == 1:
-        return int(weights + buffers + state)
+        return int(weights + unsharded + state)
     twice = 2 * max(_nbytes(block.parameters()) for block in blocks)
     gathered = weights - _nbytes(inside) + min(_nbytes(inside), twice)
-    return int((weights + state) / job.shards + gathered + buffers)
+    return int((weights + state) / job.shards + gathered + unsharded)
 
 
-def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]:
+def _shard_gradients(blocks: list[nn.Module], job: Job) -> Callable[[], None]:
     """Reduce a block's gradients to shards once another block's arrive; gradients outside of blocks stay whole.
+
+    Those of a micro-batch before the last stay whole, too.
 
     Returns:
         A function that removes this.
@@ -320,14 +331,14 @@ def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]
             for shrinking in finished.pop(other):
                 grad, shrinking.grad = shrinking.grad, None
                 if grad is not None:
-                    kept.append(torch.empty(math.ceil(grad.numel() / shards), dtype=grad.dtype, device=grad.device))
+                    kept.append(torch.empty(math.ceil(grad.numel() / job.shards), dtype=grad.dtype, device=grad.device))
         finished.setdefault(place, []).append(parameter)
 
     handles = [
         parameter.register_post_accumulate_grad_hook(functools.partial(arrived, place))
         for place, block in enumerate(blocks)
         for parameter in block.parameters()
-        if parameter.requires_grad and shards > 1
+        if parameter.requires_grad and job.shards > 1 and job.micro_batches == 1
     ]
 
     def undo() -> None:

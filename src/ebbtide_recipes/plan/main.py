@@ -51,7 +51,6 @@ def main(
     begin(f"reading the config of {config.name}")
     from ebbtide.report.style import BEGINNING
     from ebbtide_recipes.plan import model, video
-    from ebbtide_recipes.plan.job import accumulated, quantised
     from ebbtide_recipes.plan.options import limits, options, plain_options
     from ebbtide_recipes.plan.page import Result
     from ebbtide_recipes.plan.picture import pareto
@@ -70,8 +69,9 @@ def main(
     profile, too_small = _simulated(config, outline.module, subject.batch, machine)
     begin("comparing the options")
     if config.train_type == "qlora":
+        from ebbtide_recipes.plan.four_bits import quantised
+
         profile = quantised(profile, outline.module, machine)
-    profile = accumulated(profile, outline.module, config.gradient_accumulation_steps, config.gpus)
     if config.recipe == "video":  # the recipe offloads the transformer, without the loss around it
         blocks = (replace(block, name=block.name.removeprefix(video.PREFIX)) for block in profile.blocks)
         profile = replace(profile, blocks=tuple(blocks))
@@ -101,17 +101,15 @@ def _simulated(
 ) -> tuple[Profile, bool]:
     """Return the step, and whether blocks save too little for ebbtide; it then has all that they save."""
     from ebbtide.profiling.simulated import Job, NothingSaved, simulate_model
-    from ebbtide_recipes.plan.job import recompute_rules, state_ratio
+    from ebbtide_recipes.plan.job import state_ratio
 
     try:
-        state = state_ratio(config.optim, module)
-        job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
-        rules = recompute_rules(config.train_type)
+        state, micro_batches = state_ratio(config.optim, module), config.gradient_accumulation_steps
+        job = Job(shards=config.gpus, optimizer_state=state, micro_batches=micro_batches, autocast=config.bf16)
         try:
-            return simulate_model(module, batch(), machine, job=job, rules=rules), False
+            return simulate_model(module, batch(), machine, job=job), False
         except NothingSaved:
-            small = Options(min_bytes=0)
-            return simulate_model(module, batch(), machine, job=job, rules=rules, options=small), True
+            return simulate_model(module, batch(), machine, job=job, options=Options(min_bytes=0)), True
     except NothingSaved as error:
         raise ConfigError(
             f"no block of {config.name} saved anything that the backward read",
@@ -185,14 +183,14 @@ def draw(result: Result, path: str) -> str:
     return f"drawn    {path}: slowdown over peak memory"
 
 
-def is_cpu(machine: Machine) -> bool:
+def _is_cpu(machine: Machine) -> bool:
     """Whether a machine has no accelerator."""
     return machine.name == "cpu"
 
 
 def _check_machine(config: PlanConfig, machine: Machine) -> None:
     """Reject options that this machine cannot run, or that have no meaning on it."""
-    if is_cpu(machine) and config.gpus > 1:
+    if _is_cpu(machine) and config.gpus > 1:
         raise ConfigError(
             f"gpus is {config.gpus} on a machine without an accelerator",
             expected="1, or a machine with devices",
@@ -222,4 +220,4 @@ def _dtype(config: PlanConfig, machine: Machine) -> str:
     if config.torch_dtype != "auto":
         return config.torch_dtype
     mixed = config.bf16 and config.train_type == "full"
-    return "float32" if is_cpu(machine) or mixed else "bfloat16"
+    return "float32" if _is_cpu(machine) or mixed else "bfloat16"

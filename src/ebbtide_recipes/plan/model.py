@@ -32,24 +32,34 @@ class Outline:
     Attributes:
         module: The model on meta.
         dtype: Type of its weights.
-        weights: Number of weights.
-        trained: Number of trained weights.
-        blocks: Number of blocks of each kind, such as ``36 x Qwen3DecoderLayer``.
-        sees: Whether it takes images, too.
-        experts: Experts per block; 0: none.
         tokens: Tokens of a micro-batch.
         amount: Description of a micro-batch.
+        sees: Whether it takes images, too.
+        experts: Experts per block; 0: none.
     """
 
     module: nn.Module
     dtype: str
-    weights: int
-    trained: int
-    blocks: str
-    sees: bool
-    experts: int
     tokens: int
     amount: str
+    sees: bool = False
+    experts: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def trained(self) -> int:
+        """Number of trained weights."""
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+
+    @property
+    def blocks(self) -> str:
+        """Number of blocks of each kind, such as ``36 x Qwen3DecoderLayer``."""
+        kinds = Counter(type(block).__name__ for block, _ in find_blocks(self.module, None))
+        return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
 class Subject:
@@ -86,19 +96,15 @@ class Subject:
         else:
             for part in frozen:
                 model.get_submodule(part).requires_grad_(False)
-        kinds = Counter(type(block).__name__ for block, _ in find_blocks(model, None))
         text = found.get_text_config()
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         return Outline(
             module=model.train(),
             dtype=dtype,
-            weights=sum(p.numel() for p in model.parameters()),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-            sees=sees,
-            experts=next((n for name in names if (n := getattr(text, name, None))), 0),
             tokens=config.per_device_train_batch_size * config.max_length,
             amount=f"{config.per_device_train_batch_size} x {config.max_length} tokens",
+            sees=sees,
+            experts=next((n for name in names if (n := getattr(text, name, None))), 0),
         )
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -173,4 +179,9 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
         # Trying adapters adds them to the outline.
         made = adapters.chosen(config, models.outline(config, found, dtype), without=frozen)
         with torch.device("meta"):
-            return peft.get_peft_model(models.outline(config, found, dtype), made)
+            model = peft.get_peft_model(models.outline(config, found, dtype), made)
+    if config.train_type == "qlora":
+        from ebbtide_recipes.plan.four_bits import compute_in_4_bits
+
+        compute_in_4_bits(model)
+    return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from ebbtide.base.files import json_object
-from ebbtide.wrap import find_blocks
 from ebbtide_recipes.plan.model import Outline
 from ebbtide_recipes.video import adapters
 from ebbtide_recipes.video.families import Condition, check_size, family_of
@@ -69,7 +67,6 @@ class VideoSubject:
         if self._config.train_type == "lora":
             with torch.device("meta"):
                 adapters.put_on(transformer, self._config)
-        kinds = Counter(type(block).__name__ for block, _ in find_blocks(transformer, None))
         clips, (frames, height, width) = self._config.per_device_train_batch_size, self._size
         in_time, along = self._source.patch
         condition = Condition(ratios=self._source.ratios)
@@ -77,11 +74,6 @@ class VideoSubject:
         return Outline(
             module=_Loss(transformer, self._source.family, condition, Draws(), scheduler=None).train(),
             dtype=dtype,
-            weights=sum(p.numel() for p in transformer.parameters()),
-            trained=sum(p.numel() for p in transformer.parameters() if p.requires_grad),
-            blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-            sees=False,
-            experts=0,
             tokens=clips * tokens,
             amount=f"{clips} x {frames} frames of {width} x {height} pixels ({tokens} tokens)",
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,60 +30,31 @@ from ebbtide_recipes.skeleton.rows import Reader, Row, parsed
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from ebbtide_recipes.sft.config import SftConfig
 
 LOGGER = logging.getLogger("ebbtide.sft")
-
 
 READER = Reader(builtin={"builtin:pydoc": pydoc.rows}, example=EXAMPLE)
 """Reads the data sets that ``sft`` knows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How rows are read.
-
-    Attributes:
-        chat: Whether the model has a chat template.
-        seed: Seed of the built-in data sets' order.
-        system: System message for chats that have none.
-        answers_alone: Whether only the last answer of a chat is learned.
-        prompts_learned: Whether the messages of a ``prompt`` are learned, too.
-        takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
-        use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
-        pair: Columns of the question and its answer, each ``COLUMN`` or ``COLUMN.KEY``; ``None``: by their names.
-    """
-
-    chat: bool
-    seed: int
-    system: str | None = None
-    answers_alone: bool = False
-    takes: tuple[str, ...] = ()
-    prompts_learned: bool = False
-    use_hf: bool = True
-    pair: tuple[str, str] | None = None
-
-
-def check(names: Iterable[str], pair: tuple[str, str] | None) -> None:
+def check(config: SftConfig) -> None:
     """Refuse data sets that do not exist, and files whose first rows cannot be read or have unknown columns.
-
-    Args:
-        names: As ``load_both`` takes them.
-        pair: Columns of the question and its answer, as in ``Reading``.
 
     Raises:
         EbbtideError: As ``load_both``; what depends on the model is left to it.
     """
-    for name, rows in READER.check(names).items():
-        _shape(rows[0], name, pair, chat=True)  # a model without a chat template takes no others
+    for name, rows in READER.check([*config.dataset, *(config.eval_dataset or ())]).items():
+        _shape(rows[0], name, config, chat=True)  # a model without a chat template takes no others
 
 
-def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading) -> tuple[Dataset, Dataset | None]:
+def load_both(config: SftConfig, *, chat: bool, takes: Collection[str] = ()) -> tuple[Dataset, Dataset | None]:
     """Read the data sets to train on, and those to evaluate on; both name their files in the same columns.
 
     Args:
-        names: Built-in names, files or hub names, as ``rows.parsed`` takes them.
-        evaluation: The same, to evaluate on; empty: none.
-        reading: How they are read.
+        config: Names them, as ``rows.parsed`` takes names, and says how they are read.
+        chat: Whether the model has a chat template.
+        takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
 
     Returns:
         Rows of one shape. See [Note: row shapes].
@@ -93,22 +63,23 @@ def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading)
         DataError: A data set cannot be found or read, is empty, or has columns that are not known.
         ConfigError: The part after ``#`` is not a number of rows, or the shapes of several data sets differ.
     """
-    names, evaluation = named_once(names), named_once(evaluation)
+    names, evaluation = named_once(config.dataset), named_once(config.eval_dataset or ())
     read = {
-        name: READER.read(name, seed=reading.seed, use_hf=reading.use_hf)
-        for name in dict.fromkeys((*names, *evaluation))
+        name: READER.read(name, seed=config.seed, use_hf=config.use_hf) for name in dict.fromkeys((*names, *evaluation))
     }
+    for name, rows in read.items():
+        media.check_taken(media.kinds_in(rows), takes, name)
     kinds = media.kinds_in(row for rows in read.values() for row in rows)
-    trained = _table({name: read[name] for name in names}, kinds, reading)
-    return trained, _table({name: read[name] for name in evaluation}, kinds, reading) if evaluation else None
+    trained = _table({name: read[name] for name in names}, kinds, config, chat=chat)
+    return trained, _table({name: read[name] for name in evaluation}, kinds, config, chat=chat) if evaluation else None
 
 
-def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Reading) -> Dataset:
+def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], config: SftConfig, *, chat: bool) -> Dataset:
     shaped: list[Row] = []
     shapes: dict[str, str] = {}
     tools = not kinds and any(row.get("tools") for rows in parts.values() for row in rows)
     for name, rows in parts.items():
-        part = _shaped(rows, name, kinds, reading, tools=tools)
+        part = _shaped(rows, name, kinds, config, chat=chat, tools=tools)
         shapes[name] = one_kind(part, name)
         shaped += part
     if len(set(shapes.values())) > 1:
@@ -121,15 +92,18 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
     return as_dataset(shaped, list(parts))
 
 
-def _shape(row: Row, name: str, pair: tuple[str, str] | None, *, chat: bool) -> tuple[Shape, frozenset[str]]:
+def _shape(row: Row, name: str, config: SftConfig, *, chat: bool) -> tuple[Shape, frozenset[str]]:
     """Choose how rows like this one are normalized: by the user's columns, or by those that are there."""
-    return shape_of(row, name, chat=chat) if pair is None else pair_of(pair, row, name, chat=chat)
+    if config.prompt_key is None or config.response_key is None:
+        return shape_of(row, name, chat=chat)
+    return pair_of((config.prompt_key, config.response_key), row, name, chat=chat)
 
 
-def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Reading, *, tools: bool) -> list[Row]:
+def _shaped(
+    rows: Sequence[Row], name: str, kinds: Sequence[str], config: SftConfig, *, chat: bool, tools: bool
+) -> list[Row]:
     """Put the rows of one data set into the shape that the first of them has; ``tools``: some row has tools."""
-    shape, read = _shape(rows[0], name, reading.pair, chat=reading.chat)
-    media.check_taken(media.kinds_in(rows), reading.takes, name)
+    shape, read = _shape(rows[0], name, config, chat=chat)
     tools = tools and is_chat(shaped_row(shape, rows[0], name, 1))
     carried = {"system", *media.COLUMNS, *(("tools",) if tools else ())}
     unread = sorted({str(column) for row in rows for column in row} - {*read, *carried})
@@ -140,9 +114,9 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of data set {name!r}"
         made = with_own_system(shaped_row(shape, row, name, number), row.get("system"), where)
-        if reading.system is not None:
-            made = with_system(made, reading.system)
-        if reading.answers_alone:
+        if config.system is not None:
+            made = with_system(made, config.system)
+        if config.completion_only_loss:
             made = answer_apart(made, where)
         if made.get("prompt") == []:
             raise DataError(
@@ -150,11 +124,11 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
                 expected="a message before the answer",
                 hint="`messages` may hold a chat that the assistant begins",
             )
-        check_learned(made, where, prompt=reading.prompts_learned)
+        check_learned(made, where, prompt=config.learns_prompts)
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else in_text(made))
-    if reading.system is not None and not is_chat(part[0]):
+    if config.system is not None and not is_chat(part[0]):
         LOGGER.warning("data set %r is plain text: --system has no effect on it", name)
     if unknown := unknown_in(part):
         LOGGER.warning(

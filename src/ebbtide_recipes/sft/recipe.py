@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.recipe import LanguageRecipe, adapters_for, built
@@ -13,7 +13,6 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import launch, run
 
 if TYPE_CHECKING:
-    from ebbtide_recipes.language.models import ModelSource
     from ebbtide_recipes.sft.trainer import SftTrainer
 
 LOGGER = logging.getLogger("ebbtide.sft")
@@ -32,7 +31,7 @@ class Sft(LanguageRecipe[SftConfig]):
         """
         from ebbtide_recipes.sft import data
 
-        data.check([*config.dataset, *(config.eval_dataset or ())], _pair(config))
+        data.check(config)
 
     def prepare(self, config: SftConfig) -> SftTrainer:
         """Load model and data, and make the trainer. Checks come before slow steps.
@@ -47,7 +46,8 @@ class Sft(LanguageRecipe[SftConfig]):
         trainer.arguments(config)  # also joins the other ranks
         source = models.look_up(config)
         made = adapters_for(config, source)
-        dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
+        takes = collator.taken_by(source.processor)
+        dataset, evaluation = data.load_both(config, chat=source.chats, takes=takes)
         if config.split_dataset_ratio > 0:
             dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
         if config.completion_only_loss is None:  # the trainer looks at the rows to train on alone
@@ -97,26 +97,3 @@ def main(config: SftConfig) -> None:
         KeyboardInterrupt: Interrupted by the user; the run file is closed and records it.
     """
     run.main(RECIPE, config)
-
-
-def _reading(config: SftConfig, source: ModelSource) -> Any:
-    from ebbtide_recipes.sft.collator import taken_by
-    from ebbtide_recipes.sft.data import Reading
-
-    return Reading(
-        chat=source.chats,
-        seed=config.seed,
-        system=config.system,
-        answers_alone=bool(config.completion_only_loss),
-        prompts_learned=config.learns_prompts,
-        takes=taken_by(source.processor),
-        use_hf=config.use_hf,
-        pair=_pair(config),
-    )
-
-
-def _pair(config: SftConfig) -> tuple[str, str] | None:
-    """Return the named columns of the question and its answer."""
-    if config.prompt_key is None or config.response_key is None:
-        return None
-    return config.prompt_key, config.response_key

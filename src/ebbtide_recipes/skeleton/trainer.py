@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 
@@ -51,6 +52,15 @@ class RecordedTrainer(ResumedTrainer):
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._own = {name: value for name, value in _fields(model).items() if name == "use_cache"}
         super().__init__(model, *args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; FSDP2 leaves losses and log-probabilities in the type of their computation, float32."""
+        super().create_accelerator_and_postprocess()
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        if isinstance(policy, MixedPrecisionPolicy):
+            # accelerate (checked with 1.15) rounds them to the type of the products, also before they are summed.
+            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
     def record_with(self, recorder: StepRecorder) -> None:
         """Report each step to this recorder from now on."""

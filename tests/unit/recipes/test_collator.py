@@ -166,7 +166,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, left: float) -> None:
     content = picture(tmp_path / "a.png", 64, 64).read_bytes()
     (tmp_path / "a.png").write_bytes(content[: int(left if left >= 1 else left * len(content))])
     (tmp_path / "rows.jsonl").write_text('{"query": "Why?", "response": "It is.", "images": ["a.png"]}\n')
-    table = data.load_both([str(tmp_path / "rows.jsonl")], (), data.Reading(chat=True, seed=0, takes=("image",)))[0]
+    table = data.load_both(SftConfig(dataset=(str(tmp_path / "rows.jsonl"),)), chat=True, takes=("image",))[0]
     processor: Any = Processor([])
     made = collator.MediaCollator(processor=processor, max_length=99, completion_only=True)
     with pytest.raises(DataError, match=r"a\.png cannot be read as an image: .*; expected .*\nhint: "):

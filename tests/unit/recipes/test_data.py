@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -41,8 +41,15 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def load(*names: str, chat: bool = True) -> list[dict]:
-    return data.load_both(names, (), data.Reading(chat=chat, seed=0))[0].to_list()
+def table(
+    *names: str, chat: bool = True, takes: tuple[str, ...] = (), evaluation: tuple[str, ...] = (), **flags: Any
+) -> Any:
+    config = SftConfig(dataset=names, eval_dataset=evaluation or None, **flags)
+    return data.load_both(config, chat=chat, takes=takes)[0]
+
+
+def load(*names: str, **how: Any) -> list[dict]:
+    return table(*names, **how).to_list()
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -112,21 +119,20 @@ def test_without_a_chat_template_earlier_turns_stand_before_the_question(tmp_pat
 
 def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Path) -> None:
     rows = [{"query": "q", "response": "a", "system": "s"}, {"query": "q", "response": "a"}]
-    read = data.load_both([write(tmp_path / "rows.jsonl", rows)], (), data.Reading(chat=True, seed=0, system="flag"))[0]
+    read = load(write(tmp_path / "rows.jsonl", rows), system="flag")
     assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
 
 
 def test_a_system_message_may_be_all_that_is_before_an_answer(tmp_path: Path) -> None:
     for number, (row, flag) in enumerate((({"system": "s"}, None), ({}, "s"))):
         name = write(tmp_path / f"{number}.jsonl", [{"prompt": [], "completion": [ASSISTANT], **row}])
-        (made,) = data.load_both([name], (), data.Reading(chat=True, seed=0, system=flag))[0].to_list()
+        (made,) = load(name, system=flag)
         assert made == {"prompt": [SYSTEM], "completion": [ASSISTANT]}
 
 
 def test_a_system_message_for_plain_text_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, row in enumerate(({"prompt": "q", "completion": "a"}, {"messages": [USER, ASSISTANT]})):
-        name = write(tmp_path / f"{number}.jsonl", [row])
-        data.load_both([name], (), data.Reading(chat=True, seed=0, system="flag"))
+        load(write(tmp_path / f"{number}.jsonl", [row]), system="flag")
     assert caplog.messages == [f"data set {str(tmp_path / '0.jsonl')!r} is plain text: --system has no effect on it"]
 
 
@@ -173,19 +179,17 @@ def test_files_in_the_parts_of_a_chat_are_found_under_both_its_names(tmp_path: P
     part = {"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "q"}]}
     tables: list[list[dict]] = []
     for name in ("messages", "conversations"):
-        rows = write(tmp_path / "rows.jsonl", [{name: [part, ASSISTANT]}])
-        tables.append(data.load_both([rows], (), data.Reading(chat=True, seed=0, takes=("image",)))[0].to_list())
+        tables.append(load(write(tmp_path / "rows.jsonl", [{name: [part, ASSISTANT]}]), takes=("image",)))
     assert tables[0] == tables[1] and tables[0][0]["images"] == [str(tmp_path / "cat.png")]
 
 
 @pytest.mark.parametrize("name", [f"data:image/png;base64,{'iVBOR' * 9000}", "a" * 9000], ids=["address", "data"])
 def test_data_in_place_of_a_files_name_is_refused_in_short(tmp_path: Path, name: str) -> None:
     part = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": name}}]}
-    reading = data.Reading(chat=True, seed=0, takes=("image",))
     for row in ({"messages": [part, ASSISTANT]}, {"messages": [USER, ASSISTANT], "images": [name]}):
         rows = write(tmp_path / "rows.jsonl", [row])
         with pytest.raises(DataError, match=rf"row 1 of data set .* names the image '{name[:50]}.*\nhint: ") as caught:
-            data.load_both([rows], (), reading)
+            load(rows, takes=("image",))
         assert len(str(caught.value)) < 1000
 
 
@@ -216,10 +220,8 @@ def test_numbers_of_calls_and_texts_that_are_json_are_what_the_file_has(tmp_path
     thought = {**ASSISTANT, "content": [{"type": "thinking", "thinking": "hm"}]}
     parts = [{"messages": [{**USER, "content": text}, thought]} for text in ('{"city": "Paris"}', "1.10", "null")]
     for number, group in enumerate((rows, rows[1:3], parts)):
-        name = write(tmp_path / f"{number}.jsonl", group)
-        made = data.load_both([name], (), data.Reading(chat=True, seed=0, answers_alone=apart))[0].map(
-            lambda row: {"length": 1}
-        )
+        read = table(write(tmp_path / f"{number}.jsonl", group), completion_only_loss=apart)
+        made = read.map(lambda row: {"length": 1})
         found = [[*row["prompt"], *row["completion"]] if apart else row["messages"] for row in made]
         assert json.dumps(found) == json.dumps([row["messages"] for row in group])
 
@@ -260,26 +262,24 @@ def test_plain_text_is_refused_by_the_files_that_it_has_or_that_others_have(tmp_
     pictures = write(tmp_path / "pictures.jsonl", [{"messages": [USER, ASSISTANT], "images": ["a.png"]}])
     notes = write(tmp_path / "notes.jsonl", [{"text": "t"}])
     seen = write(tmp_path / "seen.jsonl", [{"text": "t", "video": "a.mp4"}])
-    reading = data.Reading(chat=True, seed=0, takes=("image", "video"))
     for names, evaluation, said in (
-        ([pictures, notes], [], "notes.jsonl' is plain text, and other rows have images"),
-        ([pictures], [notes], "notes.jsonl' is plain text, and other rows have images"),
-        ([pictures, seen], [], "seen.jsonl' has videos with plain text"),
+        ([pictures, notes], (), "notes.jsonl' is plain text, and other rows have images"),
+        ([pictures], (notes,), "notes.jsonl' is plain text, and other rows have images"),
+        ([pictures, seen], (), "seen.jsonl' has videos with plain text"),
     ):
         with pytest.raises(DataError, match=rf"row 1 of data set .*{said}; expected .*\nhint: "):
-            data.load_both(names, evaluation, reading)
+            load(*names, evaluation=evaluation, takes=("image", "video"))
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_files_in_some_rows_are_refused_where_ranks_share_weights(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").touch()
     rows = [{"messages": [USER, ASSISTANT], **files} for files in ({kind: "file"}, {}, {})]
-    reading = data.Reading(chat=True, seed=0, takes=(kind,))
-    table = data.load_both([write(tmp_path / "rows.jsonl", rows)], (), reading)[0]
+    read = table(write(tmp_path / "rows.jsonl", rows), takes=(kind,))
     with pytest.raises(DataError, match=f"row 2 of data set .* has no {kind}s, and other rows have"):
-        media.check_even(table)
+        media.check_even(read)
     for alike in ([0], [1, 2]):
-        media.check_even(table.select(alike))
+        media.check_even(read.select(alike))
 
 
 def test_arguments_that_are_json_in_a_text_are_learned_as_objects(tmp_path: Path) -> None:
@@ -394,8 +394,7 @@ def test_arguments_of_calls_are_objects_whatever_the_file_has(tmp_path: Path, ca
 
 def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:
     marked = [{"messages": [{**USER, "loss": False}, {**ASSISTANT, "loss": True}]}]
-    reading = data.Reading(chat=True, seed=0, answers_alone=True)
-    assert len(data.load_both([write(tmp_path / "rows.jsonl", marked)], (), reading)[0]) == 1
+    assert len(load(write(tmp_path / "rows.jsonl", marked), completion_only_loss=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -431,13 +430,12 @@ def test_an_answer_in_a_prompt_may_be_marked_where_prompts_are_not_learned(
     tmp_path: Path, flags: dict, learned: bool
 ) -> None:
     row = {"prompt": [USER, {**ASSISTANT, "loss": False}, USER], "completion": [ASSISTANT]}
-    name, source = write(tmp_path / "rows.jsonl", [row]), SimpleNamespace(chats=True, processor=None)
-    reading = sft_recipe._reading(SftConfig(**flags), cast("Any", source))
+    name = write(tmp_path / "rows.jsonl", [row])
     if learned:
         with pytest.raises(DataError, match="row 1 .* has a message with 'loss': False"):
-            data.load_both([name], (), reading)
+            load(name, **flags)
     else:
-        assert len(data.load_both([name], (), reading)[0]) == 1
+        assert len(load(name, **flags)) == 1
 
 
 def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
@@ -554,9 +552,9 @@ def test_the_first_rows_of_a_file_are_read_before_anything_heavy_is_imported(
 
 def test_a_column_that_a_flag_names_is_looked_for_in_the_first_row(tmp_path: Path) -> None:
     name = write(tmp_path / "a.jsonl", [{"asked": "q", "said": "a"}])
-    data.check([name], ("asked", "said"))
+    data.check(SftConfig(dataset=(name,), prompt_key="asked", response_key="said"))
     with pytest.raises(DataError, match="has no 'sayd'"):
-        data.check([name], ("asked", "sayd"))
+        data.check(SftConfig(dataset=(name,), prompt_key="asked", response_key="sayd"))
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
@@ -610,9 +608,9 @@ def test_rows_that_make_no_table_are_an_error() -> None:
 
 
 def test_rows_that_are_trained_in_order_keep_it_when_others_are_held_out() -> None:
-    table = as_dataset([{"number": number} for number in range(20)], ["a"])
-    shuffled, held = tables.split(table, 0.2, seed=3)
-    rest, same = tables.split(table, 0.2, seed=3, in_order=True)
+    numbers = as_dataset([{"number": number} for number in range(20)], ["a"])
+    shuffled, held = tables.split(numbers, 0.2, seed=3)
+    rest, same = tables.split(numbers, 0.2, seed=3, in_order=True)
     assert list(rest["number"]) == sorted(shuffled["number"]) != list(shuffled["number"])
     assert list(same["number"]) == list(held["number"])
 
@@ -640,7 +638,7 @@ def test_of_what_is_checked_first_only_the_first_rows_of_files_are_read(
     first = data.READER.check([name, f"{name}#2", "builtin:pydoc#5", "owner/name"])
     assert first == {name: [{"text": "t"}] * FIRST_ROWS, f"{name}#2": [{"text": "t"}] * 2}
     (tmp_path / "a.jsonl").write_text('{"text": "t"}\n' * FIRST_ROWS + "{")
-    data.check([name], None)
+    data.check(SftConfig(dataset=(name,)))
     with pytest.raises(DataError, match="line 101 of .*a.jsonl is not JSON"):
         load(name)
     monkeypatch.setattr(rows_module, "LARGEST_DOCUMENT_BYTES", 8)
@@ -816,9 +814,6 @@ def test_names_on_modelscope_are_fetched_by_its_package(tmp_path: Path, monkeypa
     package.dataset_snapshot_download = fetch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modelscope", package)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    reading = data.Reading(chat=True, seed=0, use_hf=False)
-    assert data.load_both(["swift/self-cognition#1"], (), reading)[0].to_list() == [
-        {"prompt": [USER], "completion": [ASSISTANT]}
-    ]
+    assert load("swift/self-cognition#1", use_hf=False) == [{"prompt": [USER], "completion": [ASSISTANT]}]
     with pytest.raises(DataError, match=r"'swift/other' cannot be fetched from ModelScope.*\nhint: .*--use_hf true"):
-        data.load_both(["swift/other"], (), reading)
+        load("swift/other", use_hf=False)

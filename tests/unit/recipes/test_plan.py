@@ -17,18 +17,20 @@ from torch import nn
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError, ConfigError, DataError
-from ebbtide.config import Auto, Minimal
+from ebbtide.config import Auto, Minimal, Options
 from ebbtide.planner.checkpointing import checkpointed_peak
 from ebbtide.planner.machines import MACHINES
 from ebbtide.planner.policies import plan_for
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.solve import follow
 from ebbtide.planner.table import load_plan, table_plan
+from ebbtide.profiling.simulated import Job, simulate_model
 from ebbtide_recipes.language import adapters, models, smollm2
 from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import model, page, picture
 from ebbtide_recipes.plan.config import PlanConfig
-from ebbtide_recipes.plan.job import QUANTISED_BYTES, accumulated, state_ratio
+from ebbtide_recipes.plan.four_bits import QUANTISED_BYTES
+from ebbtide_recipes.plan.job import state_ratio
 from ebbtide_recipes.plan.options import Limits, Option, best, limits, options
 from ebbtide_recipes.plan.page import Result
 from ebbtide_recipes.sft.config import SftConfig
@@ -612,22 +614,25 @@ def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
     bits = 8 * QUANTISED_BYTES
     assert bits == pytest.approx(4.127, abs=1e-4), "0.127 bits of scales for a weight: QLoRA, section 3"
     assert qlora.profile.forward_seconds > lora.profile.forward_seconds
-    units = [[(u.site, u.nbytes) for b in one.profile.blocks for u in b.units] for one in (lora, qlora)]
-    assert units[0] == units[1]
+    sizes = [[u.nbytes for b in one.profile.blocks for u in b.units] for one in (lora, qlora)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:bitsandbytes")
 @pytest.mark.filterwarnings("ignore::FutureWarning:bitsandbytes")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_plan_for_weights_in_4_bits_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Path) -> None:
-    """bitsandbytes' products have no recompute rule."""
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")], ids=len)
+def test_a_plan_for_weights_in_4_bits_is_carried_out_as_it_was_predicted(
+    qwen: str, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    """bitsandbytes' products have no recompute rule, and names of their own."""
     bnb, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
     import ebbtide
 
-    asked, out = known(qwen, train_type="qlora"), tmp_path / "plan.json"
+    asked, out = known(qwen, train_type="qlora", target_modules=targets), tmp_path / "plan.json"
     minimal = table_plan(follow(asked.profile, plan_for(Minimal())), "minimal")
     minimal.save(out)
-    config = SftConfig(model=qwen, max_length=1024, train_type="qlora")
+    config = SftConfig(model=qwen, max_length=1024, train_type="qlora", target_modules=targets)
     plain = models.outline(config, model.read(config), "bfloat16").to_empty(device="cpu")
     with torch.no_grad():
         for weight in (*plain.parameters(), *plain.buffers()):
@@ -647,6 +652,7 @@ def test_a_plan_for_weights_in_4_bits_is_carried_out_as_it_was_predicted(qwen: s
     assert stats.offloaded_bytes == predicted.moved_bytes
     cast_up = predicted.offloaded_bytes - predicted.moved_bytes  # what was offloaded in a narrower type
     assert stats.recomputed_bytes == predicted.recomputed_bytes + cast_up > cast_up > 0
+    assert {site for site, _ in handle._engine.last_pass.sites} == {site for _, site in minimal.actions}
 
 
 def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result) -> None:
@@ -661,68 +667,61 @@ def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result)
     assert "--gradient_accumulation_steps 8" in page.command(several, several.options[0])
 
 
-def test_a_block_that_runs_several_times_has_its_gradients_once(result: Result) -> None:
-    """From its last execution on, the first in backward: before it this pass has made none of them."""
-    once = dataclasses.replace(result.profile, blocks=result.profile.blocks[:1])
-    thrice = dataclasses.replace(once, blocks=once.blocks * 3)
-    alone, *several = (
-        block.backward_base_bytes
-        for profile in (once, thrice)
-        for block in accumulated(profile, result.outline.module, 8, 1).blocks
-    )
-    assert several == [alone] * 3
-
-
-def added(several: Profile, one: Profile) -> list[int]:
-    """Return what the gradients of earlier micro-batches add to the memory of each block's backward."""
-    pairs = zip(several.blocks, one.blocks, strict=True)
-    return [block.backward_base_bytes - alone.backward_base_bytes for block, alone in pairs]
-
-
-def gradients(module: nn.Module) -> list[int]:
-    return [p.numel() * p.itemsize for p in module.parameters()]
-
-
 def test_under_fsdp_gradients_of_earlier_micro_batches_are_whole(qwen: str) -> None:
-    """The profile has those of this pass: the head's whole, and a shard of those of blocks."""
-    one, several = (found(qwen, gpus=4, gradient_accumulation_steps=steps) for steps in (1, 8))
-    total = 2 * one.outline.trained
-    assert several.profile.head_base_bytes - one.profile.head_base_bytes == total
-    module: Any = one.outline.module
-    block, after = gradients(module.model.layers[0]), sum(gradients(module.lm_head) + gradients(module.model.norm))
-    assert after > sum(block) / 4
-    expected = [total - after - (4 - place) * sum(block) // 4 + max(block) for place in range(4)]
-    assert added(several.profile, one.profile) == expected
+    """So in every forward and backward ranks differ from one device alone by what they hold of weights and state."""
+    several = found(qwen, gpus=4, gradient_accumulation_steps=8)
+    pairs = zip(several.profile.blocks, found(qwen, gradient_accumulation_steps=8).profile.blocks, strict=True)
+    names = ("forward_base_bytes", "backward_base_bytes", "checkpoint_base_bytes")
+    bases = [(getattr(four, name), getattr(one, name)) for four, one in pairs for name in names]
+    assert len({four - one for four, one in bases if four}) == 1  # no base is below 0
     assert "gradients of all weights on each rank" in page.text(several)
 
 
 class Towers(nn.Module):
-    """A tower of vision, which a text does not reach, before or after a model of language."""
+    """A tower that the input does not reach, before or after others whose blocks may run twice."""
 
-    def __init__(self, *, before: bool) -> None:
+    def __init__(self, *, before: bool, times: int) -> None:
         super().__init__()
 
         def stack(width: int) -> nn.ModuleList:
             return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3))
 
         if before:
-            self.visual = stack(8)
-        self.embed, self.layers, self.head = nn.Embedding(100, 16), stack(16), nn.Linear(16, 100)
+            self.visual = stack(32)
+        self.embed, self.layers, self.head = nn.Embedding(100, 64), stack(64), nn.Linear(64, 100)
         if not before:
-            self.visual = stack(8)
+            self.visual = stack(32)
+        self.times = times
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in [*self.layers] * self.times:
+            x = layer(x)
+        return self.head(x)
+
+
+def gradients(*modules: nn.Module) -> int:
+    return sum(p.numel() * p.itemsize for module in modules for p in module.parameters())
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_gradients_that_a_pass_makes_last_or_never_are_those_of_earlier_ones(before: bool, result: Result) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_that_a_pass_makes_last_or_never_are_those_of_earlier_ones(before: bool, times: int) -> None:
     with torch.device("meta"):
-        model = Towers(before=before)
-    some = zip(range(3), result.profile.blocks, strict=False)
-    blocks = tuple(dataclasses.replace(block, name=f"layers.{place}") for place, block in some)
-    profile = dataclasses.replace(result.profile, blocks=blocks)
-    block = gradients(model.layers[0])
-    others = sum(gradients(model.visual) + gradients(model.embed))
-    expected = [others + place * sum(block) + max(block) for place in range(3)]
-    assert added(accumulated(profile, model, 8, 1), profile) == expected
+        model = Towers(before=before, times=times)
+    one, several = (
+        simulate_model(
+            model, torch.zeros(4, 8, dtype=torch.long), MACHINES["h200"], options=Options(min_bytes=0),
+            job=Job(micro_batches=count),
+        ).blocks
+        for count in (1, 8)
+    )  # fmt: skip
+    assert len(one) == len(several) == 3 * times
+    more = [block.backward_base_bytes - alone.backward_base_bytes for block, alone in zip(several, one, strict=True)]
+    for place, added in enumerate(more):
+        made = gradients(*model.layers[place % 3 + 1 :] if place < 3 else ())
+        total = gradients(model) - gradients(model.head) - made
+        assert total - gradients(model.layers[0]) <= added <= total, place
 
 
 def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:

@@ -390,7 +390,8 @@ def test_what_does_not_fit_in_fine_tuning_is_refused(words: list[str], said: str
 def test_questions_and_answers_are_where_the_keys_say(tmp_path: Path, pair: tuple[str, str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "1+1", "messages": [], "extra_info": {"question": "1+1", "answer": "2"}}\n')
-    rows = data.load_both([str(file)], (), data.Reading(chat=True, seed=0, pair=pair))[0].to_list()
+    config = SftConfig(dataset=(str(file),), prompt_key=pair[0], response_key=pair[1])
+    rows = data.load_both(config, chat=True)[0].to_list()
     turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     assert rows == [{"prompt": turns[:1], "completion": turns[1:]}]
 
@@ -398,14 +399,13 @@ def test_questions_and_answers_are_where_the_keys_say(tmp_path: Path, pair: tupl
 def test_columns_that_are_not_there_are_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"extra_info": {"question": "1+1", "answer": "2"}}\n')
+    keys = {"prompt_key": "extra_info.question", "response_key": "extra_inf.answer"}
     with pytest.raises(DataError, match="has no 'extra_inf.answer'; its columns are extra_info") as caught:
-        data.load_both(
-            [str(file)], (), data.Reading(chat=True, seed=0, pair=("extra_info.question", "extra_inf.answer"))
-        )
+        data.load_both(SftConfig(dataset=(str(file),), **keys), chat=True)
     assert "'extra_info'" in caught.value.hint
     file.write_text('{"q": "1", "a": "2"}\n{"q": "1"}\n')
     with pytest.raises(DataError, match="row 2 of data set .* has no 'a'"):
-        data.load_both([str(file)], (), data.Reading(chat=True, seed=0, pair=("q", "a")))
+        data.load_both(SftConfig(dataset=(str(file),), prompt_key="q", response_key="a"), chat=True)
 
 
 @pytest.mark.parametrize(
