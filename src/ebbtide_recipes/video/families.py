@@ -44,7 +44,7 @@ class Family:
 
     name: ClassVar[str]
     transformer: ClassVar[str]
-    pipelines: ClassVar[tuple[str, ...]]
+    pipeline: ClassVar[str]
     text: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     """Names of the first tensors that the pipeline's ``encode_prompt`` returns, in its order."""
     text_length: ClassVar[int] = 512
@@ -125,7 +125,7 @@ class Wan(Family):
 
     name = "wan"
     transformer = "WanTransformer3DModel"
-    pipelines = ("WanPipeline",)
+    pipeline = "WanPipeline"
 
     def check(self, transformer: Config, index: Config) -> None:
         """Refuse Wan 2.2's pair of transformers, one for each half of the noise levels."""
@@ -142,7 +142,7 @@ class HunyuanVideo(Family):
 
     name = "hunyuan_video"
     transformer = "HunyuanVideoTransformer3DModel"
-    pipelines = ("HunyuanVideoPipeline",)
+    pipeline = "HunyuanVideoPipeline"
     text = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
     text_length = 256
     size = (129, 720, 1280)
@@ -177,7 +177,7 @@ class Ltx(Family):
 
     name = "ltx"
     transformer = "LTXVideoTransformer3DModel"
-    pipelines = ("LTXPipeline",)
+    pipeline = "LTXPipeline"
     text = ("prompt_embeds", "prompt_attention_mask")
     text_length = 128
     frame_rate = 25.0
@@ -223,7 +223,7 @@ class CogVideoX(Family):
 
     name = "cogvideox"
     transformer = "CogVideoXTransformer3DModel"
-    pipelines = ("CogVideoXPipeline",)
+    pipeline = "CogVideoXPipeline"
     text_length = 226
     size = (49, 480, 720)
     velocity = False
@@ -259,7 +259,7 @@ class Cosmos(Family):
 
     name = "cosmos"
     transformer = "CosmosTransformer3DModel"
-    pipelines = ("Cosmos2_5_PredictBasePipeline",)
+    pipeline = "Cosmos2_5_PredictBasePipeline"
     size = (93, 704, 1280)
     captions_need_vae = True
 
@@ -311,10 +311,10 @@ def family_of(transformer_class: str | None, pipeline_class: str | None) -> Fami
             expected=f"one of {', '.join(names)}",
             hint=nearest(transformer_class or "", names) or "text-to-video transformers of diffusers are trained here",
         )
-    if pipeline_class is not None and pipeline_class not in family.pipelines:
+    if pipeline_class is not None and pipeline_class != family.pipeline:
         raise DataError(
             f"the pipeline is a {pipeline_class}",
-            expected=f"{' or '.join(family.pipelines)}: text to video",
+            expected=f"{family.pipeline}: text to video",
             hint="pipelines that start from images, or that scale noise in another way, are not supported",
         )
     return family
