@@ -71,8 +71,9 @@ class Family:
         )[0]
 
     def ratios(self, vae: Config) -> tuple[int, int]:
-        """Return the frames, and the pixels along a side, per latent, from the VAE's config."""
-        return int(vae.get("scale_factor_temporal") or 4), int(vae.get("scale_factor_spatial") or 8)
+        """Return the frames, and the pixels along a side, per latent, from the VAE's config, under either name."""
+        in_time = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 4
+        return int(in_time), int(vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio") or 8)
 
     def vae_channels(self, vae: Config) -> int:
         """Return the channels of the VAE's latents."""
@@ -162,10 +163,6 @@ class HunyuanVideo(Family):
             guidance=guidance,
             return_dict=False,
         )[0]
-
-    def ratios(self, vae: Config) -> tuple[int, int]:
-        """Return the ratios of the config."""
-        return int(vae.get("temporal_compression_ratio") or 4), int(vae.get("spatial_compression_ratio") or 8)
 
     def embeds_guidance(self, transformer: Config) -> bool:
         """Whether the config says so; diffusers' default is yes."""

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ebbtide.base.errors import DataError, DiskFullError
-from ebbtide_recipes.skeleton.diskfailure import says_full
+from ebbtide.base.errors import DataError
+from ebbtide.base.files import json_object
+from ebbtide_recipes.skeleton.diskfailure import disk_failure
 from ebbtide_recipes.video.buckets import bucket_for
 from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.data import Clip
@@ -172,7 +173,7 @@ class Making:
         Raises:
             DataError: A clip cannot be read or is too short; the pipeline has no VAE or text encoder.
             ConfigError: The size does not make a whole number of tokens.
-            DiskFullError: The disk is full.
+            DiskError: The disk is full, or fails.
         """
         self.check_size()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +205,7 @@ class Making:
         See [Note: a folder of latents].
 
         Raises:
-            DiskFullError: The disk is full.
+            DiskError: The disk is full, or fails.
         """
         items: list[dict[str, Any]] = []
         names, of_clips, channels = self.names_of(clips), _clips_hash(clips), self.source.channels
@@ -276,21 +277,12 @@ class Making:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["items"] and manifest["request"]["family"]:
-            return manifest
-        found = "names no clip"
-    except FileNotFoundError:
-        found = "does not exist"
-    except (OSError, ValueError, KeyError, TypeError):
-        found = "cannot be read"
-    raise DataError(
-        f"{path} {found}",
-        expected=f"{MANIFEST}, which is written last",
-        hint="make them with --preprocess_only true, --dataset and this --latents_dir",
-    )
+    path, expected = folder / MANIFEST, f"{MANIFEST}, which is written last"
+    hint = "make them with --preprocess_only true, --dataset and this --latents_dir"
+    manifest = json_object(path, str(path), expected=expected, hint=hint)
+    if not (manifest.get("items") and manifest.get("request")):
+        raise DataError(f"{path} cannot be read: it names no clip", expected=expected, hint=hint)
+    return manifest
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
@@ -311,13 +303,14 @@ def _draft_of(path: Path) -> Generator[Path]:
         yield draft
         draft.replace(path)
     except (OSError, SafetensorError) as error:
+        failure = disk_failure(error, path.parent)
         draft.unlink(missing_ok=True)
-        if not says_full(error):
+        if failure is None:
             raise
-        free = shutil.disk_usage(path.parent).free
-        raise DiskFullError(
-            f"{path} could not be written: {str(error)[:200]}",
-            expected=f"space for latents in {path.parent} ({free / 2**20:.0f} MiB are free)",
+        kind, reason = failure
+        raise kind(
+            f"{path} could not be written: {reason}",
+            expected=f"space for latents ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free)",
             hint="free some space, name another --latents_dir, or use fewer clips; finished latents are kept",
         ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import resource
@@ -19,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, DiskFullError
+from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide.base.runs import LOCK_FILE
 from ebbtide_recipes.skeleton import run
 from ebbtide_recipes.video import clips, data, latents, recipe, shapes
@@ -220,6 +221,16 @@ def test_a_disk_full_of_latents_is_an_error_and_finished_ones_are_kept(tmp_path:
     assert len(kept) == 3 and not list(tmp_path.glob("*.part")) and not latents.is_made(tmp_path)
     make(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")} == kept
+
+
+def test_a_disk_that_fails_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("safetensors.torch.save_file", failing)
+    with pytest.raises(DiskError, match=r"safetensors could not be written: .*Input/output error") as caught:
+        make(tmp_path)
+    assert "hint:" in str(caught.value) and not list(tmp_path.glob("*.part"))
 
 
 def test_a_disk_full_at_the_manifest_is_an_error_too(tmp_path: Path) -> None:
