@@ -120,7 +120,7 @@ def test_shards_are_gathered_for_what_is_saved_and_sampled(results: dict[str, Ca
 
 
 def test_nodes_that_share_no_folder_make_no_latents(tmp_path: Path) -> None:
-    """Each would lack those of the other; with a copy of complete ones on each they train."""
+    """Each would lack those of the other; with a copy of complete ones on each they train, and add new prompts."""
     made = [tmp_path / "made" / "latents", tmp_path / "copy"]
     one = run_cases({"made": (video_case, (str(made[0].parent), {"max_steps": 1}))}, 2, timeout_seconds=120)
     assert one["made"].values()
@@ -129,7 +129,7 @@ def test_nodes_that_share_no_folder_make_no_latents(tmp_path: Path) -> None:
     cases = {
         "apart": (apart_case, (str(tmp_path / "apart"), [None, None])),
         "on one": (apart_case, (str(tmp_path / "on one"), [str(made[0]), str(missing)])),
-        "copies": (apart_case, (str(tmp_path / "copies"), [*map(str, made)])),
+        "copies": (apart_case, (str(tmp_path / "copies"), [*map(str, made)], ("a kite",))),
     }
     found = {name: result.values() for name, result in run_cases(cases, 2, timeout_seconds=60).items()}
     assert found["copies"] == [("", [])] * 2

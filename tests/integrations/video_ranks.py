@@ -47,21 +47,27 @@ def video_case(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def apart_case(folder: str, latents: list[str | None]) -> tuple[str, list[str]]:
+def apart_case(folder: str, latents: list[str | None], prompts: tuple[str, ...] = ()) -> tuple[str, list[str]]:
     """Train with an output folder for each rank, as nodes that share none; return the error, and new latents.
 
     Args:
         folder: Holds the output folders.
         latents: The ``--latents_dir`` of each rank.
+        prompts: Captions to sample.
     """
     from ebbtide.base.errors import DataError
 
     rank = int(os.environ["RANK"])
     output = Path(folder, f"out-{rank}")
     changes: dict[str, Any] = {} if latents[rank] is None else {"latents_dir": latents[rank]}
-    error = ""
+    if prompts:
+        changes |= {"samples": 1, "sample_prompts": prompts, "sampler_steps": 1}
+    error, local = "", os.environ["LOCAL_RANK"]
+    os.environ["LOCAL_RANK"] = "0"
     try:
-        video_case(str(output), {**changes, "max_steps": 1})
+        video_case(str(output), {**changes, "max_steps": 1, "ranks_a_node": 1})
     except DataError as refused:
         error = str(refused)
+    finally:
+        os.environ["LOCAL_RANK"] = local
     return error, sorted(path.name for path in Path(folder).glob("*/**/clip-*"))

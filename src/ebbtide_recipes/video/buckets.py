@@ -9,29 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Sampler
 
-from ebbtide_recipes.video.clips import Shape
+from ebbtide_recipes.video.clips import Size
 
 _PROPORTIONS = (16 / 9, 3 / 2, 4 / 3, 1.0, 3 / 4, 2 / 3, 9 / 16)
 
 
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """Frames, height and width."""
-
-    frames: int
-    height: int
-    width: int
-
-
-def bucket_for(shape: Shape, largest: Bucket, *, ratios: tuple[int, int], patch: tuple[int, int]) -> Bucket | None:
+def bucket_for(clip: Size, largest: Size, *, ratios: tuple[int, int], patch: tuple[int, int]) -> Size | None:
     """Return the bucket of a clip; ``None`` if it has too few frames for one token. See [Note: buckets]."""
     in_time, multiple = ratios[0], ratios[1] * patch[1]
-    usable = min(shape.frames, largest.frames)
+    usable = min(clip.frames, largest.frames)
     tokens = ((usable - 1) // in_time + 1) // patch[0] if usable else 0
     if not tokens:
         return None
@@ -42,9 +32,9 @@ def bucket_for(shape: Shape, largest: Bucket, *, ratios: tuple[int, int], patch:
         width = max(multiple, round(math.sqrt(area * proportion) / multiple) * multiple)
         height = max(multiple, round(math.sqrt(area / proportion) / multiple) * multiple)
         sizes.add((height, width))
-    wanted = math.log(shape.width / shape.height)
+    wanted = math.log(clip.width / clip.height)
     height, width = min(sorted(sizes), key=lambda size: abs(math.log(size[1] / size[0]) - wanted))
-    return Bucket(frames, height, width)
+    return Size(frames, height, width)
 
 
 class BucketSampler(Sampler[int]):
@@ -56,9 +46,9 @@ class BucketSampler(Sampler[int]):
         seed: Seed of the order; the same on all processes.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, batch: int, seed: int) -> None:
+    def __init__(self, buckets: Sequence[Size], *, batch: int, seed: int) -> None:
         self._batch, self._seed, self._epoch = batch, seed, 0
-        self._members: dict[Bucket, list[int]] = {}
+        self._members: dict[Size, list[int]] = {}
         for index, bucket in enumerate(buckets):
             self._members.setdefault(bucket, []).append(index)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.skeleton.rows import check_builtin
 from ebbtide_recipes.video.families import Text, family_of
 from ebbtide_recipes.video.source import Source
 
@@ -116,12 +116,7 @@ def source(name: str, *, seed: int) -> Source:
     Raises:
         DataError: There is none of that name.
     """
-    if name not in _SIZES:
-        raise DataError(
-            f"there is no model {name!r}",
-            expected=f"one of {', '.join(NAMES)}, a pipeline folder or a hub name",
-            hint=nearest(name, NAMES) or f"{NAMES[0]} is the smallest",
-        )
+    check_builtin("model", name, NAMES, "a pipeline folder or a hub name will do too")
     return BuiltinSource(name, seed=seed)
 
 

@@ -19,9 +19,9 @@ _ROUNDED_SECONDS = 0.001
 """Times in .mkv and .webm are whole milliseconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Frames and size of a clip as recorded."""
+@dataclass(frozen=True, order=True)
+class Size:
+    """Frames, height and width: of a clip as recorded, or of what is made of it."""
 
     frames: int
     height: int
@@ -62,8 +62,8 @@ def read(path: Path, *, frames: int, rate: float | None) -> torch.Tensor:
     )
 
 
-def shape_of(path: Path, *, most: int, rate: float | None) -> Shape:
-    """Return the size of a clip, and its frames, counted up to ``most``.
+def size_of(path: Path, *, most: int, rate: float | None) -> Size:
+    """Return the size of a clip, with its frames counted up to ``most``.
 
     Raises:
         DataError: The clip cannot be read or has no picture.
@@ -75,7 +75,7 @@ def shape_of(path: Path, *, most: int, rate: float | None) -> Shape:
             break
     if not count:
         raise DataError(f"{path} has no frame", expected="one or more", hint="remove it from the data")
-    return Shape(frames=count, height=height, width=width)
+    return Size(count, height, width)
 
 
 def fitted(film: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.skeleton.rows import reading, split_name
 from ebbtide_recipes.video import clips, listings, shapes
-from ebbtide_recipes.video.clips import Shape
+from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.listings import BUILTIN, IMAGES, VIDEOS, checked, no_clip
 
 
@@ -40,19 +40,17 @@ class Clip:
         files = sorted(self.origin.iterdir()) if self.origin.is_dir() else [self.origin]
         return repr([(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
 
-    def shape(self, *, most: int, rate: float | None) -> Shape | None:
-        """Return its frames, counted up to ``most``, and size; ``None`` for a generated clip of any size."""
-        if not isinstance(self.origin, Path):
-            return None
-        return clips.shape_of(self.origin, most=most, rate=rate)
+    def size(self, *, most: int, rate: float | None) -> Size | None:
+        """Return its size, with frames counted up to ``most``; ``None`` for a generated clip of any size."""
+        return clips.size_of(self.origin, most=most, rate=rate) if isinstance(self.origin, Path) else None
 
-    def pixels(self, *, frames: int, height: int, width: int, rate: float | None) -> torch.Tensor:
+    def pixels(self, size: Size, *, rate: float | None) -> torch.Tensor:
         """Return its first frames in a size, ``[3, F, H, W]`` from -1 to 1."""
         if isinstance(self.origin, Path):
-            film = clips.read(self.origin, frames=frames, rate=rate)
+            film = clips.read(self.origin, frames=size.frames, rate=rate)
         else:
-            film = shapes.draw(self.origin, frames, height, width)
-        return clips.fitted(film, height, width)
+            film = shapes.draw(self.origin, size.frames, size.height, size.width)
+        return clips.fitted(film, size.height, size.width)
 
 
 def load(names: Sequence[str], *, seed: int) -> list[Clip]:

@@ -44,7 +44,7 @@ class Family:
 
     name: ClassVar[str]
     transformer: ClassVar[str]
-    pipelines: ClassVar[tuple[str, ...]]
+    pipeline: ClassVar[str]
     text: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     """Names of the first tensors that the pipeline's ``encode_prompt`` returns, in its order."""
     text_length: ClassVar[int] = 512
@@ -71,8 +71,9 @@ class Family:
         )[0]
 
     def ratios(self, vae: Config) -> tuple[int, int]:
-        """Return the frames, and the pixels along a side, per latent, from the VAE's config."""
-        return int(vae.get("scale_factor_temporal") or 4), int(vae.get("scale_factor_spatial") or 8)
+        """Return the frames, and the pixels along a side, per latent, from the VAE's config, under either name."""
+        in_time = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 4
+        return int(in_time), int(vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio") or 8)
 
     def vae_channels(self, vae: Config) -> int:
         """Return the channels of the VAE's latents."""
@@ -125,7 +126,7 @@ class Wan(Family):
 
     name = "wan"
     transformer = "WanTransformer3DModel"
-    pipelines = ("WanPipeline",)
+    pipeline = "WanPipeline"
 
     def check(self, transformer: Config, index: Config) -> None:
         """Refuse Wan 2.2's pair of transformers, one for each half of the noise levels."""
@@ -142,7 +143,7 @@ class HunyuanVideo(Family):
 
     name = "hunyuan_video"
     transformer = "HunyuanVideoTransformer3DModel"
-    pipelines = ("HunyuanVideoPipeline",)
+    pipeline = "HunyuanVideoPipeline"
     text = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
     text_length = 256
     size = (129, 720, 1280)
@@ -163,10 +164,6 @@ class HunyuanVideo(Family):
             return_dict=False,
         )[0]
 
-    def ratios(self, vae: Config) -> tuple[int, int]:
-        """Return the ratios of the config."""
-        return int(vae.get("temporal_compression_ratio") or 4), int(vae.get("spatial_compression_ratio") or 8)
-
     def embeds_guidance(self, transformer: Config) -> bool:
         """Whether the config says so; diffusers' default is yes."""
         return bool(transformer.get("guidance_embeds", True))
@@ -177,7 +174,7 @@ class Ltx(Family):
 
     name = "ltx"
     transformer = "LTXVideoTransformer3DModel"
-    pipelines = ("LTXPipeline",)
+    pipeline = "LTXPipeline"
     text = ("prompt_embeds", "prompt_attention_mask")
     text_length = 128
     frame_rate = 25.0
@@ -223,7 +220,7 @@ class CogVideoX(Family):
 
     name = "cogvideox"
     transformer = "CogVideoXTransformer3DModel"
-    pipelines = ("CogVideoXPipeline",)
+    pipeline = "CogVideoXPipeline"
     text_length = 226
     size = (49, 480, 720)
     velocity = False
@@ -259,7 +256,7 @@ class Cosmos(Family):
 
     name = "cosmos"
     transformer = "CosmosTransformer3DModel"
-    pipelines = ("Cosmos2_5_PredictBasePipeline",)
+    pipeline = "Cosmos2_5_PredictBasePipeline"
     size = (93, 704, 1280)
     captions_need_vae = True
 
@@ -311,10 +308,10 @@ def family_of(transformer_class: str | None, pipeline_class: str | None) -> Fami
             expected=f"one of {', '.join(names)}",
             hint=nearest(transformer_class or "", names) or "text-to-video transformers of diffusers are trained here",
         )
-    if pipeline_class is not None and pipeline_class not in family.pipelines:
+    if pipeline_class is not None and pipeline_class != family.pipeline:
         raise DataError(
             f"the pipeline is a {pipeline_class}",
-            expected=f"{' or '.join(family.pipelines)}: text to video",
+            expected=f"{family.pipeline}: text to video",
             hint="pipelines that start from images, or that scale noise in another way, are not supported",
         )
     return family

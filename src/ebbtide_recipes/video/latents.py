@@ -11,61 +11,33 @@ that makes latents loads the VAE and the text encoders one after the other, and 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-import logging
 import shutil
 import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from ebbtide.base.errors import DataError, DiskFullError
-from ebbtide_recipes.skeleton.diskfailure import says_full
-from ebbtide_recipes.video.buckets import Bucket, bucket_for
+from ebbtide.base.errors import DataError
+from ebbtide.base.files import json_object
+from ebbtide_recipes.skeleton.diskfailure import disk_failure
+from ebbtide_recipes.video.buckets import bucket_for
+from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.data import Clip
 from ebbtide_recipes.video.families import Text, check_size
 from ebbtide_recipes.video.source import Source, phase
 
-LOGGER = logging.getLogger("ebbtide.video")
-
 MANIFEST = "latents.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Making:
-    """How latents are made.
-
-    Attributes:
-        data: The data sets' names.
-        frames: Frames of a clip; with bucketing the maximum.
-        height: Pixels; with bucketing, height times width is the approximate area of every bucket.
-        width: Pixels.
-        rate: Frames per second; ``None``: as recorded.
-        bucketing: Whether clips keep their proportions and lengths. See [Note: buckets].
-        text_length: Tokens of a caption; ``None``: the family's.
-        seed: Seed of generated clips.
-        dtype: Type of the weights of the VAE and the text encoders.
-    """
-
-    data: tuple[str, ...]
-    frames: int
-    height: int
-    width: int
-    rate: float | None = None
-    bucketing: bool = False
-    text_length: int | None = None
-    seed: int = 42
-    dtype: torch.dtype = torch.float32
-
-    def check_size(self, source: Source) -> None:
-        """Raise ``ConfigError`` if the size does not make a whole number of tokens of a pipeline."""
-        check_size(self.frames, self.height, self.width, ratios=source.ratios, patch=source.patch)
+_PARTS = ("vae", "text_encoder")
+"""Settings that a pipeline lacks if it only uses latents."""
 
 
 class Latents(Dataset[dict[str, Any]]):
@@ -92,14 +64,43 @@ class Latents(Dataset[dict[str, Any]]):
         return _read(self.folder / _text_file(caption))
 
     @property
-    def rate(self) -> float | None:
-        """Frames per second that the clips were taken with; ``None``: as recorded."""
-        return self.manifest["request"]["rate"]
+    def request(self) -> Mapping[str, Any]:
+        """What they were made with."""
+        return self.manifest["request"]
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def rate(self) -> float | None:
+        """Frames per second that the clips were taken with; ``None``: as recorded."""
+        return self.request["rate"]
+
+    @property
+    def buckets(self) -> list[Size]:
         """Each clip's bucket."""
-        return [Bucket(item["frames"], item["height"], item["width"]) for item in self.items]
+        return [Size(item["frames"], item["height"], item["width"]) for item in self.items]
+
+    def check(self, source: Source) -> None:
+        """Reject latents of another VAE or other text encoders.
+
+        Raises:
+            DataError: Their identity, or their channels, differ.
+        """
+        made, channels = self.request, self.manifest["channels"]
+        for what, key, now in (
+            ("VAE", "vae", source.vae_identity()),
+            ("text encoders", "text_encoder", source.text_identity()),
+        ):
+            if now is not None and made[key] != now:
+                raise DataError(
+                    f"{self.folder} holds latents of other {what} ({made['model']}: {str(made[key])[:12]})",
+                    expected=f"{what} of {source.name}: {now[:12]}",
+                    hint="name another --latents_dir, and the data to make them from, or use their pipeline",
+                )
+        if made["family"] != source.family.name or channels != source.channels:
+            raise DataError(
+                f"{self.folder} holds latents of {made['family']} with {channels} channels",
+                expected=f"latents of {source.family.name} with {source.channels} channels",
+                hint="name another --latents_dir, and the data to make them from",
+            )
 
 
 def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -113,203 +114,175 @@ def is_made(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def matches(folder: Path, source: Source, making: Making, clips: Sequence[Clip] | None) -> bool:
-    """Whether a folder's latents are those that these settings would make of these clips; ``None``: of any."""
-    if not is_made(folder):
-        return False
-    made = _without_name(_manifest(folder)["request"])
-    wanted = _request(source, making, clips)
-    wanted |= {part: made[part] for part in ("vae", "text_encoder") if wanted[part] is None}
-    if clips is None:
-        made.pop("clips", None)
-    return made == _without_name(wanted)
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """What a folder's latents are made with.
 
-
-def check(folder: Path, source: Source) -> None:
-    """Reject latents of another VAE or other text encoders.
-
-    Raises:
-        DataError: Their identity, or their channels, differ.
-    """
-    manifest = _manifest(folder)
-    made = manifest["request"]
-    for what, key, now in (
-        ("VAE", "vae", source.vae_identity()),
-        ("text encoders", "text_encoder", source.text_identity()),
-    ):
-        if now is not None and made[key] != now:
-            raise DataError(
-                f"{folder} holds latents of other {what} ({made['model']}: {str(made[key])[:12]})",
-                expected=f"{what} of {source.name}: {now[:12]}",
-                hint="name another --latents_dir, and the data to make them from, or use their pipeline",
-            )
-    if made["family"] != source.family.name or manifest["channels"] != source.channels:
-        raise DataError(
-            f"{folder} holds latents of {made['family']} with {manifest['channels']} channels",
-            expected=f"latents of {source.family.name} with {source.channels} channels",
-            hint="name another --latents_dir, and the data to make them from",
-        )
-
-
-def make(
-    clips: Sequence[Clip],
-    folder: Path,
-    source: Source,
-    making: Making,
-    *,
-    captions: Sequence[str] = (),
-    device: torch.device,
-    share: tuple[int, int] = (0, 1),
-) -> None:
-    """Write latents and embeddings of clips; ``finish`` names them.
-
-    Args:
-        clips: The clips.
+    Attributes:
         folder: Where they are written.
         source: The pipeline.
-        making: The settings.
-        captions: Further captions to embed.
-        device: Device of the VAE and the text encoders.
-        share: Index of this process, and the number of processes.
-
-    Raises:
-        DataError: A clip cannot be read or is too short; the pipeline has no VAE or text encoder.
-        ConfigError: The size does not make a whole number of tokens.
-        DiskFullError: The disk is full.
+        data: The data sets' names.
+        size: Of the clips; with bucketing the most frames, and the approximate area of every bucket.
+        rate: Frames per second; ``None``: as recorded.
+        bucketing: Whether clips keep their proportions and lengths. See [Note: buckets].
+        text_length: Tokens of a caption; ``None``: the family's.
+        seed: Seed of generated clips.
+        dtype: Type of the weights of the VAE and the text encoders.
     """
-    making.check_size(source)
-    folder.mkdir(parents=True, exist_ok=True)
-    request = _hash_of(source, making)
-    mine, step = share
-    wanted = sorted({clip.caption for clip in clips} | set(captions) | {""})[mine::step]
-    absent = [caption for caption in wanted if not _done(folder / _text_file(caption), request)]
-    _embed(folder, source, absent, making.text_length, request, device=device, dtype=making.dtype)
-    named = {_clip_request(request, clip): clip for clip in clips}
-    with phase("vae"), torch.no_grad():
-        vae = source.vae(making.dtype).to(device)
-        for its_request, clip in list(named.items())[mine::step]:
-            path = folder / _clip_file(its_request)
-            if not _done(path, its_request):
-                bucket = _bucket(clip, source, making)
-                film = clip.pixels(frames=bucket.frames, height=bucket.height, width=bucket.width, rate=making.rate)
-                made = source.family.encode(vae, film[None].to(device, making.dtype))[0].cpu()
-                _write(path, {"latents": made.contiguous()}, its_request)
-        del vae
 
+    folder: Path
+    source: Source
+    data: tuple[str, ...]
+    size: Size
+    rate: float | None = None
+    bucketing: bool = False
+    text_length: int | None = None
+    seed: int = 42
+    dtype: torch.dtype = torch.float32
 
-def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> None:
-    """Write the manifest, once all processes have written their latents; then remove files of other clips or settings.
+    def check_size(self) -> None:
+        """Raise ``ConfigError`` if the size does not make a whole number of tokens of the pipeline."""
+        check_size(*dataclasses.astuple(self.size), ratios=self.source.ratios, patch=self.source.patch)
 
-    See [Note: a folder of latents].
+    def matches(self, clips: Sequence[Clip] = ()) -> bool:
+        """Whether the folder's latents are those that would be made of these clips; without clips: of any."""
+        if not is_made(self.folder):
+            return False
+        made = Latents(self.folder).request
+        wanted = {key: value for key, value in self._settings.items() if not (key in _PARTS and value is None)}
+        if clips:
+            wanted["clips"] = _clips_hash(clips)
+        return {key: made.get(key) for key in wanted} == wanted
 
-    Raises:
-        DiskFullError: The disk is full.
-    """
-    items: list[dict[str, Any]] = []
-    channels, request, names = source.channels, _request(source, making, clips), names_of(clips, source, making)
-    for name, clip in zip(names, clips, strict=True):
-        channels, *size = _shape(folder / name)
-        bucket = dict(zip(("frames", "height", "width"), size, strict=True))
-        items.append({"file": name, "caption": clip.caption, "clip": clip.name, **bucket})
-    manifest = {"schema": 1, "request": request, "channels": channels, "items": items}
-    with _draft_of(folder / MANIFEST) as draft:
-        draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    for path in [*others(folder, names), *folder.glob("clip-*.part")]:  # drafts of runs that were killed, too
-        path.unlink()
-    settings = _hash_of(source, making)
-    for path in folder.glob("text-*.safetensors"):
-        if not _done(path, settings):
+    def make(
+        self,
+        clips: Sequence[Clip],
+        *,
+        captions: Sequence[str] = (),
+        device: torch.device,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Write latents and embeddings of clips; ``finish`` names them.
+
+        Args:
+            clips: The clips.
+            captions: Further captions to embed.
+            device: Device of the VAE and the text encoders.
+            share: Index of this process, and the number of processes.
+
+        Raises:
+            DataError: A clip cannot be read or is too short; the pipeline has no VAE or text encoder.
+            ConfigError: The size does not make a whole number of tokens.
+            DiskError: The disk is full, or fails.
+        """
+        self.check_size()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine, step = share
+        wanted = sorted({clip.caption for clip in clips} | set(captions) | {""})[mine::step]
+        absent = [caption for caption in wanted if not _done(self.folder / _text_file(caption), self._settings_hash)]
+        if absent:
+            self._embed(absent, self.text_length, self._settings_hash, device)
+        named = {self._request_of(clip): clip for clip in clips}
+        with phase("vae"), torch.no_grad():
+            vae = self.source.vae(self.dtype).to(device)
+            for request, clip in list(named.items())[mine::step]:
+                path = self.folder / _clip_file(request)
+                if not _done(path, request):
+                    film = clip.pixels(self._bucket(clip), rate=self.rate)
+                    made = self.source.family.encode(vae, film[None].to(device, self.dtype))[0].cpu()
+                    _write(path, {"latents": made}, request)
+            del vae
+
+    def add_captions(self, captions: Sequence[str], device: torch.device) -> None:
+        """Embed captions that the folder lacks: prompts of samples, in as many tokens as its own."""
+        absent = [caption for caption in captions if not (self.folder / _text_file(caption)).is_file()]
+        if absent:
+            self._embed(absent, Latents(self.folder).request["text_length"], "", device)
+
+    def finish(self, clips: Sequence[Clip]) -> None:
+        """Write the manifest, once all latents are written; then remove those of other clips or settings.
+
+        See [Note: a folder of latents].
+
+        Raises:
+            DiskError: The disk is full, or fails.
+        """
+        items: list[dict[str, Any]] = []
+        names, of_clips, channels = self.names_of(clips), _clips_hash(clips), self.source.channels
+        for name, clip in zip(names, clips, strict=True):
+            channels, *size = _shape(self.folder / name)
+            bucket = dict(zip(("frames", "height", "width"), size, strict=True))
+            items.append({"file": name, "caption": clip.caption, "clip": clip.name, **bucket})
+        request = {"clips": of_clips, "model": self.source.name, "data": list(self.data), "seed": self.seed}
+        manifest = {"schema": 1, "request": request | self._settings, "channels": channels, "items": items}
+        with _draft_of(self.folder / MANIFEST) as draft:
+            draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for path in [*self.others(names), *self.folder.glob("clip-*.part")]:  # drafts of runs that were killed, too
             path.unlink()
+        for path in self.folder.glob("text-*.safetensors"):
+            if not _done(path, self._settings_hash):
+                path.unlink()
 
+    def names_of(self, clips: Sequence[Clip]) -> list[str]:
+        """Return the name of each clip's latents; a clip that has changed since has another."""
+        return [_clip_file(self._request_of(clip)) for clip in clips]
 
-def names_of(clips: Sequence[Clip], source: Source, making: Making) -> list[str]:
-    """Return the name of each clip's latents; a clip that has changed since has another."""
-    settings = _hash_of(source, making)
-    return [_clip_file(_clip_request(settings, clip)) for clip in clips]
+    def others(self, names: Iterable[str]) -> list[Path]:
+        """Return the folder's latents that have none of these names, which ``finish`` removes."""
+        kept = set(names)
+        return [path for path in self.folder.glob("clip-*.safetensors") if path.name not in kept]
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """All that each file depends on: names of pipelines and data are not among them."""
+        return {
+            "family": self.source.family.name,
+            "vae": self.source.vae_identity(),
+            "text_encoder": self.source.text_identity(),
+            "size": list(dataclasses.astuple(self.size)),
+            "rate": self.rate,
+            "bucketing": self.bucketing,
+            "text_length": self.text_length or self.source.family.text_length,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
 
-def others(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return a folder's latents that have none of these names, which ``finish`` removes."""
-    kept = set(names)
-    return [path for path in folder.glob("clip-*.safetensors") if path.name not in kept]
+    @cached_property
+    def _settings_hash(self) -> str:
+        return _hash(json.dumps(self._settings, sort_keys=True))
 
+    def _request_of(self, clip: Clip) -> str:
+        return _hash(self._settings_hash + clip.identity)
 
-def add_captions(
-    folder: Path,
-    source: Source,
-    captions: Sequence[str],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Embed captions that a folder of latents lacks: prompts of samples, in as many tokens as its own."""
-    absent = [caption for caption in captions if not (folder / _text_file(caption)).is_file()]
-    _embed(folder, source, absent, _manifest(folder)["request"]["text_length"], "", device=device, dtype=dtype)
+    def _bucket(self, clip: Clip) -> Size:
+        """Return the frames and size that a clip is converted to."""
+        recorded = clip.size(most=self.size.frames, rate=self.rate) if self.bucketing else None
+        if recorded is None:
+            return self.size
+        patch, ratios = self.source.patch, self.source.ratios
+        bucket = bucket_for(recorded, self.size, ratios=ratios, patch=patch)
+        if bucket is None:
+            raise DataError(
+                f"{clip.name} has {recorded.frames} frames",
+                expected=f"{(patch[0] - 1) * ratios[0] + 1} or more: one token",
+                hint="remove the clip from the data",
+            )
+        return bucket
 
-
-def _embed(folder: Path, source: Source, captions: list[str], length: int | None, request: str, **options: Any) -> None:
-    """Write the embeddings of captions; the text encoders are loaded if there is one."""
-    if captions:
+    def _embed(self, captions: list[str], length: int | None, request: str, device: torch.device) -> None:
+        """Write the embeddings of captions."""
         with phase("text_encoder"), torch.no_grad():
-            for caption, text in zip(captions, source.encode(captions, length=length, **options), strict=True):
-                _write(folder / _text_file(caption), text, request)
-
-
-def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
-    """Return the frames and size that a clip is converted to."""
-    largest = Bucket(making.frames, making.height, making.width)
-    shape = clip.shape(most=making.frames, rate=making.rate) if making.bucketing else None
-    if shape is None:
-        return largest
-    bucket = bucket_for(shape, largest, ratios=source.ratios, patch=source.patch)
-    if bucket is None:
-        raise DataError(
-            f"{clip.name} has {shape.frames} frames",
-            expected=f"{(source.patch[0] - 1) * source.ratios[0] + 1} or more: one token",
-            hint="remove the clip from the data",
-        )
-    return bucket
-
-
-def _request(source: Source, making: Making, clips: Sequence[Clip] | None = None) -> dict[str, Any]:
-    """Return everything that latents depend on: the settings and, if given, the clips with their captions."""
-    of_clips = {} if clips is None else {"clips": _hash(repr([(clip.identity, clip.caption) for clip in clips]))}
-    return of_clips | {
-        "model": source.name,
-        "family": source.family.name,
-        "vae": source.vae_identity(),
-        "text_encoder": source.text_identity(),
-        "data": list(making.data),
-        "size": [making.frames, making.height, making.width],
-        "rate": making.rate,
-        "bucketing": making.bucketing,
-        "text_length": making.text_length or source.family.text_length,
-        "seed": making.seed,
-        "dtype": str(making.dtype).removeprefix("torch."),
-    }
-
-
-def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Omit the names of the pipeline and the data, and its seed: identities distinguish their parts."""
-    return {key: value for key, value in request.items() if key not in ("model", "data", "seed")}
+            texts = self.source.encode(captions, length=length, device=device, dtype=self.dtype)
+            for caption, text in zip(captions, texts, strict=True):
+                _write(self.folder / _text_file(caption), text, request)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["items"] and manifest["request"]["family"]:
-            return manifest
-        found = "names no clip"
-    except FileNotFoundError:
-        found = "does not exist"
-    except (OSError, ValueError, KeyError, TypeError):
-        found = "cannot be read"
-    raise DataError(
-        f"{path} {found}",
-        expected=f"{MANIFEST}, which is written last",
-        hint="make them with --preprocess_only true, --dataset and this --latents_dir",
-    )
+    path, expected = folder / MANIFEST, f"{MANIFEST}, which is written last"
+    hint = "make them with --preprocess_only true, --dataset and this --latents_dir"
+    manifest = json_object(path, str(path), expected=expected, hint=hint)
+    if not (manifest.get("items") and manifest.get("request")):
+        raise DataError(f"{path} cannot be read: it names no clip", expected=expected, hint=hint)
+    return manifest
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
@@ -330,13 +303,14 @@ def _draft_of(path: Path) -> Generator[Path]:
         yield draft
         draft.replace(path)
     except (OSError, SafetensorError) as error:
+        failure = disk_failure(error, path.parent)
         draft.unlink(missing_ok=True)
-        if not says_full(error):
+        if failure is None:
             raise
-        free = shutil.disk_usage(path.parent).free
-        raise DiskFullError(
-            f"{path} could not be written: {str(error)[:200]}",
-            expected=f"space for latents in {path.parent} ({free / 2**20:.0f} MiB are free)",
+        kind, reason = failure
+        raise kind(
+            f"{path} could not be written: {reason}",
+            expected=f"space for latents ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free)",
             hint="free some space, name another --latents_dir, or use fewer clips; finished latents are kept",
         ) from error
 
@@ -379,13 +353,9 @@ def _done(path: Path, request: str) -> bool:
         return False
 
 
-def _hash_of(source: Source, making: Making) -> str:
-    """Return a hash of the settings that each file depends on: names of pipelines and data are not among them."""
-    return _hash(json.dumps(_without_name(_request(source, making)), sort_keys=True))
-
-
-def _clip_request(request: str, clip: Clip) -> str:
-    return _hash(request + clip.identity)
+def _clips_hash(clips: Sequence[Clip]) -> str:
+    """Return a hash of clips with their captions, in their order."""
+    return _hash(repr([(clip.identity, clip.caption) for clip in clips]))
 
 
 def _clip_file(request: str) -> str:

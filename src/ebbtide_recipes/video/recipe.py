@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ebbtide_recipes.video.data import Clip
     from ebbtide_recipes.video.latents import Latents, Making
     from ebbtide_recipes.video.objective import Denoiser
+    from ebbtide_recipes.video.samples import Sampling
     from ebbtide_recipes.video.source import Source
-    from ebbtide_recipes.video.trainer import Showing, VideoTrainer
+    from ebbtide_recipes.video.trainer import VideoTrainer
 
 _DENSITIES = ("logit_mean", "logit_std", "mode_scale")
 LOGGER = logging.getLogger("ebbtide.video")
@@ -52,7 +53,6 @@ class Video(Recipe[VideoConfig]):
         Raises:
             EbbtideError: One of them is unusable.
         """
-        from ebbtide_recipes.video import latents
         from ebbtide_recipes.video.opening import is_local, open_source
 
         if is_local(config.model):
@@ -60,10 +60,11 @@ class Video(Recipe[VideoConfig]):
             _check_flags(config, source)
             if all(is_local(name) for name in (config.teacher, config.critic) if name is not None):
                 _others(config, source)
-            if _has_latents(config):
-                latents.check(_latents_folder(config), source)
+            existing = _existing(config)
+            if existing is not None and _has_latents(config):
+                existing.check(source)
             else:
-                _making(config, source, _made(config)).check_size(source)
+                _making(config, source, existing).check_size()
         if config.backwards == 2 and launch.total(config) > 1:
             raise ConfigError(
                 "backwards is 2 with several processes",
@@ -99,7 +100,7 @@ class Video(Recipe[VideoConfig]):
         if config.preprocess_only:
             return None
         module = _module(config, source, others, dataset)
-        return trainer.build(config, module, dataset, _showing(config, source, dataset), options)
+        return trainer.build(config, module, dataset, _sampling(config, source, dataset), options)
 
     def finish(self, config: VideoConfig, trainer: Any, folder: Path) -> None:
         """Sample the trained transformer."""
@@ -114,7 +115,7 @@ def _check_flags(config: VideoConfig, source: Source) -> None:
     family, unused = source.family, []
     if not family.velocity:
         unused += [(name, "flow matching") for name in ("distill", "timestep_sampling", "flow_shift", *_DENSITIES)]
-    if not family.embeds_guidance(source.transformer_config or {}):
+    if not family.embeds_guidance(source.transformer_config):
         unused.append(("embedded_guidance", "a transformer that embeds the guidance scale, as HunyuanVideo's"))
     for name, expected in unused:
         if config.is_set(name):
@@ -153,29 +154,30 @@ def _latents_folder(config: VideoConfig) -> Path:
     return Path(folder).expanduser() if folder is not None else Path(config.output_dir).expanduser() / "latents"
 
 
-def _made(config: VideoConfig) -> Mapping[str, Any] | None:
-    """Return what the latents in ``--latents_dir`` were made with; ``None``: there are none."""
+def _existing(config: VideoConfig) -> Latents | None:
+    """Return the latents in ``--latents_dir``; ``None``: there are none."""
     from ebbtide_recipes.video import latents
 
     folder = _latents_folder(config)
-    return latents.Latents(folder).manifest["request"] if config.latents_dir and latents.is_made(folder) else None
+    return latents.Latents(folder) if config.latents_dir and latents.is_made(folder) else None
 
 
-def _making(config: VideoConfig, source: Source, made: Mapping[str, Any] | None = None) -> Making:
-    """Return how latents are made, or existing ones would be: a flag that is not set is ``made``'s."""
+def _making(config: VideoConfig, source: Source, existing: Latents | None) -> Making:
+    """Return how latents are made, or existing ones would be: a flag that is not set is theirs."""
+    from ebbtide_recipes.video.clips import Size
     from ebbtide_recipes.video.latents import Making
 
-    made = made or {}
+    made = {} if existing is None else existing.request
     frames, height, width = made.get("size", source.default_size)
 
     def value(flag: str, name: str) -> Any:
         return getattr(config, flag) if config.is_set(flag) or name not in made else made[name]
 
     return Making(
+        folder=_latents_folder(config),
+        source=source,
         data=tuple(value("dataset", "data")),
-        frames=config.num_frames or frames,
-        height=config.height or height,
-        width=config.width or width,
+        size=Size(config.num_frames or frames, config.height or height, config.width or width),
         rate=value("frame_rate", "rate"),
         bucketing=value("bucketing", "bucketing"),
         text_length=value("text_length", "text_length"),
@@ -184,40 +186,31 @@ def _making(config: VideoConfig, source: Source, made: Mapping[str, Any] | None 
     )
 
 
-def _clips(config: VideoConfig, *, needed: bool) -> list[Clip] | None:
-    """Return the clips of the data set; ``None``: none is named or, unless it is needed, it is not on this machine."""
-    from ebbtide_recipes.video import data
-
-    if not needed and not config.is_set("dataset"):
-        return None
-    try:
-        return data.load(config.dataset, seed=config.seed)
-    except (DataError, OSError):
-        if needed:
-            raise
-        return None
-
-
 def _latents(config: VideoConfig, source: Source, device: torch.device) -> Latents:
     """Return the latents to train on; if there are none, every process makes a share of them."""
     from accelerate import PartialState
 
-    from ebbtide_recipes.video import latents
+    from ebbtide_recipes.video import data, latents
 
-    state, folder, named, made = PartialState(), _latents_folder(config), _has_latents(config), _made(config)
-    if config.latents_dir is not None and latents.is_made(folder):
-        latents.check(folder, source)
-    making = _making(config, source, made)
-    if not named and made and not latents.matches(folder, source, making, None):
+    state, folder, existing = PartialState(), _latents_folder(config), _existing(config)
+    used = _has_latents(config)
+    if existing is not None:
+        existing.check(source)
+    making = _making(config, source, existing)
+    if existing is not None and not used and not making.matches():
         raise ConfigError(
             f"{folder} holds latents that were made with other flags: all of them would be replaced",
             expected=f"the flags that {latents.MANIFEST} names",
             hint=f"name another --latents_dir, or remove {latents.MANIFEST} to make all of them again",
         )
-    looks = not named or state.is_main_process  # a warning needs no other
-    clips = (_clips(config, needed=not named) if looks else None) or []
-    same = latents.matches(folder, source, making, clips or None)
-    if named and not same:
+    clips: list[Clip] = []
+    if not used:
+        clips = data.load(config.dataset, seed=config.seed)
+    elif config.is_set("dataset") and state.is_main_process:  # for a warning; the clips may be on another machine
+        with contextlib.suppress(DataError, OSError):
+            clips = data.load(config.dataset, seed=config.seed)
+    same = making.matches(clips)
+    if used and not same:
         LOGGER.warning(
             "%s was made with other flags or of other clips and captions: those are used; "
             "hint: --preprocess_only true with this --dataset makes what has changed",
@@ -232,38 +225,36 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             hint="fetch the complete pipeline, or name existing latents: --latents_dir",
         )
     if not same:
-        _make(config, source, making, clips, device)
-    elif config.shown_prompts and state.is_main_process:
-        latents.add_captions(folder, source, config.shown_prompts, device=device, dtype=_dtype(config, frozen=True))
-    state.wait_for_everyone()
+        _make(config, making, clips, device)
+    for embeds in (state.is_main_process, state.is_local_main_process):  # another node may have a copy of the folder
+        if embeds:
+            making.add_captions(config.shown_prompts, device)
+        state.wait_for_everyone()
     return latents.Latents(folder)
 
 
-def _make(config: VideoConfig, source: Source, making: Making, clips: Sequence[Clip], device: torch.device) -> None:
+def _make(config: VideoConfig, making: Making, clips: Sequence[Clip], device: torch.device) -> None:
     """Make the latents of clips, every process a share of them; one run at a time does so in a folder."""
     from accelerate import PartialState
 
-    from ebbtide_recipes.video import latents
+    from ebbtide_recipes.video.latents import MANIFEST
 
-    state, folder = PartialState(), _latents_folder(config)
-    others = latents.others(folder, latents.names_of(clips, source, making))
-    _check_others(config, folder, others, logs=state.is_main_process)
+    state, folder = PartialState(), making.folder
+    _check_others(config, folder, making.others(making.names_of(clips)), logs=state.is_main_process)
     with contextlib.ExitStack() as claimed:
         # A second lock of one process on the same folder would release both.
         if state.is_main_process and folder.resolve() != outputs.place(config).resolve():
             folder.mkdir(parents=True, exist_ok=True)
             claimed.enter_context(only_writer(folder))
         state.wait_for_everyone()  # before one of them begins to write
-        if state.is_main_process and not latents.matches(folder, source, making, None):
-            (folder / latents.MANIFEST).unlink(missing_ok=True)  # captions are embedded under the same names
+        if state.is_main_process and not making.matches():
+            (folder / MANIFEST).unlink(missing_ok=True)  # captions are embedded under the same names
         state.wait_for_everyone()
-        latents.make(
-            clips, folder, source, making, captions=config.shown_prompts,
-            device=device, share=(state.process_index, state.num_processes),
-        )  # fmt: skip
+        share = (state.process_index, state.num_processes)
+        making.make(clips, captions=config.shown_prompts, device=device, share=share)
         state.wait_for_everyone()
         if state.is_main_process:
-            latents.finish(clips, folder, source, making)
+            making.finish(clips)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
 
 
@@ -337,7 +328,7 @@ def _module(config: VideoConfig, source: Source, others: Sequence[Source], datas
         "family": source.family,
         "condition": Condition(
             frame_rate=_rate(config, source, dataset),
-            guidance=GUIDANCE if config.embedded_guidance is None else config.embedded_guidance,
+            guidance=config.embedded_guidance or GUIDANCE,
             ratios=source.ratios,
         ),
         "draws": Draws(
@@ -376,24 +367,22 @@ def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoi
     return module
 
 
-def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
+def _sampling(config: VideoConfig, source: Source, dataset: Latents) -> Sampling:
     from ebbtide_recipes.video.samples import Prompt, Sampling
-    from ebbtide_recipes.video.trainer import Showing
 
-    prompts: list[Prompt] = []
-    first = dataset[0]["latents"]
-    for caption in config.shown_prompts:
-        prompts.append(Prompt(caption=caption, text=dataset.text(caption), shape=tuple(first.shape)))
+    shape = tuple(dataset[0]["latents"].shape)
+    prompts = [Prompt(caption=caption, text=dataset.text(caption), shape=shape) for caption in config.shown_prompts]
     for number in range(min(config.samples, len(dataset)) if config.sample_prompts is None else 0):
-        item, latents = dataset.items[number], dataset[number]
-        shape = tuple(latents["latents"].shape)
-        prompts.append(Prompt(caption=item["caption"], text=latents["text"], shape=shape, reference=latents["latents"]))
-    sampling = Sampling(
+        clip = dataset[number]
+        latents, caption = clip["latents"], dataset.items[number]["caption"]
+        prompts.append(Prompt(caption=caption, text=clip["text"], shape=tuple(latents.shape), reference=latents))
+    return Sampling(
+        source=source,
+        prompts=prompts,
+        every=config.sample_steps,
         steps=config.sampler_steps,
         guidance=config.guidance_scale,
         rate=_rate(config, source, dataset),
         seed=config.seed,
-    )
-    return Showing(
-        source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config, frozen=True)
+        dtype=_dtype(config, frozen=True),
     )

@@ -14,7 +14,7 @@ import torch
 
 from ebbtide.base.events import BUS
 from ebbtide_recipes.video import clips
-from ebbtide_recipes.video.families import Family, Text
+from ebbtide_recipes.video.families import Text
 from ebbtide_recipes.video.objective import STEPS, dynamic_shift, mix
 from ebbtide_recipes.video.source import Source, phase
 
@@ -22,7 +22,6 @@ LOGGER = logging.getLogger("ebbtide.video")
 
 FOLDER = "samples"
 Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
-Films = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +43,31 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings of sampling.
+    """The samples to make.
 
     Attributes:
+        source: The pipeline; its VAE decodes them. Without one the first three channels of the latents are shown.
+        prompts: The inputs; empty: no samples.
+        every: Steps between two samplings; ``None``: only before training and at the end.
         steps: Steps of the sampler.
         guidance: Classifier-free guidance; 1 is none.
         rate: Frames per second of the videos.
         seed: Seed of the initial noise.
+        dtype: Type of the VAE's weights.
     """
 
+    source: Source
+    prompts: Sequence[Prompt]
+    every: int | None = None
     steps: int = 20
     guidance: float = 1.0
     rate: float = 16.0
     seed: int = 42
+    dtype: torch.dtype = torch.float32
 
 
 def sample(
-    predict: Predict,
-    family: Family,
-    scheduler: Any,
-    empty: Text,
-    prompt: Prompt,
-    sampling: Sampling,
-    device: torch.device,
+    predict: Predict, scheduler: Any, empty: Text, prompt: Prompt, sampling: Sampling, device: torch.device
 ) -> torch.Tensor:
     """Return latents ``[1, C, F, H, W]`` that the pipeline's scheduler makes from noise.
 
@@ -74,7 +75,6 @@ def sample(
 
     Args:
         predict: Returns the transformer's prediction of latents, timesteps and text.
-        family: The transformer's.
         scheduler: The pipeline's.
         empty: Tensors of the empty caption, for guidance.
         prompt: The input.
@@ -82,7 +82,7 @@ def sample(
         device: The transformer's.
     """
     scheduler = type(scheduler).from_config(scheduler.config)  # a new one: schedulers are stateful
-    set_timesteps(scheduler, family, sampling.steps, tokens=math.prod(prompt.shape[1:]), device=device)
+    _set_timesteps(scheduler, sampling, tokens=math.prod(prompt.shape[1:]), device=device)
     generator, latents, text = _beginning(prompt, sampling, device)
     without = {name: value[None].to(device) for name, value in empty.items()}
     previous: Any = None
@@ -134,74 +134,61 @@ def _beginning(prompt: Prompt, sampling: Sampling, device: torch.device) -> tupl
     return generator, noise, {name: value[None].to(device) for name, value in prompt.text.items()}
 
 
-def set_timesteps(scheduler: Any, family: Family, steps: int, *, tokens: int, device: torch.device) -> None:
-    """Set a scheduler's timesteps as its family's pipeline does."""
+def _set_timesteps(scheduler: Any, sampling: Sampling, *, tokens: int, device: torch.device) -> None:
+    """Set a scheduler's timesteps as the pipeline does."""
     import numpy
 
+    steps = sampling.steps
+    if steps == 1 and scheduler.config.get("shift_terminal"):
+        # Of levels that begin at 1, diffusers stretches the last one to the terminal: a single one cannot be both.
+        scheduler.register_to_config(shift_terminal=None)
     mu = dynamic_shift(scheduler, tokens)
     shift = {} if mu is None else {"mu": mu}
-    if family.even_levels and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
+    if sampling.source.family.even_levels and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
         scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 1 / steps, steps), device=device, **shift)
     else:
         scheduler.set_timesteps(steps, device=device, **shift)
 
 
-def decode(
-    made: Sequence[torch.Tensor], prompts: Sequence[Prompt], source: Source, *, device: torch.device, dtype: torch.dtype
-) -> list[Films]:
-    """Return each sample's frames ``[F, H, W, 3]``, and those of the clip that it should resemble, if there is one.
+def write(made: Sequence[torch.Tensor], sampling: Sampling, folder: Path, *, step: int, device: torch.device) -> None:
+    """Decode samples, and write an .mp4 each and one contact sheet with the clips they should resemble.
 
     Args:
         made: Latents ``[1, C, F, H, W]`` of each prompt.
-        prompts: The prompts.
-        source: Has the VAE; without one the first three channels of the latents are shown.
-        device: Device of the VAE.
-        dtype: Type of its weights.
-    """
-    with phase("vae"), torch.no_grad():
-        vae = None if source.vae_config is None else source.vae(dtype).to(device)
-        films: list[Films] = []
-        for latents, prompt in zip(made, prompts, strict=True):
-            clip = None if prompt.reference is None else prompt.reference[None].to(device)
-            films.append((_film(latents, source, vae), None if clip is None else _film(clip, source, vae)))
-        del vae
-    return films
-
-
-def write(
-    films: Sequence[Films], prompts: Sequence[Prompt], folder: Path, rate: float, *, step: int, decoded: bool
-) -> None:
-    """Write samples: an .mp4 each, and one contact sheet with the clips they should resemble.
-
-    Args:
-        films: As ``decode`` returned them.
-        prompts: The prompts.
+        sampling: The settings.
         folder: The run's output folder.
-        rate: Frames per second.
         step: Finished steps.
-        decoded: Whether a VAE decoded them.
+        device: Device of the VAE.
     """
-    places = folder / FOLDER
-    places.mkdir(parents=True, exist_ok=True)
+    source, films = sampling.source, list[torch.Tensor]()
     rows: list[tuple[str, torch.Tensor]] = []
-    videos: list[str] = []
-    for number, ((film, clip), prompt) in enumerate(zip(films, prompts, strict=True)):
-        path = places / f"step-{step:06d}-{number}.mp4"
-        clips.write(path, film, rate=rate)
-        videos.append(f"{FOLDER}/{path.name}")
-        rows += [] if clip is None else [(f"clip: {prompt.caption}", clip)]
-        rows.append((f"step {step}: {prompt.caption}", film))
-    page = places / f"step-{step:06d}.png"
-    clips.sheet(page, rows)
-    if not decoded:
+    with phase("vae"), torch.no_grad():
+        vae = None if source.vae_config is None else source.vae(sampling.dtype).to(device)
+        for latents, prompt in zip(made, sampling.prompts, strict=True):
+            films.append(_film(latents, source, vae))
+            if prompt.reference is not None:
+                rows.append((f"clip: {prompt.caption}", _film(prompt.reference[None].to(device), source, vae)))
+            rows.append((f"step {step}: {prompt.caption}", films[-1]))
+        del vae
+    places = [folder / FOLDER / f"step-{step:06d}-{number}.mp4" for number in range(len(films))]
+    page = folder / FOLDER / f"step-{step:06d}.png"
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        for path, film in zip(places, films, strict=True):
+            clips.write(path, film, rate=sampling.rate)
+        clips.sheet(page, rows)
+    except OSError as error:  # such as a full disk, which must not end a training run
+        LOGGER.warning("samples after step %d could not be written: %s", step, error)
+        return
+    if source.vae_config is None:
         LOGGER.warning("the pipeline has no VAE: samples show three channels of the latents")
     BUS.emit(
         "sample",
         step=step,
         sheet=f"{FOLDER}/{page.name}",
-        videos=videos,
-        captions=[prompt.caption for prompt in prompts],
-        decoded=decoded,
+        videos=[f"{FOLDER}/{path.name}" for path in places],
+        captions=[prompt.caption for prompt in sampling.prompts],
+        decoded=source.vae_config is not None,
     )
     LOGGER.info("samples after step %d are in %s", step, page)
 
@@ -210,7 +197,7 @@ def _film(latents: torch.Tensor, source: Source, vae: Any) -> torch.Tensor:
     if vae is not None:
         return clips.as_bytes(source.family.decode(vae, latents.to(next(iter(vae.parameters()), latents).device))[0])
     shown = latents[0, :3].float()
-    shown = (
-        shown.expand(3, -1, -1, -1) if len(shown) == 1 else torch.nn.functional.pad(shown, (0,) * 7 + (3 - len(shown),))
-    )
+    if len(shown) == 1:
+        shown = shown.expand(3, -1, -1, -1)
+    shown = torch.nn.functional.pad(shown, (0,) * 7 + (3 - len(shown),))
     return clips.as_bytes(shown / shown.abs().amax().clamp_min(1e-6))

@@ -40,9 +40,8 @@ class Drawn:
 def clips(seed: int, count: int = COUNT) -> list[Drawn]:
     """Return the data set's first ``count`` clips, which do not depend on the count."""
     choose = random.Random(seed)
-    names = (list(SHAPES), list(COLORS), list(GROUNDS), list(WAYS))
-    drawn = [tuple(choose.choice(values) for values in names) for _ in range(count)]
-    return [Drawn(shape=shape, color=color, ground=ground, way=way) for shape, color, ground, way in drawn]
+    fields = {"shape": list(SHAPES), "color": list(COLORS), "ground": list(GROUNDS), "way": list(WAYS)}
+    return [Drawn(**{name: choose.choice(values) for name, values in fields.items()}) for _ in range(count)]
 
 
 def draw(clip: Drawn, frames: int, height: int, width: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,7 @@ import torch
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.files import json_object
-from ebbtide_recipes.video.families import Family, Text, family_of, nearest_frames
-
-LOGGER = logging.getLogger("ebbtide.video")
+from ebbtide_recipes.video.families import Config, Family, Text, family_of, nearest_frames
 
 INDEX = "model_index.json"
 _WEIGHTS = (".safetensors", ".bin")
@@ -39,27 +36,22 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = str(folder)
-        self.index = self._json(INDEX, "a pipeline's index") or {}
-        self.transformer_config = self.config_of("transformer")
-        if self.transformer_config is None:
+        self.index = self._config(INDEX) or {}
+        config = self._config("transformer/config.json")
+        if config is None:
             raise DataError(
                 f"{folder} has no transformer/config.json",
                 expected="diffusers' layout: transformer/, vae/, text_encoder/, scheduler/, model_index.json",
                 hint=_layout_hint(folder),
             )
-        name = self.transformer_config.get("_class_name")
-        self.family: Family = family_of(name, self.index.get("_class_name"))
-        self.family.check(self.transformer_config, self.index)
-        self.vae_config = self.config_of("vae")
+        self.transformer_config = config
+        self.family: Family = family_of(config.get("_class_name"), self.index.get("_class_name"))
+        self.family.check(config, self.index)
+        self.vae_config = self._config("vae/config.json")
         self._check_channels()
 
-    def config_of(self, part: str) -> dict[str, Any] | None:
-        """Return the config of a part; ``None`` if the pipeline has none."""
-        return self._json(f"{part}/config.json", "a config")
-
-    def _json(self, name: str, expected: str) -> dict[str, Any] | None:
-        path = self.folder / name
-        return json_object(path, str(path), expected=expected, hint="fetch it again") if path.is_file() else None
+    def _config(self, name: str) -> dict[str, Any] | None:
+        return _config(self.folder / name) if (self.folder / name).is_file() else None
 
     @property
     def ratios(self) -> tuple[int, int]:
@@ -69,12 +61,12 @@ class Source:
     @property
     def patch(self) -> tuple[int, int]:
         """Latents in time, and along a side, per token."""
-        return self.family.patch(self.transformer_config or {})
+        return self.family.patch(self.transformer_config)
 
     @property
     def channels(self) -> int:
         """Channels of the latents."""
-        return self.family.channels(self.transformer_config or {})
+        return self.family.channels(self.transformer_config)
 
     @property
     def default_size(self) -> tuple[int, int, int]:
@@ -90,15 +82,15 @@ class Source:
         """
         import diffusers
 
-        settings = dict(self.transformer_config or {})
-        kind: Any = getattr(diffusers, str(settings["_class_name"]))
+        name = self.transformer_config["_class_name"]
+        kind: Any = getattr(diffusers, name)
         try:
             with torch.device("meta"):
-                made = kind.from_config(settings)
+                made = kind.from_config(dict(self.transformer_config))
         except (TypeError, ValueError, KeyError) as error:
             raise DataError(
                 f"{self.name} describes no transformer: {error}",
-                expected=f"a config of {settings['_class_name']}",
+                expected=f"a config of {name}",
                 hint="use the config.json of the weights",
             ) from error
         for parameter in made.parameters():
@@ -107,7 +99,7 @@ class Source:
 
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """Load the transformer."""
-        return self._load("transformer", dtype)
+        return self._load("transformer", self.transformer_config, dtype)
 
     def vae(self, dtype: torch.dtype) -> torch.nn.Module:
         """Load the VAE, frozen.
@@ -121,28 +113,27 @@ class Source:
                 expected="the VAE",
                 hint="fetch the complete pipeline, or use existing latents: --latents_dir",
             )
-        return self._load("vae", dtype).requires_grad_(False).eval()
+        return self._load("vae", self.vae_config, dtype).requires_grad_(False).eval()
 
     def scheduler(self) -> Any:
         """Return the pipeline's scheduler; without one, flow matching's with its defaults."""
         import diffusers
 
-        path = self.folder / "scheduler" / "scheduler_config.json"
-        if not path.is_file():
+        name = "scheduler/scheduler_config.json"
+        config = self._config(name)
+        if config is None:
             if not self.family.velocity:
                 raise DataError(
                     f"{self.name} has no scheduler",
-                    expected="scheduler/scheduler_config.json: the noise levels that the transformer was trained with",
+                    expected=f"{name}: the noise levels that the transformer was trained with",
                     hint="fetch the complete pipeline",
                 )
             return diffusers.FlowMatchEulerDiscreteScheduler()
-        name = json.loads(path.read_text(encoding="utf-8")).get("_class_name", "")
-        kind = getattr(diffusers, name, None)
+        kind = getattr(diffusers, str(config.get("_class_name")), None)
         if kind is None:
-            raise DataError(
-                f"{path} names the scheduler {name!r}", expected="a scheduler of diffusers", hint="update it"
-            )
-        return kind.from_pretrained(path.parent)
+            found = f"{self.folder / name} names the scheduler {config.get('_class_name')!r}"
+            raise DataError(found, expected="a scheduler of diffusers", hint="update it")
+        return kind.from_pretrained(self.folder, subfolder="scheduler")
 
     def encode(
         self, captions: Sequence[str], *, length: int | None, device: torch.device, dtype: torch.dtype
@@ -184,7 +175,7 @@ class Source:
                     expected="the text encoder and the tokenizer that embed captions",
                     hint="fetch the complete pipeline, or use existing latents: --latents_dir",
                 )
-        kind = getattr(diffusers, self.family.pipelines[0])
+        kind = getattr(diffusers, self.family.pipeline)
         absent: dict[str, Any] = {"transformer": None, "scheduler": None}
         absent["vae"] = self.vae(dtype) if self.family.captions_need_vae else None
         absent |= {name: None for name in ("transformer_2",) if name in self.index}
@@ -197,15 +188,15 @@ class Source:
                 part.requires_grad_(False).eval().to(device)
         return pipeline
 
-    def _load(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
+    def _load(self, part: str, config: Config, dtype: torch.dtype) -> torch.nn.Module:
         """Load a model of diffusers from its folder."""
         import diffusers
 
-        config = self.config_of(part) or {}
-        kind = getattr(diffusers, str(config.get("_class_name")), None)
+        name = config.get("_class_name")
+        kind = getattr(diffusers, str(name), None)
         if kind is None:
             raise DataError(
-                f"{self.folder / part} is a {config.get('_class_name')!r}",
+                f"{self.folder / part} is a {name!r}",
                 expected="a model of diffusers",
                 hint="`pip install -U diffusers` may know it",
             )
@@ -254,6 +245,10 @@ def quiet_bars() -> None:
         diffusers_logging.disable_progress_bar()
 
 
+def _config(path: Path) -> dict[str, Any]:
+    return json_object(path, str(path), expected="a config", hint="fetch it again")
+
+
 def _layout_hint(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return "this is one model's folder: pass the folder above it"
@@ -268,7 +263,7 @@ def _identity(folders: Sequence[Path]) -> str:
         size = path.stat().st_size
         found.update(f"{path.parent.name}/{path.name}".encode())
         if path.name == "config.json":
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = _config(path)
             kept = {key: value for key, value in config.items() if not key.startswith("_") or key == "_class_name"}
             found.update(json.dumps(kept, sort_keys=True).encode())
         elif path.suffix in _WEIGHTS:

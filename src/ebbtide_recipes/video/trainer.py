@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 
-from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.base.events import BUS
+from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.skeleton import launch
 from ebbtide_recipes.skeleton.sharding import check_classes
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, shared_arguments
@@ -25,34 +22,13 @@ from ebbtide_recipes.video.distill import Distillation
 from ebbtide_recipes.video.ema import Average
 from ebbtide_recipes.video.latents import Latents, collate
 from ebbtide_recipes.video.objective import Denoiser
-from ebbtide_recipes.video.samples import Prompt, Sampling
-from ebbtide_recipes.video.source import Source
+from ebbtide_recipes.video.samples import Sampling
+from ebbtide_recipes.video.source import phase
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
 
     from ebbtide_recipes.video.config import VideoConfig
-
-LOGGER = logging.getLogger("ebbtide.video")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Showing:
-    """The samples to make.
-
-    Attributes:
-        source: The pipeline.
-        prompts: The inputs; empty: no samples.
-        sampling: The settings.
-        every: Steps between two samplings; ``None``: only before training and at the end.
-        dtype: Type of the VAE's weights.
-    """
-
-    source: Source
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    every: int | None
-    dtype: torch.dtype
 
 
 class VideoTrainer(RecordedTrainer):
@@ -60,16 +36,16 @@ class VideoTrainer(RecordedTrainer):
 
     Args:
         module: ``FineTuning`` or ``Distillation``.
-        showing: The samples to make.
+        sampling: The samples to make.
         average: The moving average of the trained weights; ``None``: none.
         **kwargs: As transformers' ``Trainer`` takes them.
     """
 
     _sampler: BucketSampler
 
-    def __init__(self, module: Denoiser, showing: Showing, average: Average | None, **kwargs: Any) -> None:
+    def __init__(self, module: Denoiser, sampling: Sampling, average: Average | None, **kwargs: Any) -> None:
         super().__init__(model=module, data_collator=collate, **kwargs)
-        self.module, self.showing, self.average = module, showing, average
+        self.module, self.sampling, self.average = module, sampling, average
         if self.is_fsdp_enabled and self.accelerator.is_fsdp2:
             module.leave_frozen_out()  # of checkpoints: the frozen weights come from the pipelines
         self.add_callback(_Begin(self))
@@ -79,7 +55,7 @@ class VideoTrainer(RecordedTrainer):
 
     def tokens_in(self, inputs: dict[str, Any]) -> int:
         """Return the tokens that the transformer makes of a batch of latents."""
-        in_time, along = self.showing.source.patch
+        in_time, along = self.sampling.source.patch
         batch, _, frames, height, width = inputs["latents"].shape
         return batch * (frames // in_time) * (height // along) * (width // along)
 
@@ -140,7 +116,7 @@ class VideoTrainer(RecordedTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.showing.every is not None and self.state.global_step % self.showing.every == 0:
+        if self.sampling.every is not None and self.state.global_step % self.sampling.every == 0:
             self.show()
 
     def models(self) -> Iterable[tuple[str, torch.nn.Module]]:
@@ -154,7 +130,7 @@ class VideoTrainer(RecordedTrainer):
     def show(self) -> None:
         """Make samples of the current weights, or of their average; all processes together."""
         step = self.state.global_step
-        if not self.showing.prompts or step == self._shown_at:
+        if not self.sampling.prompts or step == self._shown_at:
             return
         self._shown_at = step
         with self.generators_restored():  # some schedulers and VAEs draw from them
@@ -168,26 +144,18 @@ class VideoTrainer(RecordedTrainer):
                 return model(latents, text, timestep=timestep.tolist())["prediction"].float()
 
         model.eval()
-        sampling, device = self.showing.sampling, self.args.device
+        sampling, device = self.sampling, self.args.device
         if isinstance(self.module, Distillation):
             make = partial(samples.sample_student, predict, self.module.student_steps)
         else:
-            make = partial(samples.sample, predict, self.module.family, self.module.scheduler, self.module.empty)
-        BUS.emit("phase", name="sample", edge="begin", step=None)
+            make = partial(samples.sample, predict, self.module.scheduler, self.module.empty)
         try:
-            with torch.no_grad(), self._averaged(), _resharded(model):
-                made = [make(prompt, sampling, device) for prompt in self.showing.prompts]
+            with phase("sample"), torch.no_grad(), self._averaged(), _resharded(model):
+                made = [make(prompt, sampling, device) for prompt in sampling.prompts]
         finally:
-            BUS.emit("phase", name="sample", edge="end", step=None)
             model.train(training)
         if self.args.should_save:
-            prompts, source, folder = self.showing.prompts, self.showing.source, Path(self.args.output_dir)
-            films = samples.decode(made, prompts, source, device=device, dtype=self.showing.dtype)
-            decoded = source.vae_config is not None
-            try:
-                samples.write(films, prompts, folder, sampling.rate, step=step, decoded=decoded)
-            except OSError as error:  # such as a full disk, which must not end a training run
-                LOGGER.warning("samples after step %d could not be written: %s", step, error)
+            samples.write(made, sampling, Path(self.args.output_dir), step=step, device=device)
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -211,7 +179,7 @@ class VideoTrainer(RecordedTrainer):
         if self.args.should_save:
             if name == "transformer":  # written first
                 self.remove_replaced(folder)
-            export.save(module, state, folder, name, pipeline=self.showing.source.family.pipelines[0])
+            export.save(module, state, folder, name, pipeline=self.sampling.source.family.pipeline)
 
     def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the trained weights."""
@@ -291,16 +259,13 @@ def _shards(config: VideoConfig) -> int | None:
 
 
 def build(
-    config: VideoConfig, module: Denoiser, dataset: Latents, showing: Showing, options: TrainingArguments
+    config: VideoConfig, module: Denoiser, dataset: Latents, sampling: Sampling, options: TrainingArguments
 ) -> VideoTrainer:
     """Make the trainer.
 
     Raises:
-        DataError: There is no clip.
         ConfigError: FSDP's settings name a class of blocks that the module lacks.
     """
-    if not len(dataset):
-        raise DataError(f"{dataset.folder} has no latents", expected="one clip or more", hint="pass --dataset")
     check_classes(config, module)
     average = None
     if config.ema_decay is not None:
@@ -309,7 +274,7 @@ def build(
             decay=config.ema_decay,
             learned=lambda: not isinstance(module, Distillation) or module.student_learns,
         )
-    return VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
+    return VideoTrainer(module, sampling, average, args=options, train_dataset=dataset)
 
 
 @contextmanager

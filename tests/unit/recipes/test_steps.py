@@ -13,10 +13,11 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer
-from ebbtide_recipes.video.buckets import Bucket, BucketSampler
+from ebbtide_recipes.video.buckets import BucketSampler
+from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.families import Family
-from ebbtide_recipes.video.recipe import _showing
+from ebbtide_recipes.video.recipe import _sampling
 from ebbtide_recipes.video.trainer import VideoTrainer
 
 
@@ -39,11 +40,11 @@ def test_stalls_are_those_since_the_previous_log() -> None:
 def test_an_epoch_of_a_resumed_run_has_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedTrainer, "_run_epoch", lambda self, *args, **kwargs: None, raising=False)
     trainer = VideoTrainer.__new__(VideoTrainer)
-    trainer._sampler = BucketSampler([Bucket(1, 16, 16)] * 8, batch=2, seed=3)
+    trainer._sampler = BucketSampler([Size(1, 16, 16)] * 8, batch=2, seed=3)
     first = list(trainer._sampler)
     trainer._run_epoch(epoch=2)
     assert list(trainer._sampler) != first
-    fresh = BucketSampler([Bucket(1, 16, 16)] * 8, batch=2, seed=3)
+    fresh = BucketSampler([Size(1, 16, 16)] * 8, batch=2, seed=3)
     fresh.set_epoch(2)
     assert list(trainer._sampler) == list(fresh)
 
@@ -65,7 +66,7 @@ def test_every_prompt_is_sampled(prompts: int | None, samples: int, count: int) 
 
     named = None if prompts is None else tuple(f"p{i}" for i in range(prompts))
     config = VideoConfig(sample_prompts=named, samples=samples)
-    assert len(_showing(config, SimpleNamespace(family=Family), Four()).prompts) == count  # type: ignore[arg-type]
+    assert len(_sampling(config, SimpleNamespace(family=Family), Four()).prompts) == count  # type: ignore[arg-type]
 
 
 def test_a_warmup_that_the_schedule_lacks_is_reported() -> None:

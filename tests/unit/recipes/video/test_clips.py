@@ -60,14 +60,14 @@ def test_what_is_written_is_read_back_nearly(tmp_path: Path) -> None:
 
 def test_webm_is_read(tmp_path: Path) -> None:
     path = record(tmp_path / "clip.webm", film(), rate=8, codec="libvpx-vp9")
-    assert clips.shape_of(path, most=20, rate=None) == clips.Shape(frames=9, height=32, width=48)
+    assert clips.size_of(path, most=20, rate=None) == clips.Size(9, 32, 48)
     assert (clips.read(path, frames=9, rate=None).float() - film().float()).abs().mean() < 8
 
 
 @pytest.mark.parametrize(("rate", "taken"), [(16.0, 9), (8.0, 5), (4.0, 3), (32.0, 18)])
 def test_a_rate_skips_or_repeats_frames(tmp_path: Path, rate: float, taken: int) -> None:
     clips.write(tmp_path / "clip.mp4", film(), rate=16)
-    assert clips.shape_of(tmp_path / "clip.mp4", most=99, rate=rate).frames == taken
+    assert clips.size_of(tmp_path / "clip.mp4", most=99, rate=rate).frames == taken
     whole = clips.read(tmp_path / "clip.mp4", frames=9, rate=None)
     second = clips.read(tmp_path / "clip.mp4", frames=2, rate=rate)[1]
     assert torch.equal(second, whole[round(16 / rate) if rate <= 16 else 0])
@@ -76,7 +76,7 @@ def test_a_rate_skips_or_repeats_frames(tmp_path: Path, rate: float, taken: int)
 def test_a_rate_counts_from_the_first_frame(tmp_path: Path) -> None:
     """A clip cut out of a longer video begins later than at 0."""
     path = record(tmp_path / "cut.mkv", film(), rate=16, times=range(32, 41))
-    assert clips.shape_of(path, most=99, rate=16.0).frames == 9
+    assert clips.size_of(path, most=99, rate=16.0).frames == 9
     assert torch.equal(clips.read(path, frames=9, rate=16.0), clips.read(path, frames=9, rate=None))
 
 
@@ -127,7 +127,7 @@ def test_clips_are_turned_as_they_are_shown(tmp_path: Path) -> None:
     track = content.index(b"tkhd")
     before, after = (struct.pack(">6i", *(number << 16 for number in matrix)) for matrix in (upright, turned))
     path.write_bytes(content[:track] + content[track:].replace(before, after, 1))
-    assert clips.shape_of(path, most=2, rate=None) == clips.Shape(frames=2, height=48, width=32)
+    assert clips.size_of(path, most=2, rate=None) == clips.Size(2, 48, 32)
     assert (clips.read(path, frames=2, rate=16.0).float() - shown.float()).abs().mean() < 6
     frames, facts = decode.video(str(path), None)
     assert (torch.from_numpy(frames).float() - shown.float()).abs().mean() < 6

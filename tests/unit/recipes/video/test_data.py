@@ -13,8 +13,8 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.skeleton.rows import FIRST_ROWS
 from ebbtide_recipes.video import clips, data, listings, shapes
-from ebbtide_recipes.video.buckets import Bucket, BucketSampler, bucket_for
-from ebbtide_recipes.video.clips import Shape
+from ebbtide_recipes.video.buckets import BucketSampler, bucket_for
+from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.latents import MANIFEST
 from ebbtide_recipes.video.recipe import RECIPE
@@ -90,13 +90,6 @@ def test_rows_that_name_no_clip_are_refused(folder: Path, row: object, found: st
     assert "hint:" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["{", '{"video": 1'])
-def test_a_broken_listing_is_refused(folder: Path, content: str) -> None:
-    (folder / "rows.jsonl").write_text(content)
-    with pytest.raises(DataError, match="cannot be read"):
-        loaded(folder / "rows.jsonl")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [
@@ -136,17 +129,18 @@ def test_the_rest_of_a_listing_is_left_to_the_load(folder: Path) -> None:
         loaded(folder / "rows.jsonl")
 
 
-def test_a_clip_without_a_caption_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.mp4 has no caption; expected a\.txt in its folder"):
-        loaded(folder)
-
-
 @pytest.mark.parametrize(
     ("content", "found"),
-    [(b"", "a.mp4 has no caption; expected a.txt"), (b" \n", "has no caption"), (b"caf\xe9", "a.txt is not UTF-8")],
+    [
+        (None, "a.mp4 has no caption; expected a.txt in its folder"),
+        (b"", "a.mp4 has no caption; expected a.txt"),
+        (b" \n", "has no caption"),
+        (b"caf\xe9", "a.txt is not UTF-8"),
+    ],
 )
-def test_a_file_without_a_caption_in_it_is_refused(folder: Path, content: bytes, found: str) -> None:
-    (folder / "a.txt").write_bytes(content)
+def test_a_clip_without_a_caption_is_refused(folder: Path, content: bytes | None, found: str) -> None:
+    if content is not None:
+        (folder / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=found.replace(".", r"\.")):
         loaded(folder)
 
@@ -167,22 +161,22 @@ def test_places_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "bucket"),
+    ("clip", "bucket"),
     [
-        (Shape(frames=99, height=480, width=640), Bucket(9, 56, 72)),
-        (Shape(frames=7, height=100, width=100), Bucket(5, 64, 64)),
-        (Shape(frames=1, height=1080, width=1920), Bucket(1, 48, 88)),
-        (Shape(frames=9, height=1920, width=1080), Bucket(9, 88, 48)),
-        (Shape(frames=0, height=9, width=9), None),
+        (Size(99, 480, 640), Size(9, 56, 72)),
+        (Size(7, 100, 100), Size(5, 64, 64)),
+        (Size(1, 1080, 1920), Size(1, 48, 88)),
+        (Size(9, 1920, 1080), Size(9, 88, 48)),
+        (Size(0, 9, 9), None),
     ],
 )
-def test_clips_go_to_the_bucket_of_their_proportions(shape: Shape, bucket: Bucket | None) -> None:
-    assert bucket_for(shape, Bucket(9, 64, 64), ratios=(4, 8), patch=(1, 1)) == bucket
+def test_clips_go_to_the_bucket_of_their_proportions(clip: Size, bucket: Size | None) -> None:
+    assert bucket_for(clip, Size(9, 64, 64), ratios=(4, 8), patch=(1, 1)) == bucket
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_every_batch_is_of_one_bucket_and_no_clip_is_left_out(batch: int) -> None:
-    buckets = [Bucket(1 + index % 3, 8, 8) for index in range(11)]
+    buckets = [Size(1 + index % 3, 8, 8) for index in range(11)]
     sampler = BucketSampler(buckets, batch=batch, seed=4)
     order = list(sampler)
     assert len(order) == len(sampler) and len(order) % batch == 0

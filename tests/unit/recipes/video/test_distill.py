@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,9 +59,7 @@ def showing(module: Distillation, folder: Path) -> Any:
     trainer.args = SimpleNamespace(device=CPU, should_save=True, output_dir=folder)
     trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: None)
     prompt = samples.Prompt(caption="a kite", text=dict(text_of(SOURCE)), shape=(48, 3, 4, 4))
-    trainer.showing = SimpleNamespace(
-        prompts=[prompt], sampling=samples.Sampling(rate=8.0), source=SOURCE, dtype=torch.float32
-    )
+    trainer.sampling = samples.Sampling(source=SOURCE, prompts=[prompt], rate=8.0)
     return trainer
 
 
@@ -122,8 +121,6 @@ def test_offloading_leaves_gradients_as_they_are_and_the_teacher_alone(policy: s
 def test_student_and_critic_are_clipped_each_by_its_own_norm(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
-    from ebbtide_recipes.video.trainer import VideoTrainer
-
     module, trainer = module_of(), object.__new__(VideoTrainer)
     trainer.module, trainer.accelerator, trainer.is_fsdp_enabled = module, Accelerator(cpu=True), False
     trainer.args = SimpleNamespace(max_grad_norm=1e-3)
@@ -184,7 +181,8 @@ def test_a_student_is_sampled_at_its_own_steps() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     prompt = samples.Prompt(caption="", text={}, shape=tuple(clip.shape[1:]))
-    made = samples.sample_student(predict, (1000, 757, 522), prompt, samples.Sampling(), torch.device("cpu"))
+    sampling = samples.Sampling(source=SOURCE, prompts=[prompt])
+    made = samples.sample_student(predict, (1000, 757, 522), prompt, sampling, CPU)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.allclose(made, clip, atol=1e-4)
     assert [step for step, _ in seen] == [1000, 757, 522]
@@ -245,7 +243,8 @@ def test_samples_that_cannot_be_written_end_no_training_and_a_failing_vae_does(
     trainer = showing(module_of(), tmp_path)
     met: list[bool] = []
     trainer.accelerator.wait_for_everyone = lambda: met.append(True)
-    trainer.showing.source = SimpleNamespace(vae_config={} if what == "vae" else None, vae=failing)
+    source: Any = SimpleNamespace(vae_config={} if what == "vae" else None, vae=failing)
+    trainer.sampling = dataclasses.replace(trainer.sampling, source=source)
     monkeypatch.setattr(samples, "sample_student", lambda *_: torch.zeros(1, 3, 2, 4, 4))
     monkeypatch.setattr(samples.clips, "write", failing)
     if what == "vae":

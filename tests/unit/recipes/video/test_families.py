@@ -128,13 +128,21 @@ def test_samples_are_those_of_the_pipeline(name: str, scheduler: Any, tmp_path: 
             return module(latents, text, timestep=timestep.tolist())["prediction"]
 
     prompt = samples.Prompt(caption="", text=one, shape=shape)
-    ours = samples.sample(predict, source.family, source.scheduler(), one, prompt, samples.Sampling(steps=3), CPU)
+    sampling = samples.Sampling(source=source, prompts=[prompt], steps=3)
+    ours = samples.sample(predict, source.scheduler(), one, prompt, sampling, CPU)
     assert torch.equal(ours, _theirs(source, tmp_path, text, shape))
+
+
+def test_one_step_makes_a_sample(source: Source) -> None:
+    prompt = samples.Prompt(caption="", text={}, shape=tuple(latents_of(source).shape[1:]))
+    sampling = samples.Sampling(source=source, prompts=[prompt], steps=1)
+    made = samples.sample(lambda latents, *_: latents, source.scheduler(), {}, prompt, sampling, CPU)
+    assert bool(made.isfinite().all())
 
 
 def _theirs(source: Source, folder: Path, text: Any, shape: Any) -> torch.Tensor:
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(42))
-    kind = getattr(diffusers, source.family.pipelines[0])
+    kind = getattr(diffusers, source.family.pipeline)
     arguments = {"guidance_scale": 1.0}
     if source.family.name == "hunyuan_video":
         arguments = {"guidance_scale": 6.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import resource
@@ -13,16 +14,18 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, DiskFullError
+from ebbtide.base.errors import ConfigError, DataError, DiskError, DiskFullError
 from ebbtide.base.runs import LOCK_FILE
 from ebbtide_recipes.skeleton import run
 from ebbtide_recipes.video import clips, data, latents, recipe, shapes
 from ebbtide_recipes.video.builtin import source as builtin_source
+from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.latents import Making
 from ebbtide_recipes.video.source import Source
@@ -30,7 +33,8 @@ from tests.helpers import video_pipelines
 from tests.helpers.locked import locked
 from tests.unit.recipes.video.parts import CPU
 
-MAKING = Making(data=("builtin:moving-shapes#2",), frames=3, height=16, width=16)
+DATA = ("builtin:moving-shapes#2",)
+SIZE = Size(3, 16, 16)
 
 
 @contextmanager
@@ -47,18 +51,23 @@ def files_at_most(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def make(folder: Path, making: Making = MAKING) -> latents.Latents:
+def making_in(folder: Path, **changes: Any) -> Making:
     source = builtin_source("builtin:tiny-wan", seed=1)
+    return Making(**{"folder": folder, "source": source, "data": DATA, "size": SIZE, **changes})
+
+
+def make(folder: Path, **changes: Any) -> latents.Latents:
+    making = making_in(folder, **changes)
     loaded = data.load(making.data, seed=1)
-    latents.make(loaded, folder, source, making, device=CPU)
-    latents.finish(loaded, folder, source, making)
+    making.make(loaded, device=CPU)
+    making.finish(loaded)
     return latents.Latents(folder)
 
 
 def test_a_clip_and_its_caption_are_read_back(tmp_path: Path) -> None:
     made, source = make(tmp_path), builtin_source("builtin:tiny-wan", seed=1)
-    clip = data.load(MAKING.data, seed=1)[1]
-    pixels = clip.pixels(frames=3, height=16, width=16, rate=None)
+    clip = data.load(DATA, seed=1)[1]
+    pixels = clip.pixels(SIZE, rate=None)
     assert torch.equal(source.family.decode(source.vae(torch.float32), made[1]["latents"][None])[0], pixels)
     assert made.items[1]["caption"] == clip.caption
     assert not torch.equal(made[0]["text"]["prompt_embeds"], made[1]["text"]["prompt_embeds"])
@@ -91,7 +100,7 @@ def test_a_clip_that_is_touched_at_the_end_keeps_its_latents(tmp_path: Path, mon
         return real(path, target)
 
     monkeypatch.setattr(Path, "replace", touching)
-    made = make(tmp_path / "latents", dataclasses.replace(MAKING, data=(str(files),)))
+    made = make(tmp_path / "latents", data=(str(files),))
     assert film.stat().st_mtime_ns == 1
     assert made[0]["latents"].ndim == 4
 
@@ -106,16 +115,16 @@ def test_a_refusal_counts_latents_of_other_flags_too(tmp_path: Path) -> None:
 
 
 def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path, dataclasses.replace(MAKING, text_length=8))
-    source, lengths = builtin_source("builtin:tiny-wan", seed=1), []
-    encode = source.encode
+    make(tmp_path, text_length=8)
+    making, lengths = making_in(tmp_path), []
+    encode = making.source.encode
 
     def recorded(captions: list[str], *, length: int | None, **kwargs: object) -> object:
         lengths.append(length)
         return encode(captions, length=length, **kwargs)
 
-    monkeypatch.setattr(source, "encode", recorded)
-    latents.add_captions(tmp_path, source, ["a kite"], device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(making.source, "encode", recorded)
+    making.add_captions(["a kite"], CPU)
     assert lengths == [8]
 
 
@@ -131,38 +140,52 @@ def test_embeddings_are_written_as_they_are_made(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(source, "_text_pipeline", lambda *args: Pipeline())
     monkeypatch.setattr(source, "encode", partial(Source.encode, source))
-    clips = data.load(MAKING.data, seed=1)
+    clips = data.load(DATA, seed=1)
     with pytest.raises(MemoryError):
-        latents.make(clips, tmp_path, source, MAKING, captions=["a kite", "a boat"], device=CPU)
+        making_in(tmp_path, source=source).make(clips, captions=["a kite", "a boat"], device=CPU)
     assert len(list(tmp_path.glob("text-*.safetensors"))) == 2
 
 
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The only process of a run."""
+    only = SimpleNamespace(process_index=0, num_processes=1, wait_for_everyone=lambda: None)
+    only.is_main_process = only.is_local_main_process = True
+    monkeypatch.setattr("accelerate.PartialState", lambda: only)
+    return only
+
+
+@pytest.mark.usefixtures("process")
 @pytest.mark.parametrize("samples", [0, 1])
-def test_prompts_are_embedded_if_they_are_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
-) -> None:
-    alone = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1, wait_for_everyone=lambda: None)
-    monkeypatch.setattr("accelerate.PartialState", lambda: alone)
+def test_prompts_are_embedded_if_they_are_sampled(tmp_path: Path, samples: int) -> None:
     source, settings = builtin_source("builtin:tiny-wan", seed=1), {"num_frames": 3, "height": 16, "width": 16}
     for prompt in ("a kite", "a boat"):  # with the latents, and later
         config = VideoConfig(
-            dataset=MAKING.data, output_dir=str(tmp_path), samples=samples, sample_prompts=(prompt,), **settings
+            dataset=DATA, output_dir=str(tmp_path), samples=samples, sample_prompts=(prompt,), **settings
         )
         made = recipe._latents(config, source, CPU)
         assert (made.folder / latents._text_file(prompt)).is_file() is bool(samples)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_one_run_at_a_time_makes_latents_in_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+@pytest.mark.parametrize("rank", ["of the run", "of another node"])
+def test_prompts_that_come_later_are_embedded_in_each_copy_of_the_latents(
+    tmp_path: Path, process: SimpleNamespace, rank: str
 ) -> None:
+    make(tmp_path)
+    process.is_main_process = rank == "of the run"
+    config = VideoConfig(latents_dir=str(tmp_path), sample_prompts=("a kite",))
+    made = recipe._latents(config, builtin_source("builtin:tiny-wan", seed=1), CPU)
+    assert made.text("a kite")["prompt_embeds"].any()
+
+
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_run_at_a_time_makes_latents_in_a_folder(tmp_path: Path, inside: bool) -> None:
     """Its own lock on the output folder stays, wherever the latents are."""
-    alone = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1, wait_for_everyone=lambda: None)
-    monkeypatch.setattr("accelerate.PartialState", lambda: alone)
     source = builtin_source("builtin:tiny-wan", seed=1)
     settings = {"num_frames": 3, "height": 16, "width": 16, "samples": 0}
     out, folder = tmp_path / "out", tmp_path / ("out" if inside else "latents")
-    config = VideoConfig(dataset=MAKING.data, output_dir=str(out), latents_dir=str(folder), **settings)
+    config = VideoConfig(dataset=DATA, output_dir=str(out), latents_dir=str(folder), **settings)
     folder.mkdir()
     with contextlib.ExitStack() as claimed:
         if not inside:
@@ -200,28 +223,38 @@ def test_a_disk_full_of_latents_is_an_error_and_finished_ones_are_kept(tmp_path:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")} == kept
 
 
+def test_a_disk_that_fails_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("safetensors.torch.save_file", failing)
+    with pytest.raises(DiskError, match=r"safetensors could not be written: .*Input/output error") as caught:
+        make(tmp_path)
+    assert "hint:" in str(caught.value) and not list(tmp_path.glob("*.part"))
+
+
 def test_a_disk_full_at_the_manifest_is_an_error_too(tmp_path: Path) -> None:
-    source, clips = builtin_source("builtin:tiny-wan", seed=1), data.load(("builtin:moving-shapes#4",), seed=1)
-    latents.make(clips, tmp_path, source, MAKING, device=CPU)
+    making, clips = making_in(tmp_path), data.load(("builtin:moving-shapes#4",), seed=1)
+    making.make(clips, device=CPU)
     with files_at_most(10), pytest.raises(DiskFullError, match="could not be written") as caught:
-        latents.finish(clips, tmp_path, source, MAKING)
+        making.finish(clips)
     assert "--latents_dir" in str(caught.value) and not list(tmp_path.glob("*.part")) and not latents.is_made(tmp_path)
-    latents.finish(clips, tmp_path, source, MAKING)
+    making.finish(clips)
     assert latents.is_made(tmp_path)
 
 
 def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) -> None:
-    source = builtin_source("builtin:tiny-wan", seed=1)
-    clips = data.load(("builtin:moving-shapes#4",), seed=1)
-    latents.make(clips, tmp_path, source, MAKING, device=CPU)  # not finished
+    making, clips = making_in(tmp_path), data.load(("builtin:moving-shapes#4",), seed=1)
+    source = making.source
+    making.make(clips, device=CPU)  # not finished
     fewer = [clips[0], *clips[2:]]
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("clip-*")}
     assert len(before) == 4
-    latents.make(fewer, tmp_path, source, MAKING, device=CPU)
-    latents.finish(fewer, tmp_path, source, MAKING)
+    making.make(fewer, device=CPU)
+    making.finish(fewer)
     read = latents.Latents(tmp_path)
     for number, clip in enumerate(fewer):
-        pixels = clip.pixels(frames=3, height=16, width=16, rate=None)
+        pixels = clip.pixels(SIZE, rate=None)
         assert torch.equal(source.family.decode(source.vae(torch.float32), read[number]["latents"][None])[0], pixels)
         assert read.items[number]["caption"] == clip.caption
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("clip-*")}
@@ -230,25 +263,25 @@ def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) 
 
 def test_latents_of_other_clips_or_captions_are_replaced(tmp_path: Path) -> None:
     make(tmp_path)
-    source, clips = builtin_source("builtin:tiny-wan", seed=1), data.load(MAKING.data, seed=1)
-    assert latents.matches(tmp_path, source, MAKING, clips) and latents.matches(tmp_path, source, MAKING, None)
+    making, clips = making_in(tmp_path), data.load(DATA, seed=1)
+    assert making.matches(clips) and making.matches()
     other = dataclasses.replace(clips[0], caption="another caption")
-    assert not latents.matches(tmp_path, source, MAKING, [other, clips[1]])
-    assert not latents.matches(tmp_path, source, MAKING, clips[::-1])
-    assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, frames=5), None)
-    assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, dtype=torch.bfloat16), None)
-    source.vae_identity = source.text_identity = lambda: None  # a pipeline without them
-    assert latents.matches(tmp_path, source, MAKING, clips)
+    assert not making.matches([other, clips[1]]) and not making.matches(clips[::-1])
+    for changes in ({"size": Size(5, 16, 16)}, {"dtype": torch.bfloat16}, {"rate": 8.0}):
+        assert not making_in(tmp_path, **changes).matches()
+    bare = builtin_source("builtin:tiny-wan", seed=1)
+    bare.vae_identity = bare.text_identity = lambda: None  # a pipeline without them
+    assert making_in(tmp_path, source=bare).matches(clips)
 
 
 def test_the_manifest_needs_only_the_heads_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = make(tmp_path).manifest
     monkeypatch.setattr(latents, "_read", lambda path: pytest.fail(f"{path} was read whole"))
-    latents.finish(data.load(MAKING.data, seed=1), tmp_path, builtin_source("builtin:tiny-wan", seed=1), MAKING)
+    making_in(tmp_path).finish(data.load(DATA, seed=1))
     assert latents.Latents(tmp_path).manifest == before and before["channels"] == 48
     (tmp_path / before["items"][1]["file"]).write_bytes(b"cut off")
     with pytest.raises(DataError, match="cannot be read"):
-        latents.finish(data.load(MAKING.data, seed=1), tmp_path, builtin_source("builtin:tiny-wan", seed=1), MAKING)
+        making_in(tmp_path).finish(data.load(DATA, seed=1))
 
 
 def test_a_file_that_changed_is_another_clip(tmp_path: Path) -> None:
@@ -288,6 +321,16 @@ def test_another_vae_has_another_identity(tmp_path: Path, part: str) -> None:
         file.write_text(file.read_text().replace("0.1,", "0.2,", 1))
     assert Source(first).vae_identity() != Source(second).vae_identity()
     assert Source(first).text_identity() == Source(second).text_identity()
+
+
+@pytest.mark.parametrize("name", ["model_index.json", "scheduler/scheduler_config.json", "text_encoder/config.json"])
+def test_a_damaged_config_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (video_pipelines.write(tmp_path, "wan") / name).write_text("{")
+    with pytest.raises(DataError, match=name) as caught:
+        source = Source(tmp_path)
+        source.scheduler()
+        source.text_identity()
+    assert "hint: fetch it again" in str(caught.value)
 
 
 def test_an_image_to_video_transformer_is_refused(tmp_path: Path) -> None:
