@@ -70,6 +70,7 @@ def unflatten(leaves: Iterator[Any], spec: Spec) -> list[Any]:
 def is_refused(tensor: torch.Tensor) -> bool:
     """Whether torch refuses every use of a tensor: one of several views, after another was written in place."""
     try:
-        return tensor.is_leaf is None
+        tensor.is_leaf  # noqa: B018
     except RuntimeError:
         return True
+    return False

@@ -47,10 +47,12 @@ def _write_inductor(deterministic: bool | None) -> None:
 
 
 _SETTINGS = [
-    Restorable(getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), operator.eq)
-    for name in ("flash", "mem_efficient", "math", "cudnn")
-]
-_SETTINGS += [
+    *(
+        Restorable(
+            getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), operator.eq
+        )
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    ),
     Restorable(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, operator.eq),
     Restorable(_read_inductor, _write_inductor, operator.eq),
 ]
