@@ -187,27 +187,25 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
     Raises:
         DataError: One of them is no tensor, or has no values.
     """
-    wrong = [k for k, v in values.items() if not isinstance(v, torch.Tensor)]
-    if wrong:
-        raise DataError(
-            f"{name} holds {wrong[0]!r}, a {type(values[wrong[0]]).__name__}",
-            expected="tensors by name",
-            hint="pass the state dict of a model",
-        )
-    empty = [k for k, v in values.items() if v.is_meta]
-    if empty:
-        raise DataError(
-            f"{name} has no data for {empty[0]!r}: it is on meta",
-            expected="tensors with data",
-            hint="pass a state dict or a loaded model",
-        )
-    sharded = [k for k, v in values.items() if hasattr(v, "device_mesh")]
-    if sharded:
-        raise DataError(
-            f"{name} holds {sharded[0]!r} as a shard",
-            expected="whole tensors",
-            hint="save it with ebbtide.save_sharded and load from there",
-        )
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise DataError(
+                f"{name} holds {key!r}, a {type(value).__name__}",
+                expected="tensors by name",
+                hint="pass the state dict of a model",
+            )
+        if value.is_meta:
+            raise DataError(
+                f"{name} has no data for {key!r}: it is on meta",
+                expected="tensors with data",
+                hint="pass a state dict or a loaded model",
+            )
+        if hasattr(value, "device_mesh"):
+            raise DataError(
+                f"{name} holds {key!r} as a shard",
+                expected="whole tensors",
+                hint="save it with ebbtide.save_sharded and load from there",
+            )
     return Checkpoint(
         entries={k: CheckpointEntry(shape=tuple(v.shape), dtype=v.dtype) for k, v in values.items()},
         values=values,

@@ -197,14 +197,16 @@ class FourBit:
         gathered: dict[int, torch.dtype | None] = {
             id(param.sharded_param): param.mp_policy.param_dtype for param in fsdp2_params(sharded)
         }
-        for target in (targets[name] for name in self._weights.keys() & targets.keys()):
-            stored: torch.dtype = self._weights[target.name].old.quant_storage
+        for name, weight in self._weights.items():
+            if (target := targets.get(name)) is None:
+                continue  # another rank holds it
+            stored: torch.dtype = weight.old.quant_storage
             found = target.local.dtype
             if found == stored and stored.is_floating_point:  # integers are gathered as they are
                 found = gathered.get(id(target.old)) or stored
             if found != stored:
                 raise ConfigError(
-                    f"{target.name!r} is packed as {stored} and would be {found} in the sharded model",
+                    f"{name!r} is packed as {stored} and would be {found} in the sharded model",
                     expected="one dtype: a conversion would destroy the packed numbers",
                     hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the MixedPrecisionPolicy, and "
                     "convert only other parameters in the function passed as shard=",

@@ -113,21 +113,16 @@ def base_name(name: str) -> str:
     return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether a model has adapters; elsewhere, names like PEFT's are the model's own."""
-    return any(
-        type(module).__module__.startswith("peft.") or isinstance(getattr(module, "adapter_layer_names", None), tuple)
-        for module in model.modules()
-    )
-
-
 def _by_base(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the names in the base model by those in the model.
 
     Raises:
         ConfigError: Two weights of an adapted model have one name in the base.
     """
-    if not is_adapted(model):
+    if not any(
+        type(module).__module__.startswith("peft.") or isinstance(getattr(module, "adapter_layer_names", None), tuple)
+        for module in model.modules()
+    ):  # names like PEFT's are the model's own
         return {name: name for name in names}
     bases = {name: base_name(name) for name in names}
     owners, first = owners_of(model), dict[str, str]()
