@@ -1862,8 +1862,8 @@ MUTANTS = (
     Mutant(
         "price: no plan without recomputes is tried",
         "ebbtide/planner/hooked.py",
-        "(1.0, False)",
-        "(1.0, True)",
+        "((RECOMPUTE_HOOKS, True), (1.0, False))",
+        "((RECOMPUTE_HOOKS, True),)",
         HOOKED,
     ),
     Mutant(
