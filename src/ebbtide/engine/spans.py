@@ -147,7 +147,7 @@ class SpanTimer:
             self._devices.add(device)
             self._meter.take_peak_bytes(device)  # what was before does not count
         if self.open is not None and not self.open.by_run and self.open.pass_() is not run.pass_:
-            self.open = None  # its graph was dropped, and no backward came
+            self.open = self._latest = None  # its graph was dropped: no backward came, and no optimizer's step
         if self.open is None:
             if any(known is not None and known() is run.pass_ for known in (self._latest, self._dropped)):
                 return  # the rest of a pass whose backward came in between, or that is dropped

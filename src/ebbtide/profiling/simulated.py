@@ -216,7 +216,7 @@ class _Task:
         job, machine, host_bytes = self.job, self.machine, self.machine.host_memory_bytes
         ranks = job.ranks or max(1, min(job.shards, machine.devices))
         profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, NO_WINDOW))
-        epilogue = (profile.epilogue_seconds + _update_seconds(twin, job, machine)) / job.micro_batches
+        epilogue = profile.epilogue_seconds + _update_seconds(twin, job, machine) / job.micro_batches
         store_bytes = None if machine.stores_on_disk else share_of(host_bytes, host_bytes, ranks)
         return replace(profile, prologue_seconds=prologue, epilogue_seconds=epilogue, store_bytes=store_bytes)
 

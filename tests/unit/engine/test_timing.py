@@ -434,6 +434,16 @@ def test_the_peak_between_two_spans_is_that_of_the_optimizer() -> None:
     assert {span.peak_bytes for span in scene.told} == {80}
 
 
+def test_the_peak_of_a_forward_whose_graph_was_dropped_is_not_that_of_the_optimizer() -> None:
+    scene = Spans(memory=True)
+    for _ in range(2):
+        scene.spend(1.0, peak=5)
+        scene.step(1.0, peak=80)
+    scene.full(Pass(), 1.0, peak=77)  # dropped
+    scene.step(1.0, peak=80)
+    assert scene.timer.spans.between_peak_bytes == 5
+
+
 def test_a_pause_ends_when_the_next_pass_begins() -> None:
     """At the end of a forward memory still holds what the pass keeps, and there seems to be no room for yardsticks."""
     scene, asked = Spans(memory=True), list[float]()
