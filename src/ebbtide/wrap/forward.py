@@ -50,7 +50,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -132,6 +132,8 @@ class StandIn:
     def _bind(self, found: Any) -> Callable[..., Any]:
         if found is self:  # accelerate writes it into a graph's class
             return self._first
+        if self._own is None and type(found) is FunctionType and torch.compiler.is_compiling():
+            return functools.partial(found, self._module)  # Dynamo of torch 2.8 cannot trace ``__get__``
         bind = None if self._own is not None else getattr(type(found), "__get__", None)
         return found if bind is None else bind(found, self._module, type(self._module))
 
