@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 _Held = TypeVar("_Held")
 
 
-class _Claim(weakref.ref[Any], Generic[_Held]):
+class Claim(weakref.ref[Any], Generic[_Held]):
     """A weak reference to an object, with what that object holds."""
 
     __slots__ = ("held",)
@@ -34,15 +34,20 @@ class Claims(Generic[_Held]):
     __slots__ = ("_dead", "_live", "_note_dead")
 
     def __init__(self) -> None:
-        self._live: set[_Claim[_Held]] = set()  # a reference that is dead itself would tell nobody
-        self._dead: deque[_Claim[_Held]] = deque()
+        self._live: set[Claim[_Held]] = set()  # a reference that is dead itself would tell nobody
+        self._dead: deque[Claim[_Held]] = deque()
         self._note_dead = self._dead.append  # one object for all references
 
-    def add(self, holder: object, held: _Held) -> None:
-        """Note what an object holds until it is dead."""
-        claim: _Claim[_Held] = _Claim(holder, self._note_dead)
+    def add(self, holder: object, held: _Held) -> Claim[_Held]:
+        """Note what an object holds until it is dead; ``give_back`` takes the claim that is returned."""
+        claim: Claim[_Held] = Claim(holder, self._note_dead)
         claim.held = held
         self._live.add(claim)
+        return claim
+
+    def give_back(self, claim: Claim[_Held]) -> None:
+        """Release what an object holds as if it were dead; may be repeated."""
+        self._note_dead(claim)
 
     def release_dead(self, release: Callable[[_Held], None]) -> None:
         """Release what dead objects held.

@@ -12,6 +12,7 @@ import torch
 from ebbtide.base.errors import ConfigError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.allocator import return_large_blocks, trim_heap
+from ebbtide.store.claims import Claim
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
@@ -23,24 +24,18 @@ from ebbtide.store.room import Room
 _LOG = logging.getLogger("ebbtide.store")
 
 
-class _Owner:
-    """The owner of a place: it dies when its slot is freed, or dies."""
-
-    __slots__ = ("__weakref__",)
-
-
 class DiskSlot:
     """One storage on disk. See [Note: a slot's life]; made by ``DiskTier.copy_out_all`` only.
 
     It keeps its tier alive: a tier that is never closed ends with its last slot.
     """
 
-    __slots__ = ("__weakref__", "_owner", "_parcel", "_tier", "_work")
+    __slots__ = ("__weakref__", "_claim", "_parcel", "_tier", "_work")
 
     def __init__(self, tier: DiskTier, work: DiskWork, parcel: Parcel) -> None:
         self._tier, self._work, self._parcel = tier, work, parcel
-        self._owner: _Owner | None = _Owner()
-        work.claims.add(self._owner, parcel)  # also of one dropped by an interrupt in ``copy_out_all``
+        # Also of one dropped by an interrupt in ``copy_out_all``.
+        self._claim: Claim[Parcel] | None = work.claims.add(self, parcel)
 
     def cancel(self) -> bool:
         """Cancel a copy-out that has not begun; True: it was cancelled, and the slot is dead."""
@@ -60,7 +55,9 @@ class DiskSlot:
 
     def free(self) -> None:
         """Free the place once no thread uses it; at any time, in any thread, repeatedly."""
-        self._owner = None
+        if self._claim is not None:
+            self._work.claims.give_back(self._claim)
+            self._claim = None  # last: repeated after an interrupt
 
 
 class DiskTier(Streamless):
