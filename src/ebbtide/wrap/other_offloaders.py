@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ebbtide.base.errors import ConflictError
@@ -59,16 +60,20 @@ class Inside:
         self._looked: Any = None  # at these hooks, last time
         self._found = ""
         self._logged = False
-        self._entered = False
+        self._entered = self._reentrant = False
         self.checkpointed = False
-        """Whether the block's first module ran in a checkpoint: the block checkpoints its own forward."""
+        """Whether the block's first module ran in a checkpoint, and no later one outside of it if that shows: the block
+        checkpoints its own forward. Another function may run a module without gradients, too: an implicit layer."""
 
     def look(self, run: BlockRun) -> None:
         """Inspect the innermost hooks; called when a module of the block begins to run."""
         pack = innermost_hooks()
         if not self._entered:  # a reentrant checkpoint opens no hooks, but runs without gradients
             self._entered = True
-            self.checkpointed = checkpoint_around(pack) is not None or in_reentrant_checkpoint()
+            self._reentrant = in_reentrant_checkpoint()
+            self.checkpointed = self._reentrant or checkpoint_around(pack) is not None
+        elif self._reentrant and self.checkpointed:
+            self.checkpointed = not torch.is_grad_enabled()
         if pack is self._looked or getattr(pack, "__self__", None) is run:
             return
         self._looked = pack
