@@ -8,6 +8,12 @@ import os
 from ebbtide.base.errors import DiskError, DiskFullError, TargetError
 from ebbtide.base.files import FULL_ERRNOS
 
+_LIMITS: dict[int | None, str] = {
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`)",
+    errno.EDQUOT: "raise the disk quota",
+}
+"""What to do about errors of a disk that has room."""
+
 
 class Fault:
     """An error in a thread.
@@ -31,7 +37,8 @@ class Fault:
         expected = (
             "a disk that writes and reads every byte" if isinstance(cause, OSError) else "a disk tier without errors"
         )
-        hint = f"{'free some space there' if full else 'check the system log'}, or use another disk_path"
+        advice = limit_of(cause) or ("free some space there" if full else "check the system log")
+        hint = f"{advice}, or use another disk_path"
         short = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
         if short and self._hint is None:
             expected = "memory for these bytes"
@@ -43,6 +50,11 @@ class Fault:
         )
         made.__cause__ = self._cause
         return made
+
+
+def limit_of(cause: BaseException | None) -> str:
+    """Return advice on the limit of this user or process that a write met; nothing if it failed for another reason."""
+    return _LIMITS.get(getattr(cause, "errno", None), "")
 
 
 def forked_error(owner: int) -> DiskError:

@@ -16,7 +16,7 @@ from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile, split
 from ebbtide.store.buffers import Buffer, BufferPool
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
-from ebbtide.store.faults import Fault
+from ebbtide.store.faults import Fault, limit_of
 
 _EXTENT_BYTES = 256 << 20
 
@@ -172,11 +172,15 @@ class Room:
             place = self._extents.reserve(need_bytes)
             if place is not None:
                 return place
-        raise self._full(need_bytes) from cause
+        raise self._full(need_bytes, cause) from cause
 
-    def _full(self, need_bytes: int) -> DiskFullError:
+    def _full(self, need_bytes: int, cause: OSError | None) -> DiskFullError:
+        limit = limit_of(cause)
+        found = f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}"
+        if limit and cause is not None:  # what the file system has free is not what this file may have
+            found = f"{found}, but its file, of {format_size(self.size_bytes)}, cannot grow: {cause.strerror}"
         return DiskFullError(
-            f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}",
+            found,
             expected="enough contiguous space for every offloaded storage",
-            hint="free some space there, name a larger disk as disk_path, or offload less",
+            hint=f"{limit or 'free some space there'}, name a larger disk as disk_path, or offload less",
         )

@@ -268,6 +268,19 @@ def test_a_full_disk_is_raised_from_the_copy_out(tier: DiskTier, monkeypatch: py
     copy_out_one(tier, noise(MIB))
 
 
+@pytest.mark.parametrize(("number", "advice"), [(errno.EFBIG, "ulimit -f"), (errno.EDQUOT, "quota")])
+def test_a_limit_of_the_user_is_not_called_a_full_disk(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    for refusing in ("posix_fallocate", "pwritev"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, refusing, failing(number))
+            with pytest.raises(DiskFullError, match=os.strerror(number)) as caught:
+                copy_out_one(tier, noise(MIB))
+        hint = str(caught.value).partition("hint: ")[2]
+        assert advice in hint and "free some space" not in hint
+
+
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, DiskError)])
 def test_a_failed_write_is_raised_at_every_use(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[DiskError]
