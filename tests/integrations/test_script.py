@@ -18,6 +18,8 @@ SHAPES = {
     "plain": ["Layers"],
     "accumulated": ["Layers"],
     "closure": ["Layers"],
+    "released": ["Layers"],
+    "released_each": ["Layers"],
     "adversaries": ["Layers", "Layers"],
     "outer": ["Layers", "Sequential"],
     "compiled": ["Layers"],

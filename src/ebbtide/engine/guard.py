@@ -7,7 +7,9 @@ version counter (see [Note: fingerprints]). So a weight that a recipe or a check
 - torch's optimizers announce their steps, and a step's closure announces the update that follows each of its runs. A
   watched weight that is about to change is copied first, and its readers use the copy: two losses with a step between
   their backwards, or a discriminator that is stepped before the generator's backward, train as without ebbtide. In
-  ordinary training no weight is watched when the optimizer steps, and none is copied.
+  ordinary training no weight is watched when the optimizer steps, and none is copied. An update within a backward
+  (gradient release) changes the weights that have their gradients by then; those of blocks that are still to be read
+  have none, and are not copied.
 - Any other change is found when the weight is read, by version and by fingerprint, and is an error.
 """
 
@@ -17,7 +19,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import Any
 
@@ -134,8 +136,12 @@ def _listen_to_optimizers() -> None:
     register_optimizer_step_post_hook(after)
 
 
-def _weights_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (weight for group in optimizer.param_groups for weight in group["params"])
+def _weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the weights that an optimizer's next update changes. See [Note: watched weights]."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if torch._C._current_graph_task_id() == -1:
+        return weights
+    return [weight for weight in weights if not weight.is_leaf or weight.grad is not None] or weights
 
 
 def _is_closure(argument: Any) -> bool:

@@ -2,7 +2,8 @@
 
 [Note: a script's steps]
 A step ends when an optimizer with parameters of a switched model has taken a step. Of several, the first to step
-counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. As in a
+counts, until another one steps twice in between: a later stage of the training has an optimizer of its own. Where it
+steps within a backward (gradient release), for one weight after the other, the step ends with that backward. As in a
 recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins, with the loss
 computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no loss is recorded.
 Training that does not count, such as a probe's, adds to the sum of the step around it; if that lasts, none is recorded.
@@ -56,6 +57,8 @@ class ScriptSteps:
         self._clock: Callable[[], Optimizer | None] = lambda: None
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, float]] = weakref.WeakKeyDictionary()
         """Optimizers that have stepped since the clock: the losses by then, and the time."""
+        self._released: Callable[[], Optimizer | None] = lambda: None
+        """Return the optimizer whose steps within the latest backward are a step."""
         self._step, self._began, self._phase = 0, 0.0, ""
         self._losses: list[torch.Tensor | None] = []
         self._unscaled = WeakTensorKeyDictionary()
@@ -120,11 +123,14 @@ class ScriptSteps:
                 if self._trims():
                     trim_heap()
                 self._end()
+            self._released = lambda: None
             self._begin("backward")
             try:
-                return plain(tensors, *args, **kwargs)
+                plain(tensors, *args, **kwargs)
             finally:
                 self._end()
+            if (optimizer := self._released()) is not None:
+                self._end_step(optimizer)
 
         torch.autograd.backward = backward
 
@@ -203,13 +209,22 @@ class ScriptSteps:
         return True
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Mark a step's end; after the last requested one, end the script.
+        """Mark a step's end, if an optimizer's step is one; after the last requested one, end the script.
 
         Raises:
             SystemExit: The requested steps are done.
         """
+        within, released = in_backward(), self._released()
+        if released is not None and (within or released is optimizer):
+            return  # which is the next weight's, or, after the backward, has nothing left to do
         if not self._counts(optimizer) and not self._takes_over(optimizer):
             return
+        if within:
+            self._released = weakref.ref(optimizer)
+        else:
+            self._end_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
         self._others.clear()
         if self._phase == "optimizer":
             self._end()

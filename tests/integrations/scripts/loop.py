@@ -160,6 +160,29 @@ def closure():
         optimizer.step(compute)
 
 
+def released():
+    """Gradient release: an optimizer steps for each weight within the backward; its step after that does nothing."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    released_each(model, dict.fromkeys(model.parameters(), optimizer), after=optimizer.step)
+
+
+def released_each(model=None, optimizers=None, after=lambda: None):
+    """Gradient release with an optimizer for each weight."""
+    model = model or Layers()
+    optimizers = optimizers or {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def release(weight):
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(release)
+    for x in batches():
+        model(x).square().mean().backward()
+        after()
+
+
 def iterated():
     """Losses passed as an iterator."""
     model = Layers()

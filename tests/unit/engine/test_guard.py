@@ -91,6 +91,33 @@ def test_what_an_optimizer_changes_is_copied_once_for_all_that_watch_it(fused: b
     assert own.steps == 1
 
 
+def test_an_update_within_a_backward_copies_only_weights_that_have_their_gradients() -> None:
+    """Gradient release: one optimizer steps for each weight, while the blocks before it are still to be read."""
+    own, early, late = guard(), parameter(8, 8), parameter(8, 8)
+    optimizer = torch.optim.SGD([early, late], lr=1.0)
+    watched = [own.watch(weight, weight._version, compared=Compared.SAMPLE) for weight in (early, late)]
+    before, copied = late.detach().clone(), list[tuple[bool, ...]]()
+
+    def release(weight: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        copied.append(tuple(each.copied for each in watched))
+
+    for weight in (early, late):
+        weight.register_post_accumulate_grad_hook(release)
+    late.mul(early.sin()).sum().backward()
+    assert copied == [(False, True), (True, True)] and torch.equal(watched[1].tensor, before)
+
+
+def test_an_update_within_a_backward_without_any_gradient_copies_all() -> None:
+    own, weight, other = guard(), parameter(4), parameter(4)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    watched = own.watch(weight, weight._version, compared=Compared.SAMPLE)
+    other.register_hook(lambda gradient: optimizer.step())
+    other.sum().backward()
+    assert watched.copied
+
+
 def test_what_nobody_watches_any_more_is_not_copied() -> None:
     own, weight = guard(), parameter(8, 6)
     watched: Watched | None = own.watch(weight, weight._version, compared=Compared.SAMPLE)
