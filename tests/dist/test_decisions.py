@@ -119,6 +119,13 @@ class OfTheLength:
         return Action.CHECKPOINT if large else Action.KEEP
 
 
+class Never(OfTheLength):
+    """A plan that has measured that no block should be checkpointed."""
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.KEEP
+
+
 def _job(wrapper: str, lengths: tuple[int, int], enable: Enable) -> Job:
     model: nn.Module = Model(Exchanging if wrapper == "exchanging" else Layer)
     whole = randomise(model)
@@ -256,6 +263,26 @@ def without_tokens() -> list[int]:
     return checkpointed
 
 
+def other_mode() -> list[int]:
+    """Rank 1 alone has measured that checkpointing is slow; then blocks that communicate run in another mode."""
+    store = dist.distributed_c10d._get_default_store()
+    before, model = store.timeout, Model(Exchanging)
+    store.set_timeout(timedelta(seconds=5))
+    checkpointed: list[int] = []
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        checkpointable = handle._attachment._checkpointable
+        follow(handle, OfTheLength(handle.plan, 1))
+        checkpointable._voted = checkpointable._plan
+        for step in range(4):
+            if step == 2:
+                model.eval()
+                checkpointable._plan = Never(handle.plan, 1) if dist.get_rank() else checkpointable._plan
+            (model(torch.randn(2, 4, WIDTH, requires_grad=True)).square().mean() * SCALE).backward()
+            checkpointed.append(handle.stats().checkpointed_blocks)
+        store.set_timeout(before)
+    return checkpointed
+
+
 LENGTHS = (4, 96)
 BORDER_BYTES = 10_000
 
@@ -278,6 +305,7 @@ def results() -> dict[str, CaseResult]:
         "varying, evaluated": (varying, (True,)),
         "skipping": (skipping, ()),
         "without tokens": (without_tokens, ()),
+        "another mode": (other_mode, ()),
     }
     return run_cases(cases, 2, timeout_seconds=90.0)
 
@@ -336,6 +364,11 @@ def test_a_rank_without_tokens_votes_where_units_of_the_blocks_are_already_gathe
     results: dict[str, CaseResult],
 ) -> None:
     assert results["without tokens"].values() == [[LAYERS - 1, LAYERS]] * 2
+
+
+def test_in_another_mode_ranks_watch_blocks_whatever_each_has_measured(results: dict[str, CaseResult]) -> None:
+    one, other = results["another mode"].values()
+    assert one == other and one[-1] == LAYERS
 
 
 @pytest.mark.parametrize("case", ["varying", "varying, evaluated"])

@@ -283,10 +283,15 @@ class Checkpointable:
         return alone or any(_chosen(plan, block, size, _MUST_KEEP_BYTES) for size in _INPUT_BYTES)
 
     def _plan_of(self, block: Block, module: nn.Module) -> Plan:
-        """Return the plan that decides whether a block is checkpointed: one of all ranks if its forward needs them."""
-        if self._voted is None or not is_distributed() or not shared_groups() or self._alone(block, module):
+        """Return the plan that decides whether a block is checkpointed: one of all ranks if its forward may need them.
+
+        Nothing is known of blocks in another mode, or with other modules, than those that have run: all ranks watch
+        the first one, whatever each of them has measured.
+        """
+        if self._voted is None or not is_distributed() or not shared_groups():
             return self._plan
-        return self._voted
+        alone = self._collectives.looked(block, module) and self._alone(block, module)
+        return self._plan if alone else self._voted
 
     def _repeatable(self, kind: str, called: Called) -> bool:
         """Whether nothing is known that a second forward of this call would do otherwise."""

@@ -47,6 +47,10 @@ class Collectives:
             return False
         return bool(self._seen.get(classes)) or structure in self._watched
 
+    def looked(self, block: Block, module: nn.Module) -> bool:
+        """Whether a forward has shown which groups blocks of these classes use."""
+        return self._structure(block, module)[0] in self._seen
+
     def groups(self, block: Block, module: nn.Module) -> list[Ranks]:
         """Return the groups that blocks of these classes were seen to use."""
         return sorted(self._seen.get(self._structure(block, module)[0], ()))
