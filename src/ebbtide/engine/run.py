@@ -134,6 +134,14 @@ class BlockRun(Replay):
         self._sites.position = self._sites.positions[self.running[-1].name if self.running else OUTSIDE]
         return left
 
+    def freed_site(self) -> Site | None:
+        """Return where the block saved a storage, not to be kept, that has no memory any more; None: nowhere."""
+        for entry in (entry for reference in self.entries if (entry := reference()) is not None):
+            storage = None if entry.storage_ref is None else entry.storage_ref()
+            if storage is not None and not storage.nbytes():
+                return entry.site
+        return None
+
     def end(self, *, checkpointed: bool = False) -> None:
         """End the block's forward, which may have raised."""
         self.engine.end_block(self, checkpointed=checkpointed)

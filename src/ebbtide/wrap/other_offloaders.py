@@ -5,6 +5,10 @@ Only the innermost saved-tensor hooks see a tensor. Another offloader's hooks ar
 open; opened inside it, as transformers does around the checkpoint in its layers (``offload=True``), they silently
 disable ours. Both raise. Hooks that take some of a block's tensors are logged once, and the rest is offloaded.
 
+Code inside a block may also free the memory of what the block saved (``resize_(0)``) and compute it again in backward,
+as Megatron's ``recompute_modules`` does. A copy may then still read the memory, a recipe may read it before that, and a
+second forward of the block frees what it has just computed. A block's first forward shows that: it raises.
+
 The module of a pack hook identifies the offloader, and the error names the flag that turns it off. torch's compiler
 offloads inside compiled code without hooks; its own switch is read.
 """
@@ -59,7 +63,7 @@ class Inside:
     def __init__(self) -> None:
         self._looked: Any = None  # at these hooks, last time
         self._found = ""
-        self._logged = False
+        self._logged = self._looked_for_freed = False
         self._entered = self._reentrant = False
         self.checkpointed = False
         """Whether the block's first module ran in a checkpoint, and no later one outside of it if that shows: the block
@@ -88,7 +92,7 @@ class Inside:
         """Report foreign hooks, after the block's forward.
 
         Raises:
-            ConflictError: Another offloader took all tensors that the block saves.
+            ConflictError: Another offloader took all tensors that the block saves, or freed one in the first forward.
         """
         found = self._found
         if found and not run.tally.packs:
@@ -99,6 +103,15 @@ class Inside:
                 "block %r saves a part under other saved-tensor hooks (%s): ebbtide cannot offload that part",
                 block, found,
             )  # fmt: skip
+
+        if run.entries and not self._looked_for_freed:
+            if (site := run.freed_site()) is not None:
+                raise ConflictError(
+                    f"block {block!r} freed the memory of {site}, which it had saved, to compute it again in backward",
+                    expected="one offloader on a model",
+                    hint="unset what frees it (Megatron-LM: recompute_granularity, --recompute-modules)",
+                )
+            self._looked_for_freed = True
 
     def forget(self) -> None:
         """Reset after a forward, even a failed one."""

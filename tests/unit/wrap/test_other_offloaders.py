@@ -266,3 +266,45 @@ def test_what_the_compiler_offloads_is_refused_and_its_switch_named(when: str) -
             with pytest.raises(ConflictError, match=expected):
                 enable(model)
     enable(model).close()  # the refused one has left nothing
+
+
+class Frees(nn.Module):
+    """A block that frees what its second half saves and computes it again in backward, as Megatron's recompute does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.detach()
+        h = self.norm(x)
+        y = self.mlp(h)
+        size = h.untyped_storage().nbytes()
+        h.untyped_storage().resize_(0)
+
+        def fill(_: Tensor) -> None:
+            with torch.no_grad():
+                h.untyped_storage().resize_(size)
+                h.untyped_storage().copy_(self.norm(given).untyped_storage())
+
+        if y.requires_grad:
+            y.register_hook(fill)
+        return x + y
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+def test_a_block_that_frees_what_it_saved_is_refused(policy: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(Frees(), Frees())
+    expected = train(model)
+    handle = enable(model, policy)
+    with handle, pytest.raises(ConflictError) as raised:
+        train(model)
+    assert str(raised.value) == (
+        "block 'layers.0' freed the memory of Frees/mlp.norm/NativeLayerNormBackward0#0, which it had saved, to "
+        "compute it again in backward; expected one offloader on a model\nhint: unset what frees it (Megatron-LM: "
+        "recompute_granularity, --recompute-modules)"
+    )
+    for other in ("keep", "inputs"):  # which leave that tensor alone
+        with enable(model, other):
+            assert all(map(torch.equal, train(model), expected))
