@@ -28,6 +28,7 @@ SHAPES = {
     "iterated": ["Layers"],
     "actor_critic": ["Sequential", "Sequential"],
     "folds": ["Layers"] * 2,
+    "method": ["ModuleList", "Layers", "Layers"],
 }
 """Shape of the loop → the models that are switched, in their order."""
 
@@ -58,13 +59,13 @@ def test_every_mode_trains_the_same_bits(shape: str, tmp_path: Path) -> None:
     assert not plain.all("pass_end")
 
 
-@pytest.mark.parametrize("shape", ["plain", "closure", "accumulated_closure"])
+@pytest.mark.parametrize("shape", ["plain", "closure", "accumulated_closure", "method"])
 def test_phases_follow_the_loop(shape: str, tmp_path: Path) -> None:
     run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="plain", steps=3)
     parts = 2 if shape == "accumulated_closure" else 1
     edges = [(e["name"], e["edge"], e["step"]) for e in run.all("phase")]
     # A closure's step contains the other two.
-    names = ["forward", "backward"] * parts + ["optimizer"] * (shape == "plain")
+    names = ["forward", "backward"] * parts + ["optimizer"] * (shape in ("plain", "method"))
     assert edges == [(n, edge, step) for step in (1, 2, 3) for n in names for edge in ("begin", "end")]
     assert [event["step"] for event in run.all("trim")] in ([3] * parts, [])  # none on another C library
     assert run.all("parts")[0]["gradient_bytes"] > 0
@@ -146,7 +147,7 @@ def test_models_of_earlier_folds_are_freed(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_called_one_by_one_are_named(tmp_path: Path) -> None:
-    run = run_switched(LOOP, "method", folder=tmp_path / "run", mode="ebbtide-minimal", compared=False)
+    run = run_switched(LOOP, "listed", folder=tmp_path / "run", mode="ebbtide-minimal", compared=False)
     assert run.code == 0, run.output
     assert [note["alike"] for note in run.notes if note["event"] == "more"] == [True]
     assert any("enable_activation_offloading(model)" in line for line in _ending(run.notes, 0))

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,21 +70,22 @@ class ScriptSteps:
             return dist.get_rank() == 0
         return (os.environ.get("RANK") or "0") == "0"
 
-    def follow(self, model: nn.Module, models: list[tuple[nn.Module, Any]]) -> None:
+    def follow(self, called: Sequence[nn.Module], models: list[tuple[nn.Module, Any]]) -> None:
         """Mark the calls of a newly switched model; the first model starts the record.
 
         Args:
-            model: The model.
-            models: The switch's list of switched models and their handles.
+            called: The modules of it that the script calls: the model, or the blocks of its stack.
+            models: The switch's list of switched models and their handles; the new one is the last.
         """
         first = not self._models and not self._began
         self._models = models
-        StandIn(model, self._forward, called_attribute(model))
+        for module in called:
+            StandIn(module, self._forward, called_attribute(module))
         if first:
             self._watch_backward()
             self._watch_scaler()
             if self._request.record and self.is_main():
-                self._open(model)
+                self._open(models[-1][0])
             self._began = time.perf_counter()
 
     def _open(self, model: nn.Module) -> None:

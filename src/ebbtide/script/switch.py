@@ -21,6 +21,7 @@ from ebbtide.engine.untraced import untraced
 from ebbtide.script.calls import OutermostCalls
 from ebbtide.script.request import Request
 from ebbtide.script.steps import ScriptSteps
+from ebbtide.wrap.blocks import stack_of, stacks_in
 from ebbtide.wrap.forward import in_backward
 
 MOST_MODELS = 4
@@ -79,6 +80,9 @@ class ScriptSwitch:
             return
         if not any(True for _ in module.children()) or not self._is_held(module):
             return
+        called = [module]
+        if (stack := stack_of(module)) is not None:  # called one by one: see [Note: where a script is switched]
+            module, called = stack, [block for _, block in stacks_in("", stack)]
         self._drop_unused()
         if len(self._switched) == MOST_MODELS:
             alike = any(type(model) is type(module) for model, _ in self._switched)
@@ -98,7 +102,7 @@ class ScriptSwitch:
         self._inside.update(module.modules())
         handle = self._switch(module)
         self._switched.append((module, handle))
-        self._steps.follow(module, self._switched)
+        self._steps.follow(called, self._switched)
         if handle is not None and not self._request.compared and self._steps.is_main():
             sys.stderr.write(f"ebbtide: {type(module).__name__} is offloaded: {_how(handle)}\n")
 

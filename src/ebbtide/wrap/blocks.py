@@ -13,6 +13,7 @@ the bytes that autograd saves is measured in the first pass: see [Note: coverage
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import sys
@@ -141,6 +142,19 @@ def stacks_in(name: str, module: nn.Module) -> Found:
     """Return the blocks of the stacks in a module; none if nothing repeats there."""
     # Two attributes are a stack only if there is no other: ``attn1`` and ``attn2`` are parts of one layer.
     return list(_stacks(name, module, 3)) or list(_stacks(name, module, 2))
+
+
+def stack_of(module: nn.Module) -> nn.Module | None:
+    """Return the container in which a module is one block of a stack; None for a model with more blocks of its own.
+
+    A module does not know what holds it, so all containers of the process are searched.
+    """
+    containers = [found for found in gc.get_objects() if issubclass(type(found), _CONTAINERS)]
+    around = [found for found in containers if any(child is module for child in found.children())]
+    stack = max(around, key=len, default=None)  # a slice of it is a container, too
+    blocks = [] if stack is None else [block for _, block in stacks_in("", stack)]
+    alone = not any(block is module for block in blocks) or len(stacks_in("", module)) >= len(blocks)
+    return None if alone else stack
 
 
 def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:

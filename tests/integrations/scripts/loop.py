@@ -235,15 +235,28 @@ def folds():
 
 
 def method():
-    """A method of the model calls its layers."""
+    """Like Lightning's ``training_step``: a method of the model calls its layers; another stage is of two models."""
     model = Layers()
     model.layers.extend(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in batches(2):
+    model.later = nn.ModuleList([Layers(32), Layers(32)])
+    layer_by_layer(model, [*model.layers, *model.later])
+
+
+def listed():
+    """The layers are in no module."""
+    model = Layers()
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(6)]
+    model.extra = nn.ParameterList(p for layer in layers for p in layer.parameters())
+    layer_by_layer(model, layers)
+
+
+def layer_by_layer(model, layers):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
         x = model.embedding(x)
-        for layer in model.layers:
+        for layer in layers:
             x = layer(x)
-        x.square().mean().backward()
+        model.head(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
