@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import DataError, counted
 from ebbtide_recipes.video.listings import IMAGES
 
 _CODECS = (("libx264", {"crf": "18"}), ("mpeg4", {"qscale": "3"}))
@@ -55,10 +55,11 @@ def read(path: Path, *, frames: int, rate: float | None) -> torch.Tensor:
         if len(film) == frames:
             return torch.stack(film)
     at = "" if rate is None else f" at {rate:g} frames per second"
+    fewer = f"--num_frames {len(film)} or fewer" if len(film) > 1 else "--num_frames 1"
     raise DataError(
-        f"{path} has {len(film)} frames{at}",
+        f"{path} has {counted(len(film), 'frame')}{at}",
         expected=f"{frames} or more",
-        hint=f"--num_frames {max(1, len(film))} or fewer, --bucketing true, or remove the clip from the data",
+        hint=f"{fewer}, --bucketing true, or remove the clip from the data",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from ebbtide_recipes.skeleton.rows import reading, split_name
 from ebbtide_recipes.video import clips, listings, shapes
 from ebbtide_recipes.video.clips import Size
 from ebbtide_recipes.video.listings import BUILTIN, IMAGES, VIDEOS, checked, no_clip
+
+LOGGER = logging.getLogger("ebbtide.video")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,12 @@ def _folder(folder: Path) -> list[Clip]:
     paths = [path for path in entries if path.suffix.lower() in VIDEOS and path.is_file()]
     paths += [path for path in entries if path.is_dir() and any(p.suffix.lower() in IMAGES for p in path.iterdir())]
     paths += [path for path in entries if path.suffix.lower() in IMAGES and path.is_file()]
+    unread = [path.name for path in listings.folders_of_videos(folder) if path not in paths] if paths else []
+    if unread:
+        LOGGER.warning(
+            "%s: folders of videos inside it are not read (%s); hint: --dataset takes several folders",
+            *(folder, ", ".join(unread[:3])),
+        )
     return [Clip(origin=path, caption=_caption_file(path)) for path in paths]
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError
 
 Text = dict[str, torch.Tensor]
 Config = Mapping[str, Any]
@@ -306,7 +306,7 @@ def family_of(transformer_class: str | None, pipeline_class: str | None) -> Fami
         raise DataError(
             f"the transformer is a {transformer_class}" if transformer_class else "config.json has no _class_name",
             expected=f"one of {', '.join(names)}",
-            hint=nearest(transformer_class or "", names) or "text-to-video transformers of diffusers are trained here",
+            hint="train other transformers with a script of your own: `ebbtide run -- python train.py`",
         )
     if pipeline_class is not None and pipeline_class != family.pipeline:
         raise DataError(

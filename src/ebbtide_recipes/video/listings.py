@@ -69,11 +69,21 @@ def checked(name: str) -> Path:
 
 def no_clip(name: str) -> DataError:
     """Return the error of a data set without a clip."""
+    folder = Path(split_name(name, of="clips")[0]).expanduser()
+    inner = folders_of_videos(folder) if folder.is_dir() else []
     return DataError(
         f"data set {name!r} has no clip",
         expected=f"videos ({', '.join(VIDEOS)}) or images, each with its caption",
-        hint="put a caption into a .txt of the same name, or into metadata.jsonl with video and caption",
+        hint=f"folders inside it are not searched: --dataset {' '.join(map(str, inner[:3]))}"
+        if inner
+        else "put a caption into a .txt of the same name, or into metadata.jsonl with video and caption",
     )
+
+
+def folders_of_videos(folder: Path) -> list[Path]:
+    """Return the folders in a folder that hold videos: they are no clips, so that nothing in them is read."""
+    inner = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [path for path in inner if any(part.suffix.lower() in VIDEOS for part in path.iterdir())]
 
 
 def inside(folder: Path) -> Path | None:

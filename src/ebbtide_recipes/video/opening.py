@@ -26,20 +26,32 @@ def open_source(name: str, *, seed: int, use_hf: bool = True) -> Source:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return Source(folder)
+    if folder.is_file():
+        raise DataError(
+            f"{name!r} is a file",
+            expected="a pipeline folder in diffusers' layout, with all parts of the pipeline",
+            hint="fetch the pipeline from a hub repository in that layout (its name often ends in -diffusers); "
+            "put a transformer of one file into it: Transformer.from_single_file(...).save_pretrained(...)",
+        )
     if is_local(name):
-        parent = folder.parent
-        others = [path.name for path in parent.iterdir()] if parent.is_dir() else []
         raise DataError(
             f"there is no folder {name!r}",
             expected="a pipeline folder in diffusers' layout, a hub name, or " + " or ".join(builtin.NAMES),
-            hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
+            hint=_near(folder) or f"looked in {folder.parent.resolve()}",
         )
     return Source(_fetched(name) if use_hf else Path(hubs.from_modelscope("model", name)))
 
 
 def is_local(name: str) -> bool:
     """Whether a pipeline can be opened without a network."""
-    return name.startswith(("builtin:", ".", "~", "/")) or Path(name).is_dir() or name.count("/") != 1
+    return name.startswith(("builtin:", ".", "~", "/")) or Path(name).exists() or name.count("/") != 1
+
+
+def _near(folder: Path) -> str:
+    """Return a hint with names like that of a folder that does not exist; empty if there are none."""
+    if not folder.parent.is_dir():
+        return ""
+    return nearest(folder.name, (*(path.name for path in folder.parent.iterdir()), *builtin.NAMES))
 
 
 def _fetched(name: str) -> Path:
@@ -53,5 +65,5 @@ def _fetched(name: str) -> Path:
         raise DataError(
             f"pipeline {name!r} is no local folder and could not be fetched by that name: {str(error)[:300]}",
             expected="a pipeline folder in diffusers' layout, or a hub name",
-            hint="without a network use the folder of a pipeline fetched before",
+            hint=_near(Path(name)) or "without a network use the folder of a pipeline fetched before",
         ) from error

@@ -160,6 +160,20 @@ def test_places_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
         loaded(tmp_path / "empty")
 
 
+def test_folders_of_videos_in_a_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.mp4").touch()
+    with pytest.raises(DataError, match=f"hint: .*--dataset {tmp_path / 'inner'}"):
+        loaded(tmp_path)
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "0.png").touch()
+    (tmp_path / "frames.txt").write_text("x")
+    assert loaded(tmp_path) == [("frames", "x")]
+    (record,) = caplog.records
+    assert "(inner)" in record.getMessage()
+    assert "hint:" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("clip", "bucket"),
     [

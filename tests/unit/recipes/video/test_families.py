@@ -17,7 +17,7 @@ from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.video import adapters, objective, recipe, samples
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.families import Condition, check_size, family_of, nearest_frames
-from ebbtide_recipes.video.opening import open_source
+from ebbtide_recipes.video.opening import is_local, open_source
 from ebbtide_recipes.video.source import Source
 from tests.helpers import video_pipelines
 from tests.unit.recipes.video.parts import CPU, quiet, text_of
@@ -220,9 +220,34 @@ def test_the_nearest_frames_make_whole_tokens(frames: int, patch: int) -> None:
 
 
 def test_other_transformers_and_pipelines_are_refused_by_name() -> None:
-    with pytest.raises(DataError, match="FluxTransformer2DModel"):
-        family_of("FluxTransformer2DModel", None)
+    for other in ("FluxTransformer2DModel", "LTX2VideoTransformer3DModel"):  # a name like a family's is no typing error
+        with pytest.raises(DataError, match=f"{other}.*\nhint: train other transformers with a script") as caught:
+            family_of(other, None)
+        assert "did you mean" not in str(caught.value)
     with pytest.raises(DataError, match="WanImageToVideoPipeline"):
         family_of("WanTransformer3DModel", "WanImageToVideoPipeline")
     with pytest.raises(DataError, match="CosmosTextToWorldPipeline"):
         family_of("CosmosTransformer3DModel", "CosmosTextToWorldPipeline")
+
+
+def test_a_file_of_weights_is_no_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    Path("models/wan2.1.safetensors").touch()
+    for name in ("models/wan2.1.safetensors", str(tmp_path / "models/wan2.1.safetensors")):  # the first is like a hub's
+        assert is_local(name)
+        with pytest.raises(DataError, match="is a file; expected a pipeline folder.*\nhint: .*from_single_file"):
+            open_source(name, seed=0)
+
+
+def test_a_hub_name_that_is_like_a_folder_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str) -> str:
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", unreachable)
+    Path("models/wan-small").mkdir(parents=True)
+    with pytest.raises(DataError, match="could not be fetched .*\nhint: did you mean 'wan-small'"):
+        open_source("models/wan-smal", seed=0)
+    with pytest.raises(DataError, match="could not be fetched .*\nhint: without a network"):
+        open_source("other/wan-smal", seed=0)
