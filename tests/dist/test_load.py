@@ -10,6 +10,7 @@ import pytest
 
 from tests.dist.loading import Setup, checkpoint_of, compare, spelled, write_checkpoint
 from tests.helpers.spawn import CaseResult, run_cases
+from tests.helpers.torches import NO_INTEGERS, shards_integers
 
 FSDP = Setup(wrapper="fsdp")
 USUAL = (
@@ -67,6 +68,8 @@ FURTHER = (
 """With the slow tests."""
 CASES = {f"{world}: {spelled(s)}": (world, s) for world, s in USUAL + FURTHER}
 SLOW = {f"{world}: {spelled(s)}" for world, s in FURTHER}
+UNABLE = {n for n, (_, s) in CASES.items() if s.four == "uint8" and s.wrapper == "fsdp2" and not shards_integers()}
+"""Where plain FSDP2 raises."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def results(
     found: dict[str, CaseResult] = {}
     for world in (2, 4):
         cases = {}
-        for name in (n for n in wanted if CASES[n][0] == world):
+        for name in (n for n in wanted if CASES[n][0] == world and n not in UNABLE):
             setup = CASES[name][1]
             key = checkpoint_of(setup)
             if key not in folders:
@@ -93,6 +96,8 @@ def results(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_shards_and_two_steps_are_those_of_loading_plainly(results: dict[str, CaseResult], name: str) -> None:
+    if name in UNABLE:
+        pytest.skip(NO_INTEGERS)
     world, setup = CASES[name]
     values = results[name].values()
     assert len(values) == world

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -30,3 +32,12 @@ def _multiplies_groups() -> bool:
 
 MULTIPLIES_GROUPS = _multiplies_groups()
 """Whether the products of groups run on a CPU."""
+
+NO_INTEGERS = "FSDP2 of this torch shards no weights of integers"
+
+
+def shards_integers() -> bool:
+    """Whether FSDP2 shards weights of integers; torch 2.8 to 2.10 first make a parameter that needs a gradient."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return "self.sharded_param.requires_grad_(" not in inspect.getsource(FSDPParam._init_sharded_param)
