@@ -103,6 +103,8 @@ class Batch:
                 self.made_now[name] = value
         if "input_ids" in self.made_now:
             self._insert_placeholders()
+        if "attention_mask" in self.made_now:
+            self.made_now["attention_mask"] = self._attention_mask()
         if "mm_token_type_ids" in self.parameters and "input_ids" in self.made_now:
             self.made_now["mm_token_type_ids"] = self._kinds()
         if self.variant.get("labels") and "labels" in self.parameters:
@@ -235,6 +237,9 @@ class Batch:
     def _image_sizes(self) -> Tensor:
         return torch.tensor([self._side()] * self.rows)
 
+    def _image_merge_sizes(self) -> Tensor:
+        return torch.full((self.rows,), self._grid()[1] // 2)
+
     def _pixel_values_videos(self) -> Tensor:
         frames = find(self.config, "num_frames", "frames_per_clip", default=4)
         return self._floats(self.rows, min(frames, 4), self._channels(), *self._side())
@@ -323,7 +328,7 @@ class Batch:
 
     def _features(self, kind: str) -> int:
         """Return the number of rows that a model computes from the pictures or sounds of the batch."""
-        inner = [self.model, getattr(self.model, "model", None)]
+        inner = [getattr(self.model, "model", None), self.model]
         method = next((m for one in inner if (m := getattr(one, f"get_{kind}_features", None))), None)
         if method is None:
             return 0
@@ -331,6 +336,12 @@ class Batch:
         given = {n: v for n, v in self.made_now.items() if n in names and n != "input_ids"}
         if not given:
             return 0
+        for name, parameter in names.items():
+            maker = getattr(self, f"_{name}", None)
+            if parameter.default is parameter.empty and name not in given and maker is not None:
+                given[name] = maker()
+                if name in self.parameters or "kwargs" in self.parameters:
+                    self.made_now[name] = given[name]
         with torch.no_grad():
             return _rows(method(**given))
 

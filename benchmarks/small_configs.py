@@ -69,11 +69,13 @@ class Shrinking:
     Attributes:
         method: One of ``METHODS``.
         layers: Layers that a stack keeps; more where the configuration picks layers by their numbers.
+        reads_pictures: Whether a part of the tree reads pictures.
         tokens: Special tokens beyond the small vocabulary → their new numbers, the same in every nested configuration.
     """
 
     method: str
     layers: int = LAYERS
+    reads_pictures: bool = False
     tokens: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -110,8 +112,9 @@ def _small(base: Any, how: Shrinking, changes: dict[str, Any]) -> Any:
                 nested[name] = sub()
             except (ValueError, TypeError, AttributeError):
                 continue
-    for name, sub in nested.items():
-        passed[name] = _small(sub, how, changes.get(name, {}))
+    how.reads_pictures = how.reads_pictures or "vision_config" in nested
+    for name in sorted(nested, key=lambda name: name != "text_config"):
+        passed[name] = _small(nested[name], how, changes.get(name, {}) | _fitting(nested[name], passed))
     passed |= changed(base, how)
     passed |= {name: value for name, value in changes.items() if not isinstance(value, dict)}
     for left_out in ((), ("head_dim",), ("head_dim", "num_key_value_heads"), tuple(n for n in passed if "token" in n)):
@@ -120,6 +123,13 @@ def _small(base: Any, how: Shrinking, changes: dict[str, Any]) -> Any:
         except Exception as error:
             reason = error
     raise reason
+
+
+def _fitting(part: Any, passed: dict[str, Any]) -> dict[str, int]:
+    """Return the fields of a part that must equal the width of the text model, whatever the defaults are."""
+    text = passed.get("text_config")
+    width = vars(text).get("hidden_size") if text is not None else None
+    return {"out_hidden_size": width} if isinstance(width, int) and "out_hidden_size" in vars(part) else {}
 
 
 def changed(base: Any, how: Shrinking) -> dict[str, Any]:
@@ -141,8 +151,8 @@ def changed(base: Any, how: Shrinking) -> dict[str, Any]:
         elif name in lists:
             new = sequence(name, list(value), how, kept, before)
             new = type(value)(new)
-        elif isinstance(value, dict) and "mrope_section" in value and how.method == "table":
-            new = value | {"mrope_section": [2, 3, 3]}
+        elif name == "rope_parameters" and isinstance(value, dict) and how.reads_pictures and how.method == "table":
+            new = value | {"mrope_section": sections(value.get("partial_rotary_factor", 1.0))}
         if new != value:
             found[name] = new
     if "use_cache" in values:
@@ -150,14 +160,20 @@ def changed(base: Any, how: Shrinking) -> dict[str, Any]:
     return found | filled(values | found)
 
 
+def sections(part: float) -> list[int]:
+    """Return how many frequencies of a head of 16 turn with time, height and width, if a part of the head turns."""
+    half = int(16 * part) // 2
+    return [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+
+
 def filled(values: dict[str, Any]) -> dict[str, int]:
     """Return the fields that some models read although their default is None: what None stands for elsewhere."""
+    found = {"num_experts_per_tok": 2, "image_token_index": VOCABULARY - 1}
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(width, int):
-        return {}
-    found = {"num_key_value_heads": heads, "head_dim": width // heads}
-    if any(name.startswith("qk_") for name in values):
-        del found["head_dim"]
+    if isinstance(heads, int) and isinstance(width, int):
+        found |= {"num_key_value_heads": heads}
+        if not any(name.startswith("qk_") for name in values):
+            found |= {"head_dim": width // heads}
     return {name: value for name, value in found.items() if name in values and values[name] is None}
 
 

@@ -53,7 +53,9 @@ def kinds() -> dict[str, type]:
 
     found: dict[type, str] = {}
     for name in list(CONFIG_MAPPING.keys()):
-        found.setdefault(CONFIG_MAPPING[name], name)
+        cls = CONFIG_MAPPING[name]
+        if cls not in found or name == cls.model_type:  # a class may have several names
+            found[cls] = name
     parts = {
         part for whole in found for part in (getattr(whole, "sub_configs", None) or {}).values() if part is not whole
     }

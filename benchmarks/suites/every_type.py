@@ -188,12 +188,12 @@ def report(rows: list[dict[str, Any]], untried: int) -> str:
     left = Counter(row["untrained"] for row in rows if "ways" not in row)
     return "\n".join(
         [
-            f"# Every model type of transformers: {len(equal)} of {len(done)} that were trained are bitwise equal",
+            "# Every model type of transformers that could be trained small",
             "",
             *textwrap.wrap(ABOUT.format(steps=len(LENGTHS)), 112),
             "",
             f"Of {len(rows) + untried} types (each class of configuration once, parts of other types left out),",
-            f"{len(done)} were trained.",
+            f"{len(done)} were trained; **{len(equal)} of these are equal**.",
             *autocast_note(done),
             "",
             *shares_of(done),
