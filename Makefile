@@ -16,7 +16,7 @@ SOURCES := src tests benchmarks docs/site_hooks.py
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --train_type lora --max_length 768 --max_steps 16 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal,plain-again
 # Modules of benchmarks/suites, each run with its defaults.
-CPU_SUITES := disk overhead equal bound faults sft sft_types families scaling examples loading
+CPU_SUITES := disk overhead equal bound faults sft sft_types families every_type scaling examples loading
 # The Python of a machine that has torch already and no network: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 # Minutes in total and per part, folder, names of parts: make gpu GPU_FLAGS='--minutes 8 --part-minutes 3 test_store'

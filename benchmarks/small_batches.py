@@ -125,7 +125,7 @@ class Batch:
             return False
         if name == "image_sizes":
             return find(self.config, "image_grid_pinpoints") is not None
-        return name in (*pictures, *sounds, "input_ids", "decoder_input_ids", "past_time_features", "future_values")
+        return name in (*pictures, *sounds, "input_ids", "decoder_input_ids", "future_time_features", "future_values")
 
     def _is_main(self, name: str) -> bool:
         return name in self.needed or getattr(self.model, "main_input_name", "") == name
@@ -301,7 +301,11 @@ class Batch:
 
     def _past_time_features(self) -> Tensor:
         values = self.made_now["past_values"] if "past_values" in self.made_now else self._past_values()
-        return self._floats(self.rows, values.shape[1], find(self.config, "num_time_features", default=1) or 1)
+        return self._floats(self.rows, values.shape[1], find(self.config, "num_time_features", default=1))
+
+    def _future_time_features(self) -> Tensor:
+        length = find(self.config, "prediction_length")
+        return self._floats(self.rows, length, find(self.config, "num_time_features", default=1))
 
     def _past_observed_mask(self) -> Tensor:
         return torch.ones_like(self._past_values())

@@ -48,7 +48,7 @@ _IS_PICTURE = re.compile(r"^(image_size|img_size|crop_size|pretrain_image_size|r
 _IS_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window_size|attention_chunk_size)$")
 _IS_HEADS = re.compile(r"(^|_)(n_heads?|num_heads|heads|nheads|n_head)$|attention_heads$|num_(key|value)_heads$")
 _IS_KV_HEADS = re.compile(r"kv_heads?$|key_value_heads$")
-_IS_HEAD_WIDTH = re.compile(r"head_dim|_head_dim$|^d_kv$|^dim_head$|^kv_channels$|qk_\w+_dim$|d_head$")
+_IS_HEAD_WIDTH = re.compile(r"head_dim|_head_dim$|^d_kv$|^dim_head$|^kv_channels$|qk_\w+_dim$|d_head$|^rotary_dim$")
 _IS_INNER = re.compile(r"intermediate|ffn|^d_ff$|^n_inner$|^dim_ff|feedforward|mlp_dim|moe_\w*size$")
 _IS_RANK = re.compile(r"rank$")
 _IS_WIDTH = re.compile(
@@ -135,6 +135,7 @@ def _fitting(part: Any, passed: dict[str, Any]) -> dict[str, int]:
 def changed(base: Any, how: Shrinking) -> dict[str, Any]:
     """Return the fields of one configuration that shrink, with their new values."""
     known = {x.name for x in fields(base)} if is_dataclass(base) else set(vars(base))
+    known -= {name for name in known if isinstance(getattr(type(base), name, None), property)}
     values = {n: v for n, v in vars(base).items() if not n.startswith("_") and n in known and not n.startswith("id2")}
     before = next((v for n, v in values.items() if n in ("num_hidden_layers", "num_layers", "n_layer", "depth")), None)
     lists = {n: v for n, v in values.items() if isinstance(v, (list, tuple)) and v}
@@ -168,7 +169,8 @@ def sections(part: float) -> list[int]:
 
 def filled(values: dict[str, Any]) -> dict[str, int]:
     """Return the fields that some models read although their default is None: what None stands for elsewhere."""
-    found = {"num_experts_per_tok": 2, "image_token_index": VOCABULARY - 1}
+    found = {"num_experts_per_tok": 2, "image_token_index": VOCABULARY - 1, "vocab_size": VOCABULARY}
+    found |= {"mask_token_id": 4, "prediction_length": 4}
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int):
         found |= {"num_key_value_heads": heads}
@@ -233,8 +235,8 @@ def number(name: str, value: int, how: Shrinking, values: dict[str, Any]) -> int
         return min(value, 8)
     if _IS_PICTURE.search(name):
         return _picture(value, how, values)
-    if name in ("num_queries", "num_denoising", "index_topk"):
-        return min(value, 10)
+    if name in ("num_queries", "num_denoising", "two_stage_num_proposals", "index_topk"):
+        return min(value, 4)
     if name == "num_frames":
         return min(value, 4)
     if name == "patch_size" and how.method == "table" and value > PATCH:
@@ -262,7 +264,7 @@ def _width(name: str, value: int, how: Shrinking, values: dict[str, Any]) -> int
         if heads:
             return 4
         if _IS_HEAD_WIDTH.search(name):
-            return 8 if "rope" in name or "nope" in name else 16
+            return 8 if "rope" in name or "nope" in name or "rotary" in name else 16
         if not widths or value <= 16:
             return value
         return 96 if _IS_INNER.search(name) else 16 if _IS_RANK.search(name) else 64

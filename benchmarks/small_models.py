@@ -21,7 +21,7 @@ PARAMETERS = 20_000_000
 SEARCH_SECONDS = 4.0
 """Time of the processor for the search of a configuration and a batch."""
 
-CHANGES: dict[str, dict[str, Any]] = {}
+CHANGES: dict[str, dict[str, Any]] = {"xmod": {"default_language": "en_XX"}}
 """Type → fields that no rule can know."""
 
 LIKED = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM", "ForCTC", "Model")
