@@ -131,7 +131,8 @@ def checkpoint_before(inputs: Iterable[torch.Tensor]) -> Kept | None:
         if node is None:
             continue
         if type(node).name(node) == REENTRANT:
-            return Kept(node._raw_saved_tensors)  # pyright: ignore[reportAttributeAccessIssue]
+            saved: Sequence[Any] = node._raw_saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+            return Kept(saved) if saved else None  # DeepSpeed's, of the same name, has its tensors as an attribute
         pending += [function for function, _ in node.next_functions]
     return None
 

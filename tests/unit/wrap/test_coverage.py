@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,20 +242,44 @@ def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCap
     assert record.levelno == logging.INFO and "(2 blocks are checkpointed" in record.getMessage()
 
 
+class CheckpointFunction(torch.autograd.Function):
+    """Like DeepSpeed's, which has the name of torch's, and its tensors as an attribute of the context."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.layer, ctx.x = layer, x
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(x)
+        torch.autograd.backward(output, grad)
+        return None, x.grad
+
+
 class OwnCheckpointed(Head):
     """Checkpoints like Unsloth: not by torch, and under an unknown name."""
+
+    own: type[torch.autograd.Function] = Checkpointer
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         x = x.requires_grad_()
         for layer in self.body.layers:
-            x = Checkpointer.apply(layer, x)
+            x = self.own.apply(layer, x)
         return {"logits": self.head(self.norm(x)).exp()}
 
 
 @needs_slots
+@pytest.mark.parametrize("own", [Checkpointer, CheckpointFunction])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_checkpoints_that_are_not_torchs_are_named(frozen: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_that_are_not_torchs_are_named(
+    frozen: bool, own: type[torch.autograd.Function], caplog: pytest.LogCaptureFixture
+) -> None:
     model, x = OwnCheckpointed(), torch.randn(60, WIDTH)
+    model.own = own
     if frozen:  # then blocks without gradients need no checkpoint
         model.body.requires_grad_(False)
     with caplog.at_level(logging.INFO, "ebbtide"), enable(model) as handle:
@@ -263,6 +288,7 @@ def test_checkpoints_that_are_not_torchs_are_named(frozen: bool, caplog: pytest.
         assert (handle._attachment.block_names == ["body.layers.0", "body.layers.1"]) is not frozen
     named = [message for message in caplog.messages if "checkpoints its own blocks (body.layers.1)" in message]
     assert len(named) == (0 if frozen else 1) and all("gradient_checkpointing=False" in message for message in named)
+    assert all("offloads nothing of them" in message for message in named)
 
 
 class Probe(nn.Module):
