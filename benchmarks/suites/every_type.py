@@ -49,10 +49,10 @@ WALL_SECONDS = 900
 ABOUT = (
     "For each type, the default configuration was shrunk by rules, and a model with random weights was trained in"
     " float32: AdamW, {steps} steps, lengths and rows that change, dropout as in the configuration. Ordinary "
-    "training ran twice and was equal to itself; then came `minimal`, `offload`, `auto`, `minimal` with "
-    "`verify=True`, and `minimal` under bfloat16 autocast, each with `min_bytes=0` and `window=1`. *Equal*: the "
-    "losses and all gradients of every step and the weights after the last, every bit. Made by `python -m "
-    "benchmarks.suites.every_type`; `run.json` has all figures of each type."
+    "training ran twice and was equal to itself (under autocast it ran once); then came `minimal`, `offload`, "
+    "`auto`, `minimal` with `verify=True`, and `minimal` under bfloat16 autocast, each with `min_bytes=0` and "
+    "`window=1`. *Equal*: the losses and all gradients of every step and the weights after the last, every bit. "
+    "Made by `python -m benchmarks.suites.every_type`; `run.json` has all figures of each type."
 )
 COLUMNS = (
     "Saved: share of the bytes of ordinary training that did not stay on the device, in blocks, in the last step."
@@ -188,7 +188,7 @@ def report(rows: list[dict[str, Any]], untried: int) -> str:
     left = Counter(row["untrained"] for row in rows if "ways" not in row)
     return "\n".join(
         [
-            "# Every model type of transformers that could be trained small",
+            "# Model types of transformers, trained small",
             "",
             *textwrap.wrap(ABOUT.format(steps=len(LENGTHS)), 112),
             "",
