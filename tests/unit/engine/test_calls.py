@@ -24,6 +24,9 @@ from tests.helpers.fakedevice import FakeDevice
 
 SAVED = 100
 BLOCKS = 4
+INLINED = "<listcomp>", "<dictcomp>", "<setcomp>"
+"""Calls in Python 3.11 only."""
+
 BLOCK = Block(name="chain", kind="chain", index=0, count=1, weights=tuple)
 
 
@@ -48,7 +51,8 @@ def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(root)
+        ours = frame.f_code.co_filename.startswith(root) and frame.f_code.co_name not in INLINED
+        calls += event == "call" and ours
 
     before = engine.stats()
     sys.setprofile(count)
@@ -67,9 +71,9 @@ def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:
     ("sampled", "of_a_block", "of_a_tensor"),
     [
         # Pack, its sample, what is left of it; saved and compared; unpack.
-        pytest.param(True, 262, 6, id="host"),
+        pytest.param(True, 241, 6, id="host"),
         # What a device computes is compared in one block of many: no sample.
-        pytest.param(False, 213, 4, id="device"),
+        pytest.param(False, 192, 4, id="device"),
     ],
 )
 def test_calls_for_each_checkpointed_block(sampled: bool, of_a_block: int, of_a_tensor: int) -> None:
@@ -111,7 +115,8 @@ def _calls_of_a_checkpointed_block(operators: int, *, sampled: bool) -> int:
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(roots)
+        ours = frame.f_code.co_filename.startswith(roots) and frame.f_code.co_name not in INLINED
+        calls += event == "call" and ours
 
     with ebbtide.enable_activation_offloading(model, policy=Minimal(), min_bytes=0) as handle:
         for step in range(8):

@@ -170,6 +170,7 @@ def test_a_forward_that_changes_after_the_end_is_followed(how: str) -> None:
     handle.close()
 
 
+@pytest.mark.filterwarnings("ignore:functools.partial will be a method descriptor")  # of Python 3.13, without us, too
 def test_accelerate_hooks_a_graph_on_its_class() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     model: Any = graphs()
@@ -183,6 +184,7 @@ def test_accelerate_hooks_a_graph_on_its_class() -> None:
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:functools.partial will be a method descriptor")  # of Python 3.13, without us, too
 def test_a_hook_of_accelerate_on_a_graphs_class_runs() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
 
