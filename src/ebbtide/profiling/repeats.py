@@ -9,6 +9,7 @@ Afterwards the first block's figures are used for all of its kind; bytes that a 
 backward shift the memory of everything in between.
 
 This is verified: the first and the last block must save the same bytes, take the same time and add the same memory,
+the block after the first must save the same bytes in the same time (every second block may be another, by its number),
 their calls must be alike, and a block may leave only its gradients behind. Otherwise ``NotAlike`` is raised, and the
 step is simulated block by block.
 """
@@ -175,10 +176,14 @@ class Repeats:
         same = (
             one.units == other.units
             and figures.of(first) == figures.of(last)
-            and all(math.isclose(a, b, rel_tol=_SAME_SECONDS, abs_tol=1e-12) for a, b in seconds)
+            and all(_same_seconds(a, b) for a, b in seconds)
         )
         if not same:
             raise NotAlike(f"{one.name} and {other.name} look alike and take other time or memory")
+        after = figures.step.blocks[first + 1]
+        alike = after.units == one.units and _same_seconds(after.forward_seconds, one.forward_seconds)
+        if self._first.get(first + 1) == first and not alike:
+            raise NotAlike(f"{one.name} and {after.name} look alike and take other time or memory")
         # The next block, which precedes it in backward, has unsharded gradients until this one's arrive.
         gradients = self._gradients(first, 1) + self._gradients(first + 1, self._shards) - self._gradients(first + 1, 1)
         if figures.forward_adds(first) + figures.backward_adds(first) != gradients:
@@ -187,6 +192,10 @@ class Repeats:
     def _gradients(self, place: int, shards: int) -> int:
         trained = [p for p in self._modules[place].parameters() if p.requires_grad and p not in self._known]
         return sum(math.ceil(p.numel() / shards) * p.itemsize for p in trained)
+
+
+def _same_seconds(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_SAME_SECONDS, abs_tol=1e-12)
 
 
 @dataclass(frozen=True, slots=True)
