@@ -39,7 +39,7 @@ class Odd(Layer):
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         made = super().forward(x, scale)
-        return nn.functional.dropout(made) if self.number % 2 else made
+        return made.exp() if self.number % 2 else made
 
 
 class Net(nn.Module):
@@ -131,14 +131,13 @@ def test_more_alike_blocks_take_no_more_operators(operators: list[int]) -> None:
 
 @pytest.mark.parametrize("count", [15, 16])  # the first and the last that may be left out are both odd, or not
 def test_blocks_that_only_look_alike_are_simulated_one_by_one(count: int) -> None:
-    net = Net([Odd(i) for i in range(count)])
+    net, batch = Net([Odd(i) for i in range(count)]), torch.zeros(512, WIDTH, device="meta")
+    rules = {"TanhBackward0": rule_table()["TanhBackward0"]}  # a recompute in the first block alone would tell
+    job = replace(task(net, Job()), rules=rules)
     with pytest.raises(NotAlike, match="look alike and take other time or memory"):
-        task(net, Job()).profile(every_block=False)
-    whole = task(net, Job()).profile(every_block=True)
-    assert_same(
-        simulate_model(net, torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0)),
-        whole,
-    )
+        job.profile(every_block=False)
+    found = simulate_model(net, batch, MACHINES["h200"], options=Options(min_bytes=0), rules=rules)
+    assert_same(found, job.profile(every_block=True))
 
 
 def test_a_block_whose_parts_are_listened_to_is_not_left_out() -> None:
