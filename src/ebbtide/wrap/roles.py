@@ -20,7 +20,7 @@ from torch import nn
 from ebbtide.wrap.arrays import is_array
 
 _LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
-_FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
+_MACHINERY = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
 """Packages whose objects belong to the machinery around a block."""
 
 
@@ -56,7 +56,7 @@ def role(kind: type) -> Role:
         return Role.TUPLE
     if issubclass(kind, nn.Module):
         return Role.OBJECT
-    if issubclass(kind, _LEFT_ALONE) or kind.__module__.partition(".")[0] in _FOREIGN:
+    if issubclass(kind, _LEFT_ALONE) or is_machinery(kind):
         return Role.PLAIN
     if issubclass(kind, dict):
         return Role.DICT
@@ -65,6 +65,12 @@ def role(kind: type) -> Role:
     if is_array(kind):
         return Role.ARRAY
     return Role.OBJECT if has_attributes(kind) or slots_of(kind) else Role.PLAIN
+
+
+@functools.lru_cache(4096)
+def is_machinery(kind: type) -> bool:
+    """Whether a class belongs to the machinery around a block: the attributes of its objects are not followed."""
+    return kind.__module__.partition(".")[0] in _MACHINERY
 
 
 @functools.lru_cache(4096)

@@ -3,8 +3,8 @@
 [Note: state] A forward may read anything its modules can reach: parameters swapped by ``functional_call``, the active
 adapter, a tuple set before each call, values of the previous step, a counter. So all mutable containers reachable from
 the modules' attributes are recorded: dictionaries (which hold attributes, parameters, buffers and submodules), lists,
-sets, subclasses of these (``Counter``), arrays, and the attributes and slots of other objects. Contents are
-compared by identity; only references and arrays are copied.
+sets, subclasses of these (``Counter``), arrays, and the attributes and slots of other objects, tensors of classes that
+are not torch's (8-bit weights) included. Contents are compared by identity; only references and arrays are copied.
 
 A block reaches some hundred containers, and searching for them costs a millisecond, but usually none has changed since
 the block's last forward. So a state is used again where all its containers still hold the same: see ``States``.
@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_writeable, size_of
 from ebbtide.wrap.called import is_refused
 from ebbtide.wrap.contents import Contents, Slots
-from ebbtide.wrap.roles import Role, has_attributes, role, slots_of
+from ebbtide.wrap.roles import Role, has_attributes, is_machinery, role, slots_of
 
 MOST = 4000
 """Most containers recorded for one block, besides those of each of its modules; a reference to its trainer may reach
@@ -94,6 +94,8 @@ class State:
             match what:
                 case Role.TENSOR:
                     self.tensors.append(value)
+                    if not is_machinery(kind):
+                        pending.append(self._attributes_of(value))
                 case Role.GENERATOR:
                     self.generators.append(value)
                 case Role.TUPLE:

@@ -42,7 +42,7 @@ from tests.helpers.twice import (
 GENERATOR = torch.Generator()
 
 
-def blocks(kind: type[nn.Module] = Block) -> nn.Module:
+def blocks(kind: Callable[[], nn.Module] = Block) -> nn.Module:
     return sgd(Stack(kind(), kind(), kind()))
 
 
@@ -98,6 +98,54 @@ class Adapters(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + hard(self.adapters[self.active[0]](x))
+
+
+class Packed(nn.Parameter):
+    """A weight with attributes of its own, as 8-bit weights have their columns."""
+
+
+class PackedLinear(nn.Linear):
+    """Takes over what its weight has in the first forward, as ``Linear8bitLt`` does; without it, it packs again."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, bias=False)
+        weight: Any = Packed(self.weight.data, requires_grad=False)
+        weight.packed = weight.data / 2
+        self.weight = weight
+        self.state = types.SimpleNamespace(packed=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if weight.packed is not None:
+            self.state.packed, weight.packed = weight.packed, None
+        elif self.state.packed is None:
+            self.state.packed = self.weight.data / 3
+        return F.linear(x, self.state.packed)
+
+
+class Quantised(Block):
+    def __init__(self, linear: Callable[[], nn.Module] = PackedLinear) -> None:
+        super().__init__()
+        self.packed, self.adapter = linear(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = hard(super().forward(x))
+        return self.packed(x) + self.adapter(x)
+
+
+def test_what_a_first_forward_takes_from_an_attribute_of_a_weight() -> None:
+    check_checkpointed(lambda: blocks(Quantised), squares)
+
+
+def test_eight_bit_weights() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def linear() -> nn.Module:
+        made = bnb.nn.Linear8bitLt(16, 16, bias=False, has_fp16_weights=False, threshold=6.0)
+        made.weight = bnb.nn.Int8Params(made.weight.data, requires_grad=False)
+        return made.to("cpu")
+
+    check_checkpointed(lambda: blocks(functools.partial(Quantised, linear)), squares)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

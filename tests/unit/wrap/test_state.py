@@ -32,8 +32,14 @@ class _Free:
         self.value = 1
 
 
+class _Weight(nn.Parameter):
+    """Of a class that is not torch's: it has attributes of its own, as 8-bit weights have their scales."""
+
+
 def _block() -> Any:
     block: Any = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    block[0].weight = _Weight(block[0].weight.data)
+    block[0].weight.scale = block[0].weight.data
     block.list, block.set, block.queue = [1, 2], {1}, deque([1])
     block.dict, block.order, block.counter = {"a": 1, "b": 2}, OrderedDict(a=1, b=2), Counter("aab")
     block.first, block.second = {"a": None, "b": None}, {"c": None, "d": None}
@@ -61,6 +67,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda block: setattr(block, "scale", 2.0),
     "an attribute that is equal": lambda block: setattr(block, "list", [1, 2]),
     "a parameter": lambda block: setattr(block[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "an attribute of a parameter": lambda block: setattr(block[0].weight, "scale", None),
     "a submodule": lambda block: block.append(nn.Identity()),
     "the mode": lambda block: block[1].eval(),
     "a list": lambda block: block.list.append(3),
