@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -174,6 +175,8 @@ class _Task:
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.random.fork_rng(devices=[]))  # small random tensors are real
+                stack.enter_context(warnings.catch_warnings())  # torch to 2.10, of experts that ask where weights lie
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor is deprecated")
                 stack.enter_context(mode)
                 stack.callback(_shard_gradients(modules, self.job))
                 stack.enter_context(simulated)

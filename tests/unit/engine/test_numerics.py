@@ -407,7 +407,9 @@ def test_denormal_numbers_that_are_zero_on_one_side(policy: str, where: str) -> 
             assert differing(one, other) == []
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python traces the instructions of code from its second call on")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="Python traces the instructions of code from its second call on"
+)
 def test_an_interrupt_leaves_nothing_changed() -> None:
     warn_only()
     numerics = current_numerics()
