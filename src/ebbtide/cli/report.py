@@ -25,17 +25,17 @@ _READABLE = "ask its owner, or copy it to a folder of your own"
 _DEFAULT_FILES = {"html": REPORT_FILE, "trace": "trace.json"}
 
 
-def report(
-    run_folder: Path, *, format: Format = "text", output: Path | None = None, force: bool = False
-) -> Path | None:
-    """Report on a run folder, or on the folder of a comparison.
+def report(*folders: Path, format: Format = "text", output: Path | None = None, force: bool = False) -> Path | None:
+    """Report on a run folder or on the folder of a comparison, or compare several runs.
 
-    The missing ``summary.json`` of a killed run is written here.
+    The missing ``summary.json`` of a killed run is written here. The baseline of several runs is that of the mode
+    ``plain``, else the first.
 
     Args:
-        run_folder: What a run or ``ebbtide compare`` wrote.
-        format: ``text`` and ``json`` are printed by default; ``html`` and ``trace`` are written into the run folder. A
-            comparison has ``text`` and ``html``.
+        folders: What a run or ``ebbtide compare`` wrote; several: folders of runs.
+        format: ``text`` and ``json`` are printed by default; ``html`` and ``trace`` are written into the run folder,
+            ``html`` of several runs into the last one, as ``against-FIRST.html``. A comparison, and several runs, have
+            ``text`` and ``html``.
         output: The file to write; ``-`` prints.
         force: Rewrite ``summary.json``, and replace an existing ``output``.
 
@@ -43,60 +43,25 @@ def report(
         The written file; ``None`` if the report was printed.
 
     Raises:
-        DataError: The folder holds no run, a damaged one or a later ebbtide's, may not be read, or ``output`` exists.
-        ConfigError: A comparison does not have this format.
-    """
-    _check_folder(run_folder)
-    default = run_folder / _DEFAULT_FILES[format] if format in _DEFAULT_FILES else None
-    target = _target(output, default, force)
-    comparison = _comparison(run_folder)
-    if comparison is None:
-        return _put(_read(run_folder, format, force)[1], target)
-    with _sound(run_folder):
-        words = _words_of_comparison(run_folder, comparison, format)
-    return _put(words, target)
-
-
-def report_runs(
-    folders: Sequence[Path], *, format: Format = "text", output: Path | None = None, force: bool = False
-) -> Path | None:
-    """Compare several runs.
-
-    The baseline is the run of the mode ``plain``, else the first.
-
-    Args:
-        folders: Folders of runs.
-        format: ``text``, or ``html``: a file ``against-FIRST.html`` in the last folder unless ``output`` is given.
-        output: As ``report`` takes it.
-        force: As ``report`` takes it.
-
-    Returns:
-        The file written, ``None`` if the report was printed.
-
-    Raises:
-        DataError: As ``report``.
-        ConfigError: Another format, a folder twice, or the folder of a comparison.
+        DataError: A folder holds no run, a damaged one or a later ebbtide's, may not be read, or ``output`` exists.
+        ConfigError: The format does not exist for them; of several, a folder twice, or that of a comparison.
     """
     for folder in folders:
         _check_folder(folder)
-        if _comparison(folder) is not None:
-            raise ConfigError(f"{folder} holds a comparison", expected="folders of runs", hint="name it alone")
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigError("a folder is named twice", expected="folders of different runs", hint="name each one once")
-    if format not in ("text", "html"):
-        raise ConfigError(f"format is {format!r} for several runs", expected="text or html", hint="name one folder")
-    default = folders[-1] / f"against-{folders[0].resolve().name}.html" if format == "html" else None
-    target = _target(output, default, force)
-    runs = [_read(folder, format, force)[0] for folder in folders]
-    by_mode = [run.name for run in runs]
-    names = by_mode if len(set(by_mode)) == len(runs) else [folder.resolve().name for folder in folders]
-    names = names if len(set(names)) == len(runs) else [str(folder) for folder in folders]
-    runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-    named = {run.name: run.summary for run in runs}
-    baseline = plain_of(named) or names[0]
-    if format == "html":
-        return _put(page(runs, baseline=baseline), target)
-    return _put(comparison_text(named, runs, baseline), target)
+    files = _DEFAULT_FILES if len(folders) == 1 else {"html": f"against-{folders[0].resolve().name}.html"}
+    target = _target(output, folders[-1] / files[format] if format in files else None, force)
+    if len(folders) > 1:
+        words = _words_of_runs(folders, format, force)
+    elif (comparison := _comparison(folders[0])) is None:
+        words = _read(folders[0], format, force)[1]
+    else:
+        with _sound(folders[0]):
+            words = _words_of_comparison(folders[0], comparison, format)
+    if target is None:
+        print(words, end="")
+    else:
+        write_text(target, words)
+    return target
 
 
 def _check_folder(folder: Path) -> None:
@@ -175,12 +140,22 @@ def _target(output: Path | None, default: Path | None, force: bool) -> Path | No
     return target
 
 
-def _put(words: str, target: Path | None) -> Path | None:
-    if target is None:
-        print(words, end="")
-    else:
-        write_text(target, words)
-    return target
+def _words_of_runs(folders: Sequence[Path], format: Format, force: bool) -> str:
+    for folder in folders:
+        if _comparison(folder) is not None:
+            raise ConfigError(f"{folder} holds a comparison", expected="folders of runs", hint="name it alone")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("a folder is named twice", expected="folders of different runs", hint="name each one once")
+    if format not in ("text", "html"):
+        raise ConfigError(f"format is {format!r} for several runs", expected="text or html", hint="name one folder")
+    runs = [_read(folder, format, force)[0] for folder in folders]
+    by_mode = [run.name for run in runs]
+    names = by_mode if len(set(by_mode)) == len(runs) else [folder.resolve().name for folder in folders]
+    names = names if len(set(names)) == len(runs) else [str(folder) for folder in folders]
+    runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    named = {run.name: run.summary for run in runs}
+    baseline = plain_of(named) or names[0]
+    return page(runs, baseline=baseline) if format == "html" else comparison_text(named, runs, baseline)
 
 
 def _comparison(folder: Path) -> dict[str, Any] | None:
@@ -277,11 +252,7 @@ def run(argv: Sequence[str]) -> int:
     )
     own = parser.read(argv)
     format_ = cast("Format", choice("--format", own.format, formats))
-    folders = cast("list[Path]", own.run_folder)
-    if len(folders) > 1:
-        path = report_runs(folders, format=format_, output=own.output, force=own.force)
-    else:
-        path = report(folders[0], format=format_, output=own.output, force=own.force)
+    path = report(*cast("list[Path]", own.run_folder), format=format_, output=own.output, force=own.force)
     if path is not None:
         print(path)
     return 0

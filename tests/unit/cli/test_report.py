@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.cli.report import report, report_runs, run
+from ebbtide.cli.report import report, run
 from tests.unit.report.runs import MIB, write_run
 
 
@@ -151,13 +151,13 @@ def test_several_runs_are_held_against_plain_or_the_first(tmp_path, capsys):
     page = (second / "against-first.html").read_text()
     assert "(against first)" in page and not (second / "report.html").exists()
     plain = write_run(tmp_path / "third", "plain", height=800 * MIB)
-    report_runs([second, plain], output=Path("-"))
+    report(second, plain, output=Path("-"))
     assert "(against plain)" in capsys.readouterr().out
     write_comparison(tmp_path / "compared")
     with pytest.raises(ConfigError, match="holds a comparison; expected folders of runs"):
-        report_runs([second, tmp_path / "compared"])
+        report(second, tmp_path / "compared")
     with pytest.raises(ConfigError, match="format is 'json' for several runs"):
-        report_runs([second, plain], format="json")
+        report(second, plain, format="json")
 
 
 def test_only_the_round_that_is_shown_is_read(tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_only_the_round_that_is_shown_is_read(tmp_path, capsys):
 
 def test_each_of_several_runs_has_a_verdict_whatever_its_folder_is_called(tmp_path, capsys):
     folders = [write_run(tmp_path / name, None) for name in ("first", "fsdp", "ebbtide-2")]
-    report_runs(folders)
+    report(*folders)
     verdicts = capsys.readouterr().out.splitlines()[:2]
     assert [verdict.partition(": ")[0] for verdict in verdicts] == ["fsdp", "ebbtide-2"]
 
@@ -341,8 +341,8 @@ def test_several_runs_of_which_one_is_damaged_name_it(tmp_path):
     summary = folders[1] / "summary.json"
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "phases": 3}))
     with pytest.raises(DataError, match=r"(?s)the files in .*/other hold something .*hint: .*--force"):
-        report_runs(folders)
-    report_runs(folders, output=Path("-"), force=True)
+        report(*folders)
+    report(*folders, output=Path("-"), force=True)
 
 
 def test_a_warm_up_that_differs_between_rounds_is_the_runs_own(tmp_path, capsys):
