@@ -15,7 +15,6 @@ from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.cli.compare_script import compare_script
 from ebbtide.cli.modes import MODES
 from ebbtide.cli.parsing import Parser, count, named_folder
-from ebbtide.cli.progress import plain_console
 from ebbtide.cli.recipe import RECIPES, check, names, read
 from ebbtide.cli.rounds import (
     DEFAULT_MODES,
@@ -24,10 +23,7 @@ from ebbtide.cli.rounds import (
     SCRIPT_STEPS,
     CompareResult,
     Rounds,
-    announce,
-    check_folder,
-    check_modes,
-    check_packages,
+    begin,
     more_steps,
     run_rounds,
 )
@@ -67,8 +63,6 @@ def compare(
         DataError: ``out`` already holds a comparison, or cannot be written.
         EbbtideError: The recipe refuses its arguments in one of the modes, or a package is not installed.
     """
-    check_packages("recipes")
-    check_modes(modes, rounds)
     taken = sorted(names(recipe, arguments) & set(OWN_FLAGS))
     if taken:
         raise ConfigError(
@@ -76,12 +70,10 @@ def compare(
             expected="the recipe's other flags",
             hint="choose modes with --modes, and compare's folder with --out",
         )
-    check_folder(out)
-    console = plain_console()
     config = read(recipe, arguments, others=("modes", "rounds", "out"))
     steps = config.max_steps if config.max_steps > 0 else None
     plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps)
-    announce(console, plan)
+    console = begin(plan, extra="recipes")
     if set_twice := [name for name in OWN_FLAGS if config.is_set(name)]:
         console.print(
             f"{', '.join(set_twice)}: compare sets these; their values in the file have no effect", style="yellow"

@@ -9,16 +9,7 @@ from pathlib import Path
 
 from ebbtide.base.errors import TrainingError
 from ebbtide.cli.children import Ended
-from ebbtide.cli.progress import plain_console
-from ebbtide.cli.rounds import (
-    CompareResult,
-    Rounds,
-    announce,
-    check_folder,
-    check_modes,
-    check_packages,
-    run_rounds,
-)
+from ebbtide.cli.rounds import CompareResult, Rounds, begin, run_rounds
 from ebbtide.cli.run import check_command
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
 
@@ -49,13 +40,9 @@ def compare_script(
         EbbtideError: A package of the command line is not installed.
         TrainingError: The first run trained nothing, so there is nothing to compare.
     """
-    check_packages("cli,track")
     check_command(command, verb="compare")
-    check_modes(modes, rounds)
-    check_folder(out)
-    console = plain_console()
     plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, of_script=True)
-    announce(console, plan)
+    console = begin(plan, extra="cli,track")
     console.print(_care(command, steps))
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:

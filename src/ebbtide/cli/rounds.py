@@ -28,7 +28,7 @@ from ebbtide.cli.board import Board
 from ebbtide.cli.children import SAMPLE_SECONDS, Ended
 from ebbtide.cli.lockstep import StartOf, run_round
 from ebbtide.cli.modes import MODES
-from ebbtide.cli.progress import RunProgress
+from ebbtide.cli.progress import RunProgress, plain_console
 from ebbtide.cli.signals import STOP_CODES, how_stopped, terminate_as_interrupt
 
 _ALLOCATORS = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "OMP_NUM_THREADS")
@@ -162,17 +162,28 @@ def run_rounds(
         return CompareResult(out=plan.out, modes=modes_merged, environment=everywhere, stopped=stopped)
 
 
-def check_packages(extra: str) -> None:
-    """Check, before anything runs, that the packages for sampling, pictures and tables are installed.
+def begin(plan: Rounds, *, extra: str) -> Any:
+    """Check everything that can be checked before the slow imports, and announce the comparison.
 
     Args:
-        extra: The extra of ebbtide to install where one is missing.
+        plan: The runs.
+        extra: The extra of ebbtide that has the packages for sampling, pictures and tables.
+
+    Returns:
+        A console to print on.
 
     Raises:
-        EbbtideError: One is not installed.
+        ConfigError: A mode is unknown or repeated, or there are no rounds.
+        DataError: The output folder holds a result, or cannot be made.
+        EbbtideError: A package is not installed.
     """
     for package in ("rich", "psutil", "jinja2"):
         check_installed(package, extra=extra, use="`ebbtide compare`")
+    _check_modes(plan.modes, plan.rounds)
+    check_folder(plan.out)
+    console = plain_console()
+    announce(console, plan)
+    return console
 
 
 def warm_up_steps() -> int:
@@ -188,7 +199,7 @@ def more_steps(modes: Sequence[str]) -> int:
 
 
 def announce(console: Any, plan: Rounds) -> None:
-    """Announce the comparison before the slow imports."""
+    """Print the modes, and what is run how often."""
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
     lines = [
@@ -201,23 +212,6 @@ def announce(console: Any, plan: Rounds) -> None:
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
     for line in lines:
         console.print(line)
-
-
-def check_modes(modes: Sequence[str], rounds: int) -> None:
-    """Check the modes and the number of rounds.
-
-    Raises:
-        ConfigError: A mode is unknown or repeated, or there are no rounds.
-    """
-    hint = f"such as --modes {','.join(DEFAULT_MODES)}"
-    for mode in modes:
-        if mode not in MODES:
-            hint = nearest(mode, MODES) or hint
-            raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(MODES)}", hint=hint)
-    if not modes or len(set(modes)) != len(modes):
-        raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
-    if rounds < 1:
-        raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show the spread")
 
 
 def check_folder(out: Path) -> None:
@@ -243,6 +237,18 @@ def check_folder(out: Path) -> None:
             expected="a folder for the result",
             hint="name another with --out",
         )
+
+
+def _check_modes(modes: Sequence[str], rounds: int) -> None:
+    hint = f"such as --modes {','.join(DEFAULT_MODES)}"
+    for mode in modes:
+        if mode not in MODES:
+            hint = nearest(mode, MODES) or hint
+            raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(MODES)}", hint=hint)
+    if not modes or len(set(modes)) != len(modes):
+        raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
+    if rounds < 1:
+        raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show the spread")
 
 
 def _counted_words(plan: Rounds, warm_up: int) -> str:

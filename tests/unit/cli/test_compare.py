@@ -539,7 +539,7 @@ def test_settings_of_the_modes_in_a_file_are_reported_as_without_effect(tmp_path
     file = tmp_path / "run.yaml"
     file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
     screen = console()
-    monkeypatch.setattr(module, "plain_console", lambda: screen)
+    monkeypatch.setattr("ebbtide.cli.rounds.plain_console", lambda: screen)
     monkeypatch.setattr(module, "run_rounds", lambda *_: None)
     monkeypatch.setattr(module, "check", lambda *_: None)
     compare([str(file)], modes=["plain"], out=tmp_path / "out")
@@ -599,7 +599,7 @@ def test_it_says_what_it_will_do_before_the_recipe_is_imported(tmp_path, monkeyp
         assert "1 mode, 3 rounds in turn: 3 runs of 5 steps" in screen.file.getvalue()
         raise ConfigError("found", expected="expected", hint="hint")
 
-    monkeypatch.setattr(module, "plain_console", lambda: screen)
+    monkeypatch.setattr("ebbtide.cli.rounds.plain_console", lambda: screen)
     monkeypatch.setattr(module, "check", refuse)
     with pytest.raises(ConfigError, match="found"):
         compare(["--max_steps", "5"], modes=["plain"], out=tmp_path / "out")
