@@ -35,7 +35,9 @@ def blocks_svg(run: Run, step: object) -> str | None:
         return None
     sizes = style.ticks(max(sum(column.values()) for column in columns), count=4, base=2)
     bottom, pitch = _TOP + _PLOT, (_WIDTH - _LEFT - _RIGHT) / len(columns)
-    pieces = [style.text(_LEFT, 22, f"{run.name}: bytes of each block, by action", "strong"), *_legend()]
+    begin = _WIDTH - _RIGHT - sum(map(style.swatch_width, style.ACTIONS))
+    legend, _ = style.swatches(dict(zip(style.ACTIONS, style.ACTIONS, strict=True)), begin, 22, _WIDTH)
+    pieces = [style.text(_LEFT, 22, f"{run.name}: bytes of each block, by action", "strong"), *legend]
     for size in sizes:
         y = bottom - _PLOT * size / sizes[-1]
         pieces.append(style.line(_LEFT, y, _WIDTH - _RIGHT, y))
@@ -59,13 +61,4 @@ def _column(x: float, width: float, bottom: float, scale: float, event: Event, c
             y -= size * scale
             title = f"{event.get('name')}: {action} {format_size(size)}"
             pieces.append(style.rect(x, y, width, size * scale, action, title=title))
-    return pieces
-
-
-def _legend() -> list[str]:
-    pieces: list[str] = []
-    x = _WIDTH - _RIGHT
-    for action in reversed(style.ACTIONS):
-        x -= style.swatch_width(action)
-        pieces += style.swatch(x, 22, action, action)
     return pieces

@@ -79,19 +79,15 @@ def curve(frame: Frame, points: Sequence[tuple[float, int]], color: str) -> str:
     columns: dict[int, list[int]] = {}
     for t, size in points:
         columns.setdefault(round(frame.x(t)), []).append(size)
-    xy: list[str] = []
+    line: list[tuple[float, float]] = []
     for x, sizes in sorted(columns.items()):
         shown = sizes if len(sizes) < 3 else [sizes[0], min(sizes), max(sizes), sizes[-1]]
-        xy += [f"{x},{frame.y(size):.1f}" for size in shown]
-    if not xy:
+        line += [(x, frame.y(size)) for size in shown]
+    if not line:
         return ""
-    first, last = xy[0].split(",")[0], xy[-1].split(",")[0]
-    area = f"{first},{frame.bottom:.1f} {' '.join(xy)} {last},{frame.bottom:.1f}"
-    return (
-        f'<polygon points="{area}" style="fill:var(--{color});opacity:.09"/>'
-        f'<polyline points="{" ".join(xy)}" style="fill:none;stroke:var(--{color});stroke-width:2;'
-        'stroke-linejoin:round"/>'
-    )
+    area = [(line[0][0], frame.bottom), *line, (line[-1][0], frame.bottom)]
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in area)
+    return f'<polygon points="{corners}" style="fill:var(--{color});opacity:.09"/>{style.polyline(line, color)}'
 
 
 def peaks(frame: Frame, curves: Sequence[Sequence[tuple[float, int]]], colors: Sequence[str]) -> list[str]:

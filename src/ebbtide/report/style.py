@@ -5,6 +5,7 @@ Colours are CSS variables with a light and a dark set, so one file is readable i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -44,14 +45,18 @@ svg.eb .halo{paint-order:stroke;stroke:var(--bg);stroke-width:4px;stroke-linejoi
 
 def run_classes(names: Sequence[str]) -> list[str]:
     """Return a colour for each run: modes have their own, others cycle."""
-    spare = iter(_SPARE_CLASSES * len(names))
-    return [name if name in _RUNS else next(spare) for name in names]
+    return _classes(names, _RUNS, _SPARE_CLASSES)
 
 
 def phase_classes(names: Sequence[str]) -> dict[str, str]:
     """Return a colour for each name of a phase: three have their own, others cycle."""
-    spare = iter(_SPARE_PHASES * (len(names) + 1))
-    return {name: name if name in _PHASES else next(spare) for name in dict.fromkeys(names)}
+    phases = list(dict.fromkeys(names))
+    return dict(zip(phases, _classes(phases, _PHASES, _SPARE_PHASES), strict=True))
+
+
+def _classes(names: Sequence[str], own: Sequence[str], spare: Sequence[str]) -> list[str]:
+    others = itertools.cycle(spare)
+    return [name if name in own else next(others) for name in names]
 
 
 def text(x: float, y: float, words: str, *classes: str, color: str | None = None) -> str:
@@ -69,13 +74,8 @@ def rect(x: float, y: float, width: float, height: float, color: str, *, title: 
     )
 
 
-def swatch(x: float, y: float, label: str, color: str) -> list[str]:
-    """Return an entry of a legend: a square and its label."""
-    return [rect(x, y - 10, 12, 12, color, radius=2), text(x + 18, y, label, "soft")]
-
-
 def swatch_width(label: str) -> float:
-    """Return the width of a swatch, with the gap to the next."""
+    """Return the width of an entry of ``swatches``, with the gap to the next."""
     return 34 + 6.4 * len(label)
 
 
@@ -87,7 +87,7 @@ def swatches(entries: Mapping[str, str], left: float, y: float, right: float) ->
         width = swatch_width(label)
         if x > left and x + width > right:
             x, y = left, y + 20
-        pieces += swatch(x, y, label, color)
+        pieces += [rect(x, y - 10, 12, 12, color, radius=2), text(x + 18, y, label, "soft")]
         x += width
     return pieces, y
 
