@@ -69,6 +69,11 @@ class Handle:
         """Whether the next forward is offloaded."""
         return self._attachment is not None and self._attachment.enabled
 
+    @property
+    def blocks(self) -> list[str]:
+        """Paths of the blocks: those found by structure, until the first pass chooses others. None once closed."""
+        return [] if self._attachment is None else self._attachment.block_names
+
     def stats(self) -> Stats:
         """Return the figures of the latest pass and the totals; ``print`` shows ten lines."""
         return self._engine.stats()
@@ -79,10 +84,9 @@ class Handle:
         The bytes of an action add up to those of ``stats()``; checkpointed blocks count as recomputed. Then follow
         small storages, the coverage, sites that are no longer recomputed and why, the store, and the longest stalls.
         """
-        engine = self._engine
-        lines = [self.plan.explain(), *engine.last_pass.explain(engine.options.min_bytes)]
+        lines = [self.plan.explain(), *self._engine.last_pass.explain(self._engine.options.min_bytes)]
         lines += self._covered if self._attachment is None else self._attachment.explain()
-        lines += [f"not recomputed: {site}: {reason}" for site, reason in list(engine.trust.demoted.items())]
+        lines += [f"not recomputed: {site}: {reason}" for site, reason in list(self._engine.trust.demoted.items())]
         return "\n".join(lines + self.stats().details())
 
     def disable(self) -> None:
@@ -178,7 +182,7 @@ def enable_activation_offloading(
         verify: Compare every restored and recomputed tensor with the original; slow.
 
     Returns:
-        A handle: ``stats() explain() plan disable() enable() close()``.
+        A handle: ``stats() explain() plan blocks disable() enable() close()``.
 
     Raises:
         ConfigError: A value cannot be used; DataError: the plan file cannot be read.
@@ -273,7 +277,8 @@ def make_plan(
     target_machine = measured_machine() if machine is None else machine_named(machine)
     profile = simulate_model(
         model, batch, target_machine, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
-        blocks=blocks, options=options_of("auto", min_bytes, window, None, False), rules=_rules(),
+        blocks=blocks, options=options_of("auto", min_bytes, window, None, False),
+        rules={**rule_table(), **_custom_rules},
     )  # fmt: skip
     return table_plan(solution_for(chosen, profile, target_machine.memory_bytes), plan_for(chosen).name)
 
@@ -382,18 +387,13 @@ def register_recompute(name: str, rule: Rule) -> None:
     _idle_engines.clear()  # they have the rules of before
 
 
-def _rules() -> dict[str, Rule]:
-    """Return the built-in recompute rules and those that were registered."""
-    return {**rule_table(), **_custom_rules}
-
-
 def _open_engine(policy: Policy | Plan, options: Options, home: torch.device | None = None, **settings: Any) -> Engine:
     tier = open_tier(
         "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
         host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous, home=home)  # fmt: skip
     measured = measured_plan(policy, tier, options.window_bytes)
     plan = measured or (plan_for(policy) if isinstance(policy, Policy) else policy)
-    engine = Engine(plan, tier, options, BUS, rules=_rules(), **settings)
+    engine = Engine(plan, tier, options, BUS, rules={**rule_table(), **_custom_rules}, **settings)
     if measured is not None:
         with undone_on_error(tier.close):
             measured.watch(engine)

@@ -190,6 +190,15 @@ def test_a_handle_is_a_context_manager_that_closes() -> None:
         handle.enable()
 
 
+def test_the_blocks_of_a_handle_are_paths_of_the_model() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    with enable(model) as handle:
+        assert handle.blocks == ["0", "1", "2"]
+    assert handle.blocks == []
+    with enable(model, blocks=["1"]) as handle:
+        assert handle.blocks == ["1"]
+
+
 def test_an_exception_closes_the_handle() -> None:
     tiny = build("mlp")
     with pytest.raises(ZeroDivisionError), enable(tiny.model) as handle:

@@ -256,8 +256,8 @@ def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
     return PcieLink(
         width=_lanes(folder / "current_link_width"),
         most_width=_lanes(folder / "max_link_width"),
-        speed=_transfers(folder / "current_link_speed"),
-        most_speed=_transfers(folder / "max_link_speed"),
+        speed=_number(folder / "current_link_speed") or None,
+        most_speed=_number(folder / "max_link_speed") or None,
         node=None if node is None or node < 0 else int(node),
     )
 
@@ -275,7 +275,7 @@ def _text(path: Path) -> str | None:
 
 
 def _number(path: Path) -> float | None:
-    """Return the number at the start of a file."""
+    """Return the number at the start of a file, such as 32.0 of ``"32.0 GT/s PCIe"``."""
     found = re.match(r"\s*(-?\d+(?:\.\d+)?)", _text(path) or "")
     return float(found[1]) if found else None
 
@@ -284,12 +284,6 @@ def _lanes(path: Path) -> int | None:
     """Return a link's width; 0 and 255 mean down or unknown."""
     found = _number(path)
     return int(found) if found is not None and 0 < found <= 32 else None
-
-
-def _transfers(path: Path) -> float | None:
-    """Return a link's speed (``"32.0 GT/s PCIe"``)."""
-    found = _number(path)
-    return found if found is not None and found > 0 else None
 
 
 def _cpus(text: str) -> frozenset[int]:

@@ -113,7 +113,7 @@ def ending(run: Run) -> str | None:
     if status == "ok":
         return None
     words = {
-        "killed": "was killed or is still running: its record is incomplete",
+        "killed": "has no recorded end: it was killed, became another program (exec), or is still running",
         "interrupted": "was interrupted",
         "error": f"failed: {run.error}",
     }

@@ -200,4 +200,4 @@ class ScriptSwitch:
 
 
 def _how(handle: Any) -> str:
-    return f"{len(handle._attachment.block_names)} blocks, policy {handle.plan.name}"
+    return f"{len(handle.blocks)} blocks, policy {handle.plan.name}"
