@@ -3,8 +3,7 @@
 SmolLM2-135M-Instruct, sequences of 384 tokens made from the standard library's docstrings, float32; every mode runs in
 fresh processes, in turn; memory is watched from outside, and nothing is set in the environment. The command is that of
 ``make demo`` with more rounds, and with a second row of ordinary training under fixed thresholds of glibc's allocator.
-Losses are compared bitwise; a mode whose losses differ fails the suite. ``readme.md`` in the results folder is the
-README's table.
+Losses are compared bitwise; a mode whose losses differ fails the suite.
 
     python -m benchmarks.suites.sft [--rounds 5] [--max-steps 7] [--max-length 384] [--out DIR]
 """
@@ -40,23 +39,6 @@ def against(rounds: list[dict[str, Any]], base: str, names: list[str]) -> list[s
         values = spread([r[name]["step_seconds_median"] / r[base]["step_seconds_median"] for r in rounds])
         rows.append(f"| {name} | ×{values['median']:.2f} | {values['low']:.2f} to {values['high']:.2f} |")
     return rows
-
-
-README_NAMES = {
-    "plain": "plain",
-    "checkpointing": "activation checkpointing",
-    "ebbtide": "**ebbtide**",
-    "ebbtide-minimal": "ebbtide, `enable_ckpt=True`",
-}
-
-
-def readme_table(modes: list[dict[str, Any]]) -> list[str]:
-    """Return the README's table: the modes that a user chooses between, and the columns of their cost."""
-    columns = ("mode", "peak memory", "activation memory", "saved", "step / plain", "losses")
-    chosen = [mode for mode in modes if mode["mode"] in README_NAMES]
-    table = headline({README_NAMES[mode["mode"]]: mode for mode in chosen})
-    picked = [table.columns.index(column) for column in columns]
-    return markdown(Table(columns=columns, rows=tuple(tuple(row[i] for i in picked) for row in table.rows)))
 
 
 def report(modes: list[dict[str, Any]], rounds: list[dict[str, Any]], *, max_steps: int, max_length: int) -> str:
@@ -126,7 +108,6 @@ def main() -> None:
             {"suite": "sft", "environment": result.environment, "modes": result.modes, "rounds": rounds},
             report(result.modes, rounds, max_steps=given.max_steps, max_length=given.max_length),
         )
-        (folder / "readme.md").write_text("\n".join(readme_table(result.modes)) + "\n")
         shown = [m for m in names if m not in ("ebbtide-minimal", "plain-again", "plain-malloc")]
         runs = [load_run(out / f"round-{given.rounds}" / mode) for mode in shown]
         (folder / "timeline.svg").write_text(timeline_svg(runs))
