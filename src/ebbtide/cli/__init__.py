@@ -1,9 +1,8 @@
 """The command line: ``ebbtide VERB``.
 
 [Note: a light start]
-``ebbtide --help`` and ``ebbtide VERB --help`` import neither torch nor transformers: a verb is a name and the path of a
-function, imported when the verb is called, and configs are plain dataclasses. Recipes are above this package, so they
-are also reached by path.
+``ebbtide --help`` and ``ebbtide VERB --help`` import neither torch nor transformers: the module of a verb is imported
+when the verb is called, and configs are plain dataclasses. Recipes are above this package, so they are reached by path.
 """
 
 from __future__ import annotations
@@ -44,40 +43,28 @@ _NAME_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """One verb of the command line.
+    """One verb of the command line: the function ``run`` of the module of its name, or of ``recipe``.
 
     Args:
-        function: ``"module:name"`` of a function that takes the arguments after the verb and returns an exit code.
         does: One line of help.
-        takes_name: Whether the verb is passed before the arguments.
+        is_recipe: Whether it trains by a recipe.
         prints: Whether it ends when its output is closed; all other verbs train.
     """
 
-    function: str
     does: str
-    takes_name: bool = False
+    is_recipe: bool = False
     prints: bool = False
 
 
-def _recipe(does: str) -> Verb:
-    return Verb(function="ebbtide.cli.recipe:run", does=does, takes_name=True)
-
-
 VERBS: dict[str, Verb] = {
-    "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
-    "grpo": _recipe("reinforcement learning of a language model with rewards (GRPO)"),
-    "video": _recipe("flow-matching fine-tuning and distillation of a video transformer"),
-    "run": Verb(function="ebbtide.cli.run:run", does="your own training script with offloading, unedited"),
-    "compare": Verb(
-        function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
-    ),
-    "plan": Verb(
-        function="ebbtide.cli.plan:run", does="predict whether training fits, from the model config alone", prints=True
-    ),
-    "report": Verb(
-        function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder", prints=True
-    ),
-    "doctor": Verb(function="ebbtide.cli.doctor:run", does="benchmark this machine and diagnose problems", prints=True),
+    "sft": Verb(does="supervised fine-tuning of a language model (full, LoRA, QLoRA)", is_recipe=True),
+    "grpo": Verb(does="reinforcement learning of a language model with rewards (GRPO)", is_recipe=True),
+    "video": Verb(does="flow-matching fine-tuning and distillation of a video transformer", is_recipe=True),
+    "run": Verb(does="your own training script with offloading, unedited"),
+    "compare": Verb(does="the same few steps under several modes, in fresh processes"),
+    "plan": Verb(does="predict whether training fits, from the model config alone", prints=True),
+    "report": Verb(does="report.html and summary.json from a run folder", prints=True),
+    "doctor": Verb(does="benchmark this machine and diagnose problems", prints=True),
 }
 
 
@@ -189,9 +176,8 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
             expected="one of " + ", ".join(VERBS),
             hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` describes each",
         )
-    module, _, attribute = verb.function.partition(":")
-    function = getattr(importlib.import_module(module), attribute)
-    return partial(function, name) if verb.takes_name else function
+    module = importlib.import_module(f"ebbtide.cli.{'recipe' if verb.is_recipe else name}")
+    return partial(module.run, name) if verb.is_recipe else module.run
 
 
 def _overview(stream: TextIO) -> None:
