@@ -55,7 +55,7 @@ def test_a_killed_run_gets_its_summary_here(tmp_path, capsys):
     lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run.jsonl").write_text("".join(lines[:-1]) + '{"t": 1')
     report(tmp_path)
-    assert "plain was killed" in capsys.readouterr().out
+    assert "plain has no recorded end" in capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "killed"
 
 

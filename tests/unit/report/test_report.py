@@ -208,7 +208,7 @@ def test_a_run_that_ended_badly_says_so_on_top(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "status": "killed"}))
     shown = page([load_run(folder)])
-    words = "plain has no recorded end: it was killed, became another program"  # which os.execve does not announce
+    words = "plain has no recorded end: it was killed, became another program"  # which posix.execve does not announce
     assert words in shown
     assert words in text(load_run(folder))
 
