@@ -28,6 +28,9 @@ def chrome_trace(run: Run) -> dict[str, Any]:
         micros = {"ts": (start - begin) * 1e6, "dur": (end - start) * 1e6}
         return {"ph": "X", "pid": pid, "tid": row, "name": name, **micros, "args": arguments}
 
+    def counter(name: str, t: float, **values: Any) -> dict[str, Any]:
+        return {"ph": "C", "pid": pid, "name": name, "ts": (t - begin) * 1e6, "args": values}
+
     traced: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": run.name}}]
     traced += [
         {"ph": "M", "pid": pid, "tid": row, "name": "thread_name", "args": {"name": words}}
@@ -40,13 +43,12 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     for event in run.all("stall"):
         name = f"stall in {event.get('where')}"
         traced.append(slice_(_STALLS, name, event["t"] - event["seconds"], event["t"], **_fields(event)))
-    for copied in copies(run):
-        sizes = {"out_bytes": copied.out_bytes, "in_bytes": copied.in_bytes}
-        micros = (copied.t - begin) * 1e6
-        traced.append({"ph": "C", "pid": pid, "name": "copied in the step", "ts": micros, "args": sizes})
+    traced += [
+        counter("copied in the step", step.t, out_bytes=step.out_bytes, in_bytes=step.in_bytes) for step in copies(run)
+    ]
     for event in run.events:
-        micros = (event["t"] - begin) * 1e6
         if event["event"] in _INSTANTS:
+            micros = (event["t"] - begin) * 1e6
             row = _BLOCKS if event["event"].startswith("block") else _PHASES
             name = str(event.get("name") or event["event"])
             traced.append(
@@ -54,12 +56,8 @@ def chrome_trace(run: Run) -> dict[str, Any]:
             )
         elif event["event"] == "memory":
             known = {key: event[key] for key in ("rss_bytes", "device_bytes") if event.get(key) is not None}
-            traced.append({"ph": "C", "pid": pid, "name": "memory", "ts": micros, "args": known})
-    for event in run.outside:
-        sample = {"rss_bytes": event.get("rss_bytes")}
-        traced.append(
-            {"ph": "C", "pid": pid, "name": "memory from outside", "ts": (event["t"] - begin) * 1e6, "args": sample}
-        )
+            traced.append(counter("memory", event["t"], **known))
+    traced += [counter("memory from outside", event["t"], rss_bytes=event.get("rss_bytes")) for event in run.outside]
     return {"traceEvents": traced, "displayTimeUnit": "ms"}
 
 
