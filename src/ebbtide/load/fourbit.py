@@ -24,7 +24,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.attributes import plain_name
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, SourceLayout
-from ebbtide.load.targets import Target, fsdp2_params, owners_of, tensor_of
+from ebbtide.load.targets import Target, owners_of, tensor_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
 
@@ -188,27 +188,24 @@ class FourBit:
             ) from error
         weight.state, weight.flat = made.quant_state, target.old is None
 
-    def check(self, sharded: nn.Module, targets: Mapping[str, Target]) -> None:
-        """Refuse a model that converts columns.
+    def check(self, targets: Mapping[str, Target]) -> None:
+        """Refuse a sharded model that converts columns.
 
         Raises:
             ConfigError: They were converted when it was sharded, or would be when they are gathered.
         """
-        gathered: dict[int, torch.dtype | None] = {
-            id(param.sharded_param): param.mp_policy.param_dtype for param in fsdp2_params(sharded)
-        }
         for name, weight in self._weights.items():
             if (target := targets.get(name)) is None:
                 continue  # another rank holds it
             stored: torch.dtype = weight.old.quant_storage
             found = target.local.dtype
             if found == stored and stored.is_floating_point:  # integers are gathered as they are
-                found = gathered.get(id(target.old)) or stored
+                found = target.gathered or stored
             if found != stored:
                 raise ConfigError(
                     f"{name!r} is packed as {stored} and would be {found} in the sharded model",
                     expected="one dtype: a conversion would destroy the packed numbers",
-                    hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the MixedPrecisionPolicy, and "
+                    hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the policy of mixed precision, and "
                     "convert only other parameters in the function passed as shard=",
                 )
 

@@ -107,7 +107,7 @@ class Loading:
                 sharded = self._sharded(shard)
                 self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
-                self._four.check(sharded, targets)
+                self._four.check(targets)
                 check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)

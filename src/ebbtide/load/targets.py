@@ -39,6 +39,7 @@ class Target:
         shape: Of the whole.
         shared: Other ranks hold the same bytes.
         writes: This is the first rank of those that hold them, as far as the wrapper shows.
+        gathered: The dtype in which FSDP gathers the whole; ``None``: that of ``local``.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Target:
     shape: torch.Size
     shared: bool
     writes: bool = True
+    gathered: torch.dtype | None = None
     owners: list[tuple[nn.Module, str, bool]] = field(default_factory=list[tuple[nn.Module, str, bool]])
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -123,7 +125,7 @@ def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dic
     handles = [unit._handle for unit in _flat_units(model)]
     flat = {id(handle.flat_param) for handle in handles}
     tied = {(id(i.module), i.param_name) for handle in handles for i in handle.flat_param._shared_param_infos}
-    on_host = {id(p.sharded_param) for p in fsdp2_params(model) if p.offload_to_cpu}
+    sharded = {id(param.sharded_param): param for param in fsdp2_params(model)}
     by_tensor: dict[int, Target] = {}
     for name, owner in owners_of(model).items():
         tensor = tensor_of(owner)
@@ -132,8 +134,10 @@ def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dic
         if id(tensor) in by_tensor:
             by_tensor[id(tensor)].owners.append(owner)
             continue
-        place = torch.device("cpu") if id(tensor) in on_host else device
+        param = sharded.get(id(tensor))
+        place = torch.device("cpu") if param is not None and param.offload_to_cpu else device
         found[name] = by_tensor[id(tensor)] = _target(name, tensor, memory, place)
+        found[name].gathered = None if param is None else param.mp_policy.param_dtype
         found[name].owners.append(owner)
     return found
 
@@ -282,6 +286,7 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
                 shared=replicas is not None or not handle.uses_sharded_strategy,
                 writes=(replicas is None or replicas.rank() == 0)
                 and (handle.uses_sharded_strategy or handle.process_group.rank() == 0),
+                gathered=handle._fwd_bwd_param_dtype,
             )
 
 
