@@ -24,7 +24,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.attributes import plain_name
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, SourceLayout
-from ebbtide.load.targets import Target, owners_of, tensor_of
+from ebbtide.load.targets import Target, owners_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
 
@@ -73,8 +73,8 @@ class FourBit:
         self._weights: dict[str, _Weight] = {}
         self._scales: dict[str, dict[str, str]] = {}
         self._packed = False
-        for name, (module, attribute, is_buffer) in owners_of(model).items():
-            old: Any = tensor_of((module, attribute, is_buffer))
+        for name, owner in owners_of(model).items():
+            old: Any = owner.tensor
             if is_four_bit(old):
                 if getattr(old, "bnb_quantized", False) or not old.is_meta:
                     raise ConfigError(
@@ -82,7 +82,7 @@ class FourBit:
                         expected="a 4-bit weight on meta that has not been quantised yet",
                         hint="build the model on meta and let load_sharded quantise it while it is loaded",
                     )
-                self._weights[name] = _Weight(module=module, attribute=attribute, old=old)
+                self._weights[name] = _Weight(module=owner.module, attribute=owner.name, old=old)
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights

@@ -30,7 +30,7 @@ from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of, signals_held
-from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of, tensor_of
+from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of
 from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, by_rank, same_on_all_ranks
 from ebbtide.store.pages import use_huge_pages
 
@@ -135,7 +135,7 @@ class Loading:
 
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
         """Shard the model; second names of its tensors follow them, and attributes that stay on meta are logged."""
-        before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
+        before = {name: owner.tensor for name, owner in owners_of(self.model).items()}
         try:
             wrapped = shard(self.model) if shard else None
         except Exception as error:
@@ -149,13 +149,13 @@ class Loading:
                 hint="return the model alone",
             )
         now = owners_of(sharded)
-        if foreign := [name for name, owner in now.items() if name not in before and tensor_of(owner).is_meta]:
+        if foreign := [name for name, owner in now.items() if name not in before and owner.tensor.is_meta]:
             raise ConfigError(
                 f"the function passed as shard= returned a model with {foreign[0]!r} on meta, which is new",
                 expected="the names of the model, which FSDP and tensor parallelism keep",
                 hint="return the model itself, and put it into another module after loading",
             )
-        rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
+        rename(sharded, {id(tensor): now[name].tensor for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
             shown = few(left, count=SHOWN)
             logger.warning("%d attributes have tensors on meta, which are not loaded: %s", len(left), shown)
