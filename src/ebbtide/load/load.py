@@ -31,7 +31,7 @@ from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of, signals_held
 from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of
-from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, by_rank, same_on_all_ranks
+from ebbtide.load.together import SAME_TENSORS, Ranks, by_rank, same_on_all_ranks
 from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
@@ -62,7 +62,7 @@ class Loading:
         model: On meta.
         weights: Their source, as this rank's argument.
         options: How to load.
-        meet: How ranks meet; ``None``: this process is alone.
+        ranks: Those that load together.
         init: Gives a module its first values; ``None``: the module's own.
         progress: Called with bytes read and bytes to read by this rank.
     """
@@ -72,14 +72,13 @@ class Loading:
         model: nn.Module,
         weights: Weights,
         options: LoadOptions,
+        ranks: Ranks,
         *,
-        meet: Meet | None,
         init: Callable[[nn.Module], object] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        self.model, self.options = model, options
+        self.model, self.options, self.ranks = model, options, ranks
         self._weights, self._init, self._progress = weights, init, progress
-        self.ranks = Ranks(meet)
         self.checkpoint: Checkpoint | None = None
         self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
