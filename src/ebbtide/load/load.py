@@ -300,7 +300,6 @@ class Loading:
         return ReadAhead([self.checkpoint.entries[key] for key in keys], self.ranks.me, self.ranks.count)
 
     def _read(self, targets: dict[str, Target]) -> None:
-        """Fill this rank's memory from the checkpoint."""
         for target in targets.values():
             if target.local.device.type == "cpu" and target.local.is_contiguous():
                 use_huge_pages(target.local.data_ptr(), target.local.nbytes)

@@ -158,7 +158,6 @@ class Saving:
         return files
 
     def _make(self, files: Files) -> None:
-        """Make the drafts, at their full length."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for file, entries in files.items():
             header = _header(entries)
@@ -167,7 +166,6 @@ class Saving:
                 draft.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
     def _write(self, files: Files, held: Mapping[str, Target]) -> None:
-        """Write this rank's slices into the drafts."""
         for file, entries in files.items():
             wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
             if not wanted:
@@ -204,8 +202,6 @@ class Saving:
                 old.unlink()
 
     def _run(self, about: str, act: Callable[[], object]) -> None:
-        """Run a part of the work on every rank."""
-
         def attempt() -> dict[str, Any]:
             try:
                 act()
