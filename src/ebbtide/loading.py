@@ -93,9 +93,10 @@ def load_sharded(
         checked.append((options, _device(device)))
         return {}
 
-    Ranks(_meet).run_on_all_ranks("call load_sharded", check)
+    ranks = Ranks(_meet)
+    ranks.run_on_all_ranks("call load_sharded", check)
     ((options, place),) = checked
-    loading = Loading(model, weights, options, meet=_meet, init=init, progress=progress)
+    loading = Loading(model, weights, options, ranks, init=init, progress=progress)
     return loading.run(shard, dtype=dtype, device=place, optimizer=optimizer)
 
 
@@ -136,10 +137,11 @@ def save_sharded(
             )
         return {"name": name, "max_file_bytes": int(max_file_bytes)}
 
-    arguments = Ranks(_meet).run_on_all_ranks("call save_sharded", check)
+    ranks = Ranks(_meet)
+    arguments = ranks.run_on_all_ranks("call save_sharded", check)
     # Each rank computes the places of all tensors from them.
     same_on_all_ranks(arguments, expected="the same on all ranks", hint="pass the same on each rank", spell=repr)
-    Saving(model, folder, meet=_meet, max_file_bytes=max_file_bytes, name=name).run()
+    Saving(model, folder, ranks, max_file_bytes=max_file_bytes, name=name).run()
 
 
 def _check_arguments(weights: object, functions: Mapping[str, object]) -> None:

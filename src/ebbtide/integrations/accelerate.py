@@ -124,7 +124,7 @@ def _filled(
     prepared: list[Any] = []
 
     def shard(unwrapped: nn.Module) -> nn.Module:
-        with _on_meta(accelerator):
+        with on_meta(accelerator):
             prepared.append(plain())
         parts = prepared[0] if isinstance(prepared[0], tuple | list) else [prepared[0]]
         wrapped = [part for part in parts if isinstance(part, nn.Module)]
@@ -137,7 +137,7 @@ def _filled(
 
 
 @contextmanager
-def _on_meta(accelerator: Any) -> Generator[None, None, None]:
+def on_meta(accelerator: Any) -> Generator[None, None, None]:
     """Let the plugin shard models on meta as they are, without its own loading."""
     plugin: Any = accelerator.state.fsdp_plugin
     changed: dict[str, Any] = {"cpu_ram_efficient_loading": False}

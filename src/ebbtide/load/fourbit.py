@@ -24,7 +24,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.attributes import plain_name
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, SourceLayout
-from ebbtide.load.targets import Target, fsdp2_params, owners_of, tensor_of
+from ebbtide.load.targets import Target, owners_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
 
@@ -73,8 +73,8 @@ class FourBit:
         self._weights: dict[str, _Weight] = {}
         self._scales: dict[str, dict[str, str]] = {}
         self._packed = False
-        for name, (module, attribute, is_buffer) in owners_of(model).items():
-            old: Any = tensor_of((module, attribute, is_buffer))
+        for name, owner in owners_of(model).items():
+            old: Any = owner.tensor
             if is_four_bit(old):
                 if getattr(old, "bnb_quantized", False) or not old.is_meta:
                     raise ConfigError(
@@ -82,7 +82,7 @@ class FourBit:
                         expected="a 4-bit weight on meta that has not been quantised yet",
                         hint="build the model on meta and let load_sharded quantise it while it is loaded",
                     )
-                self._weights[name] = _Weight(module=module, attribute=attribute, old=old)
+                self._weights[name] = _Weight(module=owner.module, attribute=owner.name, old=old)
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
@@ -188,27 +188,24 @@ class FourBit:
             ) from error
         weight.state, weight.flat = made.quant_state, target.old is None
 
-    def check(self, sharded: nn.Module, targets: Mapping[str, Target]) -> None:
-        """Refuse a model that converts columns.
+    def check(self, targets: Mapping[str, Target]) -> None:
+        """Refuse a sharded model that converts columns.
 
         Raises:
             ConfigError: They were converted when it was sharded, or would be when they are gathered.
         """
-        gathered: dict[int, torch.dtype | None] = {
-            id(param.sharded_param): param.mp_policy.param_dtype for param in fsdp2_params(sharded)
-        }
         for name, weight in self._weights.items():
             if (target := targets.get(name)) is None:
                 continue  # another rank holds it
             stored: torch.dtype = weight.old.quant_storage
             found = target.local.dtype
             if found == stored and stored.is_floating_point:  # integers are gathered as they are
-                found = gathered.get(id(target.old)) or stored
+                found = target.gathered or stored
             if found != stored:
                 raise ConfigError(
                     f"{name!r} is packed as {stored} and would be {found} in the sharded model",
                     expected="one dtype: a conversion would destroy the packed numbers",
-                    hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the MixedPrecisionPolicy, and "
+                    hint=f"set bnb_4bit_quant_storage={found}, or no param_dtype in the policy of mixed precision, and "
                     "convert only other parameters in the function passed as shard=",
                 )
 

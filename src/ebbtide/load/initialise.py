@@ -28,10 +28,10 @@ from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.initialisers import ADD_FIRST, InitialCall, WriteWatch, calls_in, check_adapters
 from ebbtide.load.names import adapters_of, is_copy
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import Owner, owners_of
 
-_Kept = tuple[str, Any, str, torch.Tensor, torch.Tensor]
-"""A tensor's first name, the dict and the key that it is under, itself, and another view of its storage."""
+_Kept = tuple[str, Owner, torch.Tensor, torch.Tensor]
+"""A tensor's first name, its owner, itself, and another view of its storage."""
 
 
 class Initialiser:
@@ -55,20 +55,20 @@ class Initialiser:
         seed: int,
         sourced: Collection[str] = (),
     ) -> None:
-        self.names = {name for name, owner in owners_of(model).items() if tensor_of(owner).is_meta}
+        self.names = {name for name, owner in owners_of(model).items() if owner.tensor.is_meta}
         """What had no values before the model was sharded."""
         lacking = [name for name in self.names if name not in sourced]
         self._model = _copied(model, lacking) if lacking else nn.Module()
         self._init, self._seed = init, seed
         self._owners = owners_of(self._model)
         first: dict[int, str] = {}
-        self._first = {n: first.setdefault(id(tensor_of(owner)), n) for n, owner in self._owners.items()}
+        self._first = {n: first.setdefault(id(owner.tensor), n) for n, owner in self._owners.items()}
         """By name, the first name of the same tensor."""
         self._adapters = {name for name in adapters_of(self._model) if not is_copy(name)}
         self.has_drawn = False
         """Whether values were drawn at random."""
-        before = {self._first[name]: tensor_of(owner) for name, owner in owners_of(model).items() if lacking}
-        copied = {name: tensor_of(self._owners[name]) for name in before}
+        before = {self._first[name]: owner.tensor for name, owner in owners_of(model).items() if lacking}
+        copied = {name: self._owners[name].tensor for name in before}
         self._valued = {name: t for name, t in before.items() if not t.is_meta and copied[name].is_meta}
         """What calls need of the values that are in the model: wrappers drop the rest."""
         if self._valued:
@@ -122,7 +122,7 @@ class Initialiser:
                 for call in calls:
                     self._call(call, device)
                 # A call may have replaced the tensor that it got.
-                return {name: tensor_of(self._owners[self._first[name]]).detach() for name in names}
+                return {name: self._owners[self._first[name]].tensor.detach() for name in names}
 
         made = run()
         halves = [name for name, tensor in made.items() if tensor.is_meta]
@@ -153,24 +153,23 @@ class Initialiser:
     @contextlib.contextmanager
     def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
         """Replace tensors on meta by real memory, wherever they are tied, while the context is open."""
-        put: list[tuple[Any, str, Any]] = []
+        put: list[tuple[Owner, torch.Tensor]] = []
         wanted = set(names)
         try:
-            for name, (module, attribute, is_buffer) in self._owners.items():
+            for name, owner in self._owners.items():
                 if (first := self._first[name]) not in wanted:
                     continue
-                old = tensor_of((module, attribute, is_buffer))
+                old = owner.tensor
                 if first not in real:
                     place = self._valued[first].device if first in self._valued else device
                     empty = torch.empty(old.shape, dtype=old.dtype, device=place)
-                    real[first] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
-                slots: Any = module._buffers if is_buffer else module._parameters
-                put.append((slots, attribute, old))
-                slots[attribute] = real[first]
+                    real[first] = nn.Parameter(empty, requires_grad=False) if not owner.is_buffer else empty
+                put.append((owner, old))
+                owner.slots[owner.name] = real[first]
             yield
         finally:
-            for slots, attribute, old in put:
-                slots[attribute] = old
+            for owner, old in put:
+                owner.slots[owner.name] = old
 
     def _calls_of(self, name: str) -> tuple[int, ...]:
         """Return the calls that matter for a tensor: from the last that writes all of it on."""
@@ -185,11 +184,10 @@ class Initialiser:
         """The calls that write something; each was run once on meta, see [Note: what a call writes]."""
         names, numels, kept = dict[int, str](), dict[str, int](), dict[nn.Module, list[_Kept]]()
         for name, owner in self._owners.items():
-            (module, attribute, is_buffer), tensor, first = owner, tensor_of(owner), self._first[name]
+            tensor, first = owner.tensor, self._first[name]
             if tensor.is_meta:
                 names[tensor.untyped_storage()._cdata], numels[first] = first, tensor.numel()
-                slots: Any = module._buffers if is_buffer else module._parameters
-                kept.setdefault(module, []).append((first, slots, attribute, tensor, tensor.detach()))
+                kept.setdefault(owner.module, []).append((first, owner, tensor, tensor.detach()))
         calls = list(calls_in(self._model, self._init))
         for call in calls:
             watch = WriteWatch(names, numels)
@@ -204,10 +202,10 @@ class Initialiser:
             call.writes, call.draws = watch.writes, watch.draws or failed
             call.needs |= watch.used & self._valued.keys()
             for part in call.module.modules():
-                for name, slots, attribute, tensor, before in kept.get(part, ()):
-                    now = slots.get(attribute)
+                for name, owner, tensor, before in kept.get(part, ()):
+                    now = owner.slots.get(owner.name)
                     if now is not tensor or now.untyped_storage()._cdata != before.untyped_storage()._cdata:
-                        tensor.data, slots[attribute] = before, tensor
+                        tensor.data, owner.slots[owner.name] = before, tensor
                         call.writes.setdefault(name, False)
             if failed:  # it may need values: assume that it writes what its module has
                 for name, *_ in kept.get(call.module, ()):
@@ -221,8 +219,8 @@ class Initialiser:
         return True
 
     def _valued_in(self, module: nn.Module) -> set[str]:
-        inside = set(module.modules())
-        return {self._first[name] for name, owner in self._owners.items() if owner[0] in inside} & self._valued.keys()
+        parts = set(module.modules())
+        return {self._first[n] for n, owner in self._owners.items() if owner.module in parts} & self._valued.keys()
 
 
 def _copied(model: nn.Module, lacking: Iterable[str]) -> nn.Module:

@@ -30,8 +30,8 @@ from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_attributes, check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of, signals_held
-from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of, tensor_of
-from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, by_rank, same_on_all_ranks
+from ebbtide.load.targets import Target, attach, names_by_tensor, owners_of, targets_of
+from ebbtide.load.together import SAME_TENSORS, Ranks, by_rank, same_on_all_ranks
 from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
@@ -62,7 +62,7 @@ class Loading:
         model: On meta.
         weights: Their source, as this rank's argument.
         options: How to load.
-        meet: How ranks meet; ``None``: this process is alone.
+        ranks: Those that load together.
         init: Gives a module its first values; ``None``: the module's own.
         progress: Called with bytes read and bytes to read by this rank.
     """
@@ -72,14 +72,13 @@ class Loading:
         model: nn.Module,
         weights: Weights,
         options: LoadOptions,
+        ranks: Ranks,
         *,
-        meet: Meet | None,
         init: Callable[[nn.Module], object] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        self.model, self.options = model, options
+        self.model, self.options, self.ranks = model, options, ranks
         self._weights, self._init, self._progress = weights, init, progress
-        self.ranks = Ranks(meet)
         self.checkpoint: Checkpoint | None = None
         self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
@@ -107,7 +106,7 @@ class Loading:
                 sharded = self._sharded(shard)
                 self._rebinding.check(sharded)
                 targets = targets_of(sharded, device)
-                self._four.check(sharded, targets)
+                self._four.check(targets)
                 check_ties(ties, targets)
                 first_values(targets, self.plan, self._initialiser)
             self._read(targets)
@@ -135,7 +134,7 @@ class Loading:
 
     def _sharded(self, shard: Callable[[nn.Module], nn.Module | None] | None) -> nn.Module:
         """Shard the model; second names of its tensors follow them, and attributes that stay on meta are logged."""
-        before = {name: tensor_of(owner) for name, owner in owners_of(self.model).items()}
+        before = {name: owner.tensor for name, owner in owners_of(self.model).items()}
         try:
             wrapped = shard(self.model) if shard else None
         except Exception as error:
@@ -149,13 +148,13 @@ class Loading:
                 hint="return the model alone",
             )
         now = owners_of(sharded)
-        if foreign := [name for name, owner in now.items() if name not in before and tensor_of(owner).is_meta]:
+        if foreign := [name for name, owner in now.items() if name not in before and owner.tensor.is_meta]:
             raise ConfigError(
                 f"the function passed as shard= returned a model with {foreign[0]!r} on meta, which is new",
                 expected="the names of the model, which FSDP and tensor parallelism keep",
                 hint="return the model itself, and put it into another module after loading",
             )
-        rename(sharded, {id(tensor): tensor_of(now[name]) for name, tensor in before.items() if name in now})
+        rename(sharded, {id(tensor): now[name].tensor for name, tensor in before.items() if name in now})
         if (left := on_meta(sharded)) and self.ranks.me == 0:
             shown = few(left, count=SHOWN)
             logger.warning("%d attributes have tensors on meta, which are not loaded: %s", len(left), shown)
@@ -301,7 +300,6 @@ class Loading:
         return ReadAhead([self.checkpoint.entries[key] for key in keys], self.ranks.me, self.ranks.count)
 
     def _read(self, targets: dict[str, Target]) -> None:
-        """Fill this rank's memory from the checkpoint."""
         for target in targets.values():
             if target.local.device.type == "cpu" and target.local.is_contiguous():
                 use_huge_pages(target.local.data_ptr(), target.local.nbytes)

@@ -21,7 +21,7 @@ from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, Source, SourceLayout
-from ebbtide.load.targets import names_by_tensor, owners_of, tensor_of
+from ebbtide.load.targets import names_by_tensor, owners_of
 
 UNSAVED = "(buffer) "
 """Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
@@ -73,18 +73,12 @@ class NameMap:
 
 def wanted_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's parameters and persistent buffers by name; tied ones under each of their names."""
-    found: dict[str, torch.Tensor] = {}
-    for name, owner in owners_of(model).items():
-        module, attribute, is_buffer = owner
-        if not (is_buffer and attribute in module._non_persistent_buffers_set):
-            found[name] = tensor_of(owner)
-    return found
+    return {name: owner.tensor for name, owner in owners_of(model).items() if owner.is_saved}
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the values of a model in memory: parameters and all buffers, also those that are not saved."""
-    owners = owners_of(model).items()
-    unsaved = {UNSAVED + n: tensor_of(o) for n, o in owners if o[2] and o[1] in o[0]._non_persistent_buffers_set}
+    unsaved = {UNSAVED + name: owner.tensor for name, owner in owners_of(model).items() if not owner.is_saved}
     return {name: tensor.detach() for name, tensor in (wanted_of(model) | unsaved).items()}
 
 
@@ -128,7 +122,7 @@ def _by_base(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     owners, first = owners_of(model), dict[str, str]()
     for name, base in bases.items():
         other = first.setdefault(base, name) if not is_copy(name) else name
-        if tensor_of(owners[other]) is not tensor_of(owners[name]):
+        if owners[other].tensor is not owners[name].tensor:
             raise ConfigError(
                 f"{other} and {name} are two weights, and both are {base!r} in a checkpoint of the base model",
                 expected="one weight for each name once the names that PEFT adds are removed",
@@ -157,7 +151,7 @@ def match_names(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: 
     # A checkpoint of the adapted model itself has its names.
     direct = {k: layout for k, layout in layouts.items() if base_of.get(k, k) != k or k in adapters}
     # Buffers on meta that a given model has and no checkpoint would; real ones keep theirs.
-    tensors = {name: tensor_of(owner) for name, owner in owners_of(model).items()}
+    tensors = {name: owner.tensor for name, owner in owners_of(model).items()}
     computed = {n: layouts[UNSAVED + n] for n, tensor in tensors.items() if tensor.is_meta and UNSAVED + n in layouts}
     others = {k: layout for k, layout in layouts.items() if k not in direct and not k.startswith(UNSAVED)}
     found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, others)
@@ -300,7 +294,7 @@ def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[s
     # load_state_dict takes checkpoints without this counter of batch norms.
     patterns = [r"(^|\.)num_batches_tracked$", *(getattr(host, "_keys_to_ignore_on_load_missing", None) or ())]
     owners = owners_of(model) if kept else {}
-    base = [name for name in kept if not type(owners[name][0]).__module__.startswith("peft.")]
+    base = [name for name in kept if not type(owners[name].module).__module__.startswith("peft.")]
     return [name for name in base if not any(re.search(p, base_name(name)) for p in patterns)]
 
 

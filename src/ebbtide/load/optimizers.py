@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import owners_of
 
 
 class Rebinding:
@@ -42,7 +42,7 @@ class Rebinding:
         """Give the optimizer the parameters of a model that was checked and loaded."""
         if self._optimizer is None:
             return
-        now = {name: tensor_of(owner) for name, owner in owners_of(loaded).items()}
+        now = {name: owner.tensor for name, owner in owners_of(loaded).items()}
         for group, names in zip(self._optimizer.param_groups, self._names_of, strict=True):
             group["params"][:] = [now[name] for name in names]  # in place: LBFGS keeps the list itself
 
@@ -59,7 +59,7 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[s
             expected="an optimizer without steps",
             hint="load the weights first, then the optimizer's state",
         )
-    by_id = {id(tensor_of(owner)): name for name, owner in reversed(owners_of(model).items())}
+    by_id = {id(owner.tensor): name for name, owner in reversed(owners_of(model).items())}
     groups = optimizer.param_groups
     if any(id(parameter) not in by_id for group in groups for parameter in group["params"]):
         raise ConfigError(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ebbtide.base.errors import ConfigError
 from ebbtide.load.attributes import on_meta, rename
 from ebbtide.load.fourbit import is_four_bit
-from ebbtide.load.targets import owners_of, tensor_of
+from ebbtide.load.targets import owners_of
 
 
 def is_loaded(model: object) -> bool:
@@ -31,20 +31,20 @@ def empty(model: nn.Module) -> Callable[[], None]:
     Returns:
         Puts them back, unless the model has been wrapped or sharded in the meantime.
     """
-    before = {name: (owner, tensor_of(owner)) for name, owner in owners_of(model).items() if not owner[2]}
+    before = [(owner, owner.tensor) for owner in owners_of(model).values() if not owner.is_buffer]
     emptied: dict[int, nn.Parameter] = {}
-    for (module, attribute, _), tensor in before.values():
+    for owner, tensor in before:
         if id(tensor) not in emptied:
             emptied[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
             vars(emptied[id(tensor)]).update(vars(tensor))
-        module._parameters[attribute] = emptied[id(tensor)]
+        owner.slots[owner.name] = emptied[id(tensor)]
     rename(model, emptied)
 
     def restore() -> None:
-        if all(module._parameters.get(name) is emptied[id(tensor)] for (module, name, _), tensor in before.values()):
-            for (module, attribute, _), tensor in before.values():
-                module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
-            rename(model, {id(emptied[id(tensor)]): tensor for _, tensor in before.values()})
+        if all(owner.slots.get(owner.name) is emptied[id(tensor)] for owner, tensor in before):
+            for owner, tensor in before:
+                owner.slots[owner.name] = tensor
+            rename(model, {id(emptied[id(tensor)]): tensor for _, tensor in before})
 
     return restore
 
@@ -160,12 +160,12 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], None]
             hint="leave it out to keep the model's dtype",
         )
     patterns, before = _kept(model, dtype), list[tuple[torch.Tensor, torch.Tensor]]()
-    for name, (module, attribute, is_buffer) in owners_of(model).items():
-        tensor = tensor_of((module, attribute, is_buffer))
+    for name, owner in owners_of(model).items():
+        tensor = owner.tensor
         if not (tensor.is_meta and tensor.is_floating_point() and tensor.dtype.itemsize > 1) or is_four_bit(tensor):
             continue
         kept = next((as_dtype for pattern, as_dtype in patterns if pattern.search(name)), None)
-        wanted = kept or (None if is_buffer else dtype)
+        wanted = kept or (None if owner.is_buffer else dtype)
         if wanted is not None and wanted != tensor.dtype:
             before.append((tensor, tensor.data))
             tensor.data = tensor.data.to(wanted)

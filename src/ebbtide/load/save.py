@@ -32,7 +32,7 @@ from ebbtide.load.layout import Box, Piece
 from ebbtide.load.prepare import check_tensors
 from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by, reshard
-from ebbtide.load.together import SAME_TENSORS, Meet, Ranks, same_on_all_ranks
+from ebbtide.load.together import SAME_TENSORS, Ranks, same_on_all_ranks
 from ebbtide.store.buffers import view_memory
 
 logger = logging.getLogger("ebbtide.load")
@@ -42,16 +42,15 @@ Files = Mapping[str, Mapping[str, CheckpointEntry]]
 
 
 class Saving:
-    """One save. Arguments as for ``save_sharded``; ``meet``: how ranks meet, ``None``: this process is alone."""
+    """One save. Arguments as for ``save_sharded``; ``ranks``: those that save together."""
 
     def __init__(
-        self, model: nn.Module, folder: str | os.PathLike[str], *, meet: Meet | None, max_file_bytes: int, name: str
+        self, model: nn.Module, folder: str | os.PathLike[str], ranks: Ranks, *, max_file_bytes: int, name: str
     ) -> None:
         while isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # a checkpoint of it has the model's own names
         self._model, self._folder, self._name = model, Path(folder).expanduser(), name
-        self._max_file_bytes = max_file_bytes
-        self.ranks = Ranks(meet)
+        self._max_file_bytes, self.ranks = max_file_bytes, ranks
 
     def run(self) -> None:
         """Write everything.
@@ -159,7 +158,6 @@ class Saving:
         return files
 
     def _make(self, files: Files) -> None:
-        """Make the drafts, at their full length."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for file, entries in files.items():
             header = _header(entries)
@@ -168,7 +166,6 @@ class Saving:
                 draft.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
     def _write(self, files: Files, held: Mapping[str, Target]) -> None:
-        """Write this rank's slices into the drafts."""
         for file, entries in files.items():
             wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
             if not wanted:
@@ -205,8 +202,6 @@ class Saving:
                 old.unlink()
 
     def _run(self, about: str, act: Callable[[], object]) -> None:
-        """Run a part of the work on every rank."""
-
         def attempt() -> dict[str, Any]:
             try:
                 act()

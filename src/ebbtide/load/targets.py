@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,40 @@ from ebbtide.load.attributes import plain_name, rename
 from ebbtide.load.layout import Box
 
 _Memory = Callable[[torch.Tensor, torch.device], torch.Tensor]
+
+
+class Owner(NamedTuple):
+    """The module that has a parameter or buffer, and its name there."""
+
+    module: nn.Module
+    name: str
+    is_buffer: bool
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """The module's parameters or buffers."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint has it: not a buffer that is not persistent."""
+        return not (self.is_buffer and self.name in self.module._non_persistent_buffers_set)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The parameter or buffer that the module has now.
+
+        Raises:
+            ConfigError: It was removed.
+        """
+        found = self.slots[self.name]
+        if found is None:
+            raise ConfigError(
+                f"{self.name!r} is no longer in the model",
+                expected="all parameters and buffers that it had",
+                hint="a function passed as shard= or init= must not remove any",
+            )
+        return found
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +73,7 @@ class Target:
         shape: Of the whole.
         shared: Other ranks hold the same bytes.
         writes: This is the first rank of those that hold them, as far as the wrapper shows.
+        gathered: The dtype in which FSDP gathers the whole; ``None``: that of ``local``.
     """
 
     name: str
@@ -48,7 +83,8 @@ class Target:
     shape: torch.Size
     shared: bool
     writes: bool = True
-    owners: list[tuple[nn.Module, str, bool]] = field(default_factory=list[tuple[nn.Module, str, bool]])
+    gathered: torch.dtype | None = None
+    owners: list[Owner] = field(default_factory=list[Owner])
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy this rank's part from a whole tensor."""
@@ -56,27 +92,14 @@ class Target:
             view.copy_(box.of(tensor))
 
 
-def owners_of(model: nn.Module) -> dict[str, tuple[nn.Module, str, bool]]:
-    """Return the module, the attribute and whether it is a buffer, of every parameter and buffer by plain name."""
-    found: dict[str, tuple[nn.Module, str, bool]] = {}
+def owners_of(model: nn.Module) -> dict[str, Owner]:
+    """Return the owner of every parameter and buffer by plain name."""
+    found: dict[str, Owner] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for names, is_buffer in ((module._parameters, False), (module._buffers, True)):
             for name, tensor in names.items():
                 if tensor is not None:
-                    found[plain_name(f"{prefix}.{name}" if prefix else name)] = (module, name, is_buffer)
-    return found
-
-
-def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
-    """Return the parameter or buffer that an owner has now."""
-    module, name, is_buffer = owner
-    found = (module._buffers if is_buffer else module._parameters)[name]
-    if found is None:
-        raise ConfigError(
-            f"{name!r} is no longer in the model",
-            expected="all parameters and buffers that it had",
-            hint="the shard function must not remove any",
-        )
+                    found[plain_name(f"{prefix}.{name}" if prefix else name)] = Owner(module, name, is_buffer)
     return found
 
 
@@ -84,7 +107,7 @@ def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
     """Return all names of each parameter and buffer, by its identity; tied ones have several."""
     names_of: dict[int, list[str]] = {}
     for name, owner in owners_of(model).items():
-        names_of.setdefault(id(tensor_of(owner)), []).append(name)
+        names_of.setdefault(id(owner.tensor), []).append(name)
     return names_of
 
 
@@ -103,11 +126,7 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
 
 def held_by(model: nn.Module) -> dict[str, Target]:
     """Return this rank's part of a loaded model, by plain name; tied ones once, by the first name that is saved."""
-    saved = {
-        id(tensor_of((module, attribute, is_buffer))): name
-        for name, (module, attribute, is_buffer) in reversed(owners_of(model).items())
-        if not (is_buffer and attribute in module._non_persistent_buffers_set)
-    }
+    saved = {id(owner.tensor): name for name, owner in reversed(owners_of(model).items()) if owner.is_saved}
     found: dict[str, Target] = {}
     for name, target in _held(model, lambda local, _: local.detach(), None).items():
         if target.old is None:
@@ -123,17 +142,19 @@ def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dic
     handles = [unit._handle for unit in _flat_units(model)]
     flat = {id(handle.flat_param) for handle in handles}
     tied = {(id(i.module), i.param_name) for handle in handles for i in handle.flat_param._shared_param_infos}
-    on_host = {id(p.sharded_param) for p in fsdp2_params(model) if p.offload_to_cpu}
+    sharded = {id(param.sharded_param): param for param in fsdp2_params(model)}
     by_tensor: dict[int, Target] = {}
     for name, owner in owners_of(model).items():
-        tensor = tensor_of(owner)
-        if name in found or id(tensor) in flat or (id(owner[0]), owner[1]) in tied:
+        tensor = owner.tensor
+        if name in found or id(tensor) in flat or (id(owner.module), owner.name) in tied:
             continue
         if id(tensor) in by_tensor:
             by_tensor[id(tensor)].owners.append(owner)
             continue
-        place = torch.device("cpu") if id(tensor) in on_host else device
+        param = sharded.get(id(tensor))
+        place = torch.device("cpu") if param is not None and param.offload_to_cpu else device
         found[name] = by_tensor[id(tensor)] = _target(name, tensor, memory, place)
+        found[name].gathered = None if param is None else param.mp_policy.param_dtype
         found[name].owners.append(owner)
     return found
 
@@ -282,6 +303,7 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
                 shared=replicas is not None or not handle.uses_sharded_strategy,
                 writes=(replicas is None or replicas.rank() == 0)
                 and (handle.uses_sharded_strategy or handle.process_group.rank() == 0),
+                gathered=handle._fwd_bwd_param_dtype,
             )
 
 
@@ -342,8 +364,8 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
             else:
                 value = nn.Parameter(value, requires_grad=target.old.requires_grad)
             value.__dict__.update(target.old.__dict__)
-        for module, name, is_buffer in target.owners:
-            (module._buffers if is_buffer else module._parameters)[name] = value
+        for owner in target.owners:
+            owner.slots[owner.name] = value
         attached[id(target.old)], target_of[id(value)] = value, target
     rename(model, attached)
     with torch.no_grad():

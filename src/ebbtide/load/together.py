@@ -27,8 +27,8 @@ SAME_TENSORS = "one shape and dtype of a name on all ranks that have it"
 class Ranks:
     """The ranks that load together: those of the default process group, or this process alone."""
 
-    def __init__(self, meet: Meet | None) -> None:
-        alone = meet is None or not dist.is_available() or not dist.is_initialized()
+    def __init__(self, meet: Meet) -> None:
+        alone = not dist.is_available() or not dist.is_initialized()
         self.me = 0 if alone else dist.get_rank()
         self.count = 1 if alone else dist.get_world_size()
         self._meet = meet
@@ -49,7 +49,7 @@ class Ranks:
             answer = {"result": act()}
         except BaseException as error:
             failure, answer = error, {"error": _described(error)}
-        if self._meet is None or self.count == 1:
+        if self.count == 1:
             if failure is not None:
                 raise failure
             return [answer["result"]]

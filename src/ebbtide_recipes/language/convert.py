@@ -17,20 +17,6 @@ from ebbtide.base.errors import DataError
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-_INSIDE = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""Names of modules in the file, and in transformers' Llama; of a block those behind ``blk.N``."""
-
 _CONTROL = 3
 """The type of tokens that no text contains."""
 
@@ -45,7 +31,7 @@ def convert(source: Path, folder: Path) -> None:
     Raises:
         DataError: It is not a GGUF file.
     """
-    from gguf import GGUFReader, dequantize
+    from gguf import MODEL_ARCH, GGUFReader, dequantize, get_tensor_name_map
     from transformers import LlamaForCausalLM
 
     try:
@@ -55,9 +41,13 @@ def convert(source: Path, folder: Path) -> None:
     metadata = {name: field.contents() for name, field in file.fields.items()}
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(metadata)).to(torch.float32)
-    # A copy, because unquantised tensors are in the file's read-only pages.
-    weights = {_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type)) for t in file.tensors}
-    for name in weights:
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, len(model.model.layers))
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    weights: dict[str, torch.Tensor] = {}
+    for name, _ in model.model.named_parameters(prefix="model"):
+        tensor = tensors[names.get_name(name, try_suffixes=(".weight",))]
+        # A copy, because unquantised tensors are in the file's read-only pages.
+        weights[name] = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weights[name] = _halves_apart(weights[name], head=model.config.head_dim)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -119,15 +109,6 @@ def tokenizer_of(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
         chat_template=own["chat_template"],
         **{f"{ours}_token": tokens[own[f"ggml.{theirs}_token_id"]] for ours, theirs in names.items()},
     )
-
-
-def _name(name: str) -> str:
-    """Return transformers' name of a tensor."""
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("blk."):
-        return f"{_OUTSIDE[module]}.{kind}"
-    _, number, inner = module.split(".")
-    return f"model.layers.{number}.{_INSIDE[inner]}.{kind}"
 
 
 def _halves_apart(weight: torch.Tensor, *, head: int) -> torch.Tensor:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide import load_sharded
 from ebbtide.base.errors import ConfigError
-from ebbtide.load import empty_module
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -146,15 +145,17 @@ def fill_sharded(trainer: Trainer, weights: Found) -> None:
     from peft import PeftModel
     from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
+    from ebbtide.integrations.accelerate import on_meta
+
     accelerator: Any = trainer.accelerator
 
     def shard(model: nn.Module) -> nn.Module:
-        if accelerator.is_fsdp2:
-            return fsdp2_prepare_model(accelerator, model)
-        if isinstance(model, PeftModel):
-            update_fsdp_plugin_peft(model, accelerator)
-        accelerator.state.fsdp_plugin.param_init_fn = empty_module(accelerator.device)
-        return accelerator.prepare_model(model)
+        with on_meta(accelerator):
+            if accelerator.is_fsdp2:
+                return fsdp2_prepare_model(accelerator, model)
+            if isinstance(model, PeftModel):
+                update_fsdp_plugin_peft(model, accelerator)
+            return accelerator.prepare_model(model)
 
     filled = load_sharded(trainer.model, weights, shard=shard, unexpected="ignore", allow_pickle=True)
     trainer.model = trainer.model_wrapped = filled  # pyright: ignore[reportAttributeAccessIssue]

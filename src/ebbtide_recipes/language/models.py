@@ -288,7 +288,6 @@ def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedM
 
 
 def _auto_class(model_config: PreTrainedConfig) -> Any:
-    """Return the class that makes a model of this kind."""
     import transformers
 
     if is_vision_language(model_config):

@@ -104,7 +104,7 @@ def _shaped(
 ) -> list[Row]:
     """Put the rows of one data set into the shape that the first of them has; ``tools``: some row has tools."""
     shape, read = _shape(rows[0], name, config, chat=chat)
-    tools = tools and is_chat(shaped_row(shape, rows[0], name, 1))
+    tools = tools and is_chat(shaped_row(shape, rows[0], f"row 1 of data set {name!r}"))
     carried = {"system", *media.COLUMNS, *(("tools",) if tools else ())}
     unread = sorted({str(column) for row in rows for column in row} - {*read, *carried})
     if unread:
@@ -113,7 +113,7 @@ def _shaped(
     part: list[Row] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of data set {name!r}"
-        made = with_own_system(shaped_row(shape, row, name, number), row.get("system"), where)
+        made = with_own_system(shaped_row(shape, row, where), row.get("system"), where)
         if config.system is not None:
             made = with_system(made, config.system)
         if config.completion_only_loss:

@@ -47,7 +47,6 @@ def size(path: str) -> tuple[int, int]:
 
 @contextmanager
 def _picture(path: str) -> Generator[Image]:
-    """Open an image, with a clear error."""
     import PIL.Image
 
     try:
@@ -135,7 +134,6 @@ def sound(path: str, rate: int) -> np.ndarray:
 
 @contextmanager
 def _opened(path: str, kind: str) -> Generator[Any]:
-    """Open a file with PyAV, with a clear error."""
     av = require("av", extra="media", use=f"reading {kind}s")
     try:
         with av.open(path, metadata_errors="replace") as container:  # titles in an old encoding

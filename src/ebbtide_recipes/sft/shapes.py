@@ -122,19 +122,17 @@ def _value_at(path: str, row: Row) -> object:
     return value
 
 
-def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
+def shaped_row(shape: Shape, row: Row, where: str) -> Row:
     """Normalize one row.
 
     Args:
         shape: As ``shape_of`` chose it from the first row.
         row: The row.
-        name: The data set, for errors.
-        number: The row's number, from 1, for errors.
+        where: The row and its data set, for errors.
 
     Raises:
         DataError: The row does not fit.
     """
-    where = f"row {number} of data set {name!r}"
     try:
         result = shape(row)
     except KeyError as error:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError
@@ -149,6 +149,32 @@ def test_columns_that_the_sharded_model_converts_are_refused(
         with pytest.raises(ConfigError, match=r"'0\.weight' is packed as torch\.bfloat16 .* torch\.float32") as caught:
             ebbtide.load_sharded(model, values, shard=shard)
         assert "shard=" in caught.value.hint and model[0].weight.is_meta
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_columns_that_a_flat_parameter_converts_are_refused(
+    values: dict[str, torch.Tensor], param_dtype: torch.dtype | None
+) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    def shard(model: nn.Module) -> nn.Module:
+        policy = MixedPrecision(param_dtype=param_dtype)
+        fill, cpu = ebbtide.load.empty_module("cpu"), torch.device("cpu")
+        return FullyShardedDataParallel(
+            model, device_id=cpu, use_orig_params=True, param_init_fn=fill, mixed_precision=policy
+        )
+
+    try:
+        if param_dtype is torch.float16:
+            with pytest.raises(ConfigError, match=r"'0\.weight' is packed as torch\.bfloat16 .* torch\.float16"):
+                ebbtide.load_sharded(meta(torch.bfloat16).bfloat16(), values, shard=shard)
+            return
+        model = ebbtide.load_sharded(meta(torch.bfloat16).bfloat16(), values, shard=shard)
+        x = torch.randn(2, 64, dtype=torch.bfloat16)
+        assert torch.equal(model(x), ebbtide.load_sharded(meta(torch.bfloat16).bfloat16(), values)(x))
     finally:
         torch.distributed.destroy_process_group()
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.base.errors import DataError
+import ebbtide
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.initialisers import WriteWatch
 
@@ -334,3 +335,9 @@ def test_a_function_may_scale_what_the_model_sets() -> None:
         for one in (None, init)
     )
     assert own.any() and torch.equal(scaled, own * 0.5)
+
+
+def test_an_initialiser_that_removes_a_parameter_is_named() -> None:
+    with pytest.raises(ConfigError, match="'bias' is no longer in the model") as caught:
+        ebbtide.load_sharded(nn.Linear(2, 2, device="meta"), init=lambda module: setattr(module, "bias", None))
+    assert "init=" in caught.value.hint

@@ -30,6 +30,7 @@ from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion
 from ebbtide.load.names import Match, NameMap
 from ebbtide.load.targets import targets_of
+from ebbtide.load.together import Ranks
 from ebbtide.store import pages as pages_module
 from tests.helpers.failing import failing
 from tests.helpers.pages import asked_for_huge_pages
@@ -896,7 +897,7 @@ def test_lazily_conjugated_values_are_saved_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [[[4], "F32"], [[4, 10], "BF16"]])
 def test_ranks_that_save_different_tensors_under_one_name_are_named(tmp_path: Path, other: list[Any]) -> None:
-    saving = Saving(nn.Linear(10, 4), tmp_path, meet=None, max_file_bytes=100, name="model")
+    saving = Saving(nn.Linear(10, 4), tmp_path, Ranks(lambda ranks, about, text: {}), max_file_bytes=100, name="model")
     alone = saving.ranks.run_on_all_ranks
     saving.ranks.run_on_all_ranks = lambda about, act: [*alone(about, act), {"weight": other}]  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"'weight' is F32 \(4, 10\) on rank 0 and (F32 \(4,\)|BF16 .*) on rank 1"):
