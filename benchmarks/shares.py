@@ -8,7 +8,7 @@ taken from a step whose loss, outputs and gradients are bitwise equal to those o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,10 +18,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ebbtide
-from ebbtide.base.actions import Action, Candidate, Plan, Site
+from ebbtide.base.actions import Action, NoRecipe, Site
 from ebbtide.base.events import BUS
 from ebbtide.config import POLICIES
-from ebbtide.engine.rules import rule_table
+from ebbtide.engine.timed import TimedStep, TimedUnit
+from ebbtide.engine.timing import StepTimer
+from ebbtide.store.meter import meter_for
 from ebbtide.wrap.blocks import find_blocks
 from tests.helpers.models import Tiny
 from tests.helpers.oracle import Outcome, differences
@@ -33,24 +35,19 @@ CAST, NARROWED = "ToCopyBackward0", "(cast)"
 """Stands in place of a node for tensors that were cast up and wait in the narrower type."""
 
 
+REASONS = {
+    NoRecipe.INPUT: "block input",
+    NoRecipe.NO_OPERATOR: "no autograd node",
+    NoRecipe.PART: "part of a tensor",
+    NoRecipe.NO_RULE: "no rule",
+    NoRecipe.NO_OPERAND: "operand missing",
+    NoRecipe.DIFFERS: "recompute differed",
+}
+"""The engine's reasons, as tables name them."""
+
+
 class Differs(Exception):
     """A policy's step differs from ordinary training: there are no figures for it."""
-
-
-class Recorder:
-    """A plan that chooses like another one and remembers the candidates."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self.told: dict[Site, Candidate] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plan, name)
-
-    def choose(self, candidate: Candidate) -> Action:
-        """Return the plan's choice."""
-        self.told[candidate.site] = candidate
-        return self._plan.choose(candidate)
 
 
 @contextmanager
@@ -118,6 +115,7 @@ def shares(tiny: Tiny) -> dict[str, Any]:
 def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Return the bytes of a policy's last step, and the groups that it moved."""
     rerun: list[dict[str, Any]] = []  # the events of checkpointed blocks
+    measured: list[TimedStep] = []
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         if kind == "block" and fields["action"] == "checkpoint":
@@ -126,7 +124,9 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
     # Of a model so small, what is held back for backward would be a large part.
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1) as handle:
         engine = handle._engine
-        recorder = engine.plan = Recorder(engine.plan)
+        if policy == "auto":
+            engine.timer = StepTimer(meter_for(engine.tier), lambda step: bool(measured.append(step)))
+            engine.timer.want()
         remove = BUS.subscribe(listen)
         try:
             for step in range(STEPS.get(policy, 1)):
@@ -137,7 +137,10 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
         finally:
             remove()
         stats = handle.stats()
-        moved = moved_by_node(engine.last_pass.sites, recorder.told, stats.demoted_sites)
+        if engine.timer is not None:
+            engine.timer.hand_over()
+        units = [unit for step in measured for block in step.blocks for unit in block.units]
+        moved = moved_by_node(engine.last_pass.sites, units)
     # Of a checkpointed block the engine sees only the inputs; the rest is what ordinary training saved.
     checkpointed = sum(max(naive[block["name"]] - block["offloaded_bytes"], 0) for block in rerun)
     sizes = {
@@ -152,25 +155,23 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
 
 def moved_by_node(
     sites: dict[tuple[Site, Action], tuple[int, int]],
-    told: dict[Site, Candidate],
-    demoted: tuple[str, ...],
+    units: Iterable[TimedUnit],
 ) -> list[dict[str, Any]]:
     """Group the tensors that were not recomputed, by autograd node and reason.
 
     Args:
         sites: Storages and bytes of each action at each site in the pass.
-        told: The candidate that the plan saw at each site.
-        demoted: Sites whose first recompute differed.
+        units: What the engine noted of storages when it measured the pass.
 
     Returns:
         Rows of ``node``, ``why``, ``storages`` and ``bytes``, the largest first.
     """
-    rules = rule_table()
+    measured = {unit.site: unit for unit in units}
     sizes: Counter[tuple[str, str]] = Counter()
     storages: Counter[tuple[str, str]] = Counter()
     for (site, action), (count, nbytes) in sites.items():
         if action not in (Action.RECOMPUTE, Action.CHECKPOINT) and nbytes:
-            key = (site.node, reason(told.get(site), rules, demoted=str(site) in demoted))
+            key = (site.node, reason(measured.get(site)))
             if site.node == CAST and (site, Action.RECOMPUTE) in sites:  # part of a tensor that is cast up
                 key = (NARROWED, "cast up")
             sizes[key] += nbytes
@@ -181,16 +182,8 @@ def moved_by_node(
     ]
 
 
-def reason(candidate: Candidate | None, rules: dict[str, Any], *, demoted: bool) -> str:
-    """Return why a tensor is not recomputed under Auto; the plan never sees tensors that the engine does not move."""
-    if candidate is None:
+def reason(unit: TimedUnit | None) -> str:
+    """Return why a tensor is not recomputed under Auto; the engine measures only tensors that may be."""
+    if unit is None or unit.action is Action.KEEP:
         return "never offloaded"
-    if candidate.block_input:
-        return "block input"
-    if demoted:
-        return "recompute differed"
-    if candidate.site.node == "leaf":
-        return "no autograd node"
-    if candidate.recompute_flops is not None:
-        return "matrix product"
-    return "operand missing" if candidate.site.node in rules else "no rule"
+    return "matrix product" if unit.no_recipe is None else REASONS[unit.no_recipe]

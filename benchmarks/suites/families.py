@@ -42,6 +42,7 @@ WHY = {
     "no rule": "no rule covers the node that made it",
     "operand missing": "something that it was made from is not saved and has no rule",
     "no autograd node": "the graph does not show how it was made: masks of dropout, workspaces, constants",
+    "part of a tensor": "it is a part of a tensor, or was written in place",
     "block input": "it is an input of the block",
     "cast up": "saved in float32, offloaded as the bfloat16 that it was cast from",
     "recompute differed": "the first recompute was not equal, so the site is offloaded",

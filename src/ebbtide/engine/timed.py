@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -96,4 +97,4 @@ class TimedStep:
 
 def recompute_seconds(units: Iterable[TimedUnit]) -> float:
     """Return the time of the executed recomputes."""
-    return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)
+    return math.fsum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)

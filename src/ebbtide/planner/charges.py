@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbtide.planner.profile import Profile, Rates, Unit
+from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,7 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
     return replace(
         profile,
         rates=_charged_rates(rates, work, factor * both_ways, host_seconds),
-        blocks=tuple(
-            replace(
-                block,
-                checkpoint_factor=block.checkpoint_factor * checkpoints,
-                hook_seconds=block.hook_seconds * hooks,
-                units=_with_recomputes(block.units, 1 + factor),
-            )
-            for block in profile.blocks
-        ),
+        blocks=_blocks(profile, hooks=hooks, recomputes=1 + factor, checkpoints=checkpoints),
     )
 
 
@@ -72,21 +64,25 @@ def scaled(profile: Profile, factor: float) -> Profile:
             handling_seconds=rates.handling_seconds * factor,
             handling_seconds_per_byte=rates.handling_seconds_per_byte * factor,
         ),
-        blocks=tuple(
-            replace(
-                block,
-                hook_seconds=block.hook_seconds * factor,
-                units=_with_recomputes(block.units, factor),
-            )
-            for block in profile.blocks
-        ),
+        blocks=_blocks(profile, hooks=factor, recomputes=factor),
     )
 
 
-def _with_recomputes(units: tuple[Unit, ...], factor: float) -> tuple[Unit, ...]:
+def _blocks(profile: Profile, *, hooks: float, recomputes: float, checkpoints: float = 1.0) -> tuple[BlockProfile, ...]:
+    """Return the blocks, in which each kind of work costs so many times as much."""
+
+    def priced(unit: Unit) -> Unit:
+        seconds = unit.recompute_seconds
+        return unit if seconds is None else replace(unit, recompute_seconds=seconds * recomputes)
+
     return tuple(
-        unit if unit.recompute_seconds is None else replace(unit, recompute_seconds=unit.recompute_seconds * factor)
-        for unit in units
+        replace(
+            block,
+            checkpoint_factor=block.checkpoint_factor * checkpoints,
+            hook_seconds=block.hook_seconds * hooks,
+            units=tuple(map(priced, block.units)),
+        )
+        for block in profile.blocks
     )
 
 

@@ -66,12 +66,10 @@ def from_blocks(span: Span, solution: Solution) -> Measured | None:
         return None
     backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet_backwards])
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
-    plain_forward = sum(block.forward_seconds for block in profile.blocks)
-    plain_backward = sum(block.backward_seconds for block in profile.blocks)
     others = max(others, 0.0) + profile.epilogue_seconds
 
     def seconds(forward: float, backward: float) -> float:
-        plain = forward * plain_forward + backward * plain_backward
+        plain = forward * profile.forward_seconds + backward * profile.backward_seconds
         return step_seconds * (planned + others) / (plain + others)
 
     longest, middle, shortest = map(seconds, forwards, backwards or forwards)

@@ -177,17 +177,13 @@ def _option(name: str, policy: Policy, solution: Solution, room: Limits) -> Opti
 
 
 def _minimal(profile: Profile, room: Limits, checkpointing: Option) -> Option:
-    """Return ebbtide-minimal: a mix if that promises anything, else recipes or checkpointing."""
+    """Return ebbtide-minimal: a mix if that promises anything, else recipes.
+
+    If these cover blocks badly, it checkpoints them: then it is checkpointing that offloads the inputs.
+    """
     mix = minimal_mix(profile, room.device_bytes)
-    if mix is None:
-        return _recipes(profile, room, checkpointing)
-    return _option("ebbtide-minimal", Minimal(), mix, room)
-
-
-def _recipes(profile: Profile, room: Limits, checkpointing: Option) -> Option:
-    """Return ebbtide-minimal; if it checkpoints blocks that the rules cover badly, checkpointing with its bytes."""
-    if not _checkpoints(profile):
-        return _option("ebbtide-minimal", Minimal(), follow(profile, plan_for(Minimal())), room)
+    if mix is not None or not _checkpoints(profile):
+        return _option("ebbtide-minimal", Minimal(), mix or follow(profile, plan_for(Minimal())), room)
     offloaded = sum(block.input_bytes for block in profile.blocks)
     return replace(
         checkpointing,

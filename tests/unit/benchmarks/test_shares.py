@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import shares as counting
-from benchmarks.shares import Differs, moved_by_node, naive_bytes, reason, shares
-from benchmarks.suites.families import details, reasons, row, summary
-from ebbtide.base.actions import Action, Candidate, Site
+from benchmarks.shares import REASONS, Differs, moved_by_node, naive_bytes, reason, shares
+from benchmarks.suites.families import WHY, details, reasons, row, summary
+from ebbtide.base.actions import Action, NoRecipe, Site
+from ebbtide.engine.timed import TimedUnit
 from tests.helpers.models import Stack, Tiny, build
 
 WORDS = 4 * 8 * 4  # bytes of one activation below
@@ -33,9 +34,16 @@ def _sines() -> Tiny:
     return Tiny(name="sines", model=model, inputs={"x": torch.randn(4, 8, requires_grad=True)}, blocks="layers")
 
 
-def _told(node: str = "SinBackward0", *, block_input: bool = False, flops: float | None = 0.0) -> Candidate:
-    site = Site("Block", "inner", node, 0)
-    return Candidate(site=site, block=0, nbytes=64, block_input=block_input, recompute_flops=flops)
+def _unit(
+    node: str = "SinBackward0",
+    *,
+    action: Action = Action.OFFLOAD,
+    flops: float | None = None,
+    no_recipe: NoRecipe | None = None,
+    ordinal: int = 0,
+) -> TimedUnit:
+    site = Site("Block", "inner", node, ordinal)
+    return TimedUnit(site=site, nbytes=64, action=action, recompute_flops=flops, no_recipe=no_recipe)
 
 
 def test_naive_bytes_are_the_distinct_storages_saved_in_blocks_without_weights() -> None:
@@ -84,32 +92,35 @@ def test_bytes_of_a_family_make_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("candidate", "demoted", "why"),
+    ("unit", "why"),
     [
-        (None, False, "never offloaded"),
-        (_told(block_input=True, flops=None), False, "block input"),
-        (_told(), True, "recompute differed"),
-        (_told("leaf", flops=None), False, "no autograd node"),
-        (_told("MmBackward0", flops=1e6), False, "matrix product"),
-        (_told(flops=None), False, "operand missing"),
-        (_told("NobodyKnowsBackward0", flops=None), False, "no rule"),
+        (None, "never offloaded"),
+        (_unit(action=Action.KEEP), "never offloaded"),
+        (_unit("MmBackward0", flops=1e6), "matrix product"),
+        *((_unit(no_recipe=why), text) for why, text in REASONS.items()),
     ],
 )
-def test_why_a_tensor_is_moved(candidate: Candidate | None, demoted: bool, why: str) -> None:
-    assert reason(candidate, {"SinBackward0": None, "MmBackward0": None}, demoted=demoted) == why
+def test_why_a_tensor_is_moved(unit: TimedUnit | None, why: str) -> None:
+    assert reason(unit) == why and why in WHY
+
+
+def test_the_engine_says_why_a_tensor_is_moved() -> None:
+    """Some operators have a rule only for some of their arguments: a table of rules does not tell."""
+    found = {(group["node"], group["why"]) for group in shares(build("gru_stack"))["moved"]}
+    assert ("TanhBackward0", "part of a tensor") in found
 
 
 def test_groups_are_by_node_and_reason_and_the_rest_was_narrowed() -> None:
-    told = [_told("MmBackward0", flops=1e6), _told(block_input=True, flops=None), _told()]
-    cast = told[2].site._replace(node="ToCopyBackward0")
+    units = [_unit("MmBackward0", flops=1e6), _unit(no_recipe=NoRecipe.INPUT, ordinal=1), _unit(ordinal=2)]
+    cast = units[2].site._replace(node="ToCopyBackward0")
     sites = {
-        (told[0].site, Action.OFFLOAD): (2, 128),
-        (told[1].site._replace(ordinal=1), Action.KEEP): (1, 64),
-        (told[2].site._replace(ordinal=2), Action.RECOMPUTE): (1, 64),
+        (units[0].site, Action.OFFLOAD): (2, 128),
+        (units[1].site, Action.KEEP): (1, 64),
+        (units[2].site, Action.RECOMPUTE): (1, 64),
+        (cast, Action.RECOMPUTE): (1, 32),
+        (cast, Action.OFFLOAD): (1, 32),
     }
-    by_site = {site: candidate for (site, _), candidate in zip(sites, told, strict=True)}
-    sites |= {(cast, Action.RECOMPUTE): (1, 32), (cast, Action.OFFLOAD): (1, 32)}
-    assert moved_by_node(sites, by_site, ()) == [
+    assert moved_by_node(sites, units) == [
         {"node": "MmBackward0", "why": "matrix product", "storages": 2, "bytes": 128},
         {"node": "SinBackward0", "why": "block input", "storages": 1, "bytes": 64},
         {"node": "(cast)", "why": "cast up", "storages": 1, "bytes": 32},
