@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -140,15 +141,8 @@ class RecordedTrainer(ResumedTrainer):
         finally:
             restore(drawn_from, before, states(drawn_from))
 
-    def remove_replaced(self, folder: Path) -> None:
-        """Remove the model of an overwritten run, if this run's is written into the folder next, and no checkpoint."""
-        if self.config is not None and self.args.should_save and folder == outputs.place(self.config):
-            outputs.clear_model(self.config, folder)
-
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the model's own ``use_cache``: transformers' trainer has set it to false."""
-        # Not earlier: gathering sharded weights may fail.
-        self.remove_replaced(Path(output_dir or str(self.args.output_dir)))
         fields = _fields(self.model)
         trained = fields.pop("use_cache", None)
         fields.update(self._own)
@@ -363,13 +357,28 @@ def _settings_as_published() -> Iterator[None]:
         GenerationConfig.validate = validate
 
 
-def save(trainer: RecordedTrainer, folder: Path) -> None:
+def save(config: RecipeConfig, trainer: RecordedTrainer, folder: Path) -> None:
     """Write the trained weights (or only the adapters) and the tokenizer; sharded weights are gathered first.
+
+    An earlier model in the folder is replaced once all of the new one is on the disk.
 
     Raises:
         DiskError: The disk is full, or fails.
     """
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    with checkpoints.writing(folder, folder, remove_failed=False):
-        trainer.save_model(str(folder))
+    draft, main = folder / outputs.DRAFT, trainer.args.should_save
+    try:
+        with checkpoints.writing(folder, folder, remove_failed=False):
+            if main:
+                checkpoints.remove(draft)  # of a killed run
+                draft.mkdir()
+                if (card := folder / "README.md").is_file():
+                    shutil.copy(card, draft)  # PEFT adds to it
+            trainer.save_model(str(draft))
+            if main:
+                checkpoints.flush_all(draft)
+                outputs.place_model(config, folder)
+    finally:
+        if main:
+            checkpoints.remove(draft)
