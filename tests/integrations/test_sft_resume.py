@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from ebbtide.base.errors import DataError, DiskFullError, TrainingError
 from ebbtide_recipes.sft.recipe import main
 from ebbtide_recipes.sft.trainer import SftTrainer
-from ebbtide_recipes.skeleton import checkpoints
+from ebbtide_recipes.skeleton import checkpoints, outputs
 from tests.integrations.ranks import sft_config
 
 
@@ -148,6 +149,32 @@ def test_a_disk_that_fills_while_saving_leaves_the_old_checkpoint(
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     rest = train(tiny_model, tmp_path / "run", resume_from_checkpoint="latest")
     assert rest == {step: whole[step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize("changes", [{"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}])
+def test_a_disk_that_fills_while_the_model_is_saved_leaves_the_earlier_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    train(tiny_model, tmp_path, max_steps=1, save_steps=1, save=True)
+    (tmp_path / "README.md").write_text("mine")
+    earlier = {path.name: path.read_bytes() for path in tmp_path.glob("*.*") if path.suffix in (".safetensors", ".md")}
+    saved = PreTrainedModel.save_pretrained
+
+    def full(model: PreTrainedModel, folder: str, *args: Any, **kwargs: Any) -> None:
+        if "checkpoint-" in folder:
+            saved(model, folder, *args, **kwargs)
+        else:
+            (Path(folder) / "model.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.raises(DiskFullError, match=r"could not be written.*\nhint: "):
+        patched.setattr(PreTrainedModel, "save_pretrained", full)
+        train(tiny_model, tmp_path, max_steps=2, save_steps=1, save=True, **changes)
+    assert {name: (tmp_path / name).read_bytes() for name in earlier} == earlier and "model.safetensors" in earlier
+    assert not (tmp_path / outputs.DRAFT).exists()
+    train(tiny_model, tmp_path, max_steps=2, save=True, resume_from_checkpoint="latest")
+    assert weights(tmp_path) not in earlier.values() and (tmp_path / "README.md").read_text() == "mine"
+    assert not (tmp_path / outputs.DRAFT).exists()
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, step: int, micro_batch: int = 0) -> None:

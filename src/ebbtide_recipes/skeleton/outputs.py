@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -52,6 +53,10 @@ _SETTINGS = {
     False: ("config.json", "generation_config.json", "chat_template.jinja"),
 }
 """Files next to weights that the save of another model may leave, and that loading it would read."""
+
+
+DRAFT = "new-model"
+"""The folder inside the output folder that holds a model until all of it is written."""
 
 
 def only_latents(config: RecipeConfig) -> bool:
@@ -264,8 +269,18 @@ def clear(config: RecipeConfig, folder: Path) -> None:
             path.unlink()
 
 
+def place_model(config: RecipeConfig, folder: Path) -> None:
+    """Replace the model of an earlier run by that of this run, all of which is in the draft."""
+    clear_model(config, folder)
+    draft = folder / DRAFT
+    for path in sorted(filter(Path.is_file, draft.rglob("*"))):
+        target = folder / path.relative_to(draft)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)  # a link to another disk may lead there
+
+
 def clear_model(config: RecipeConfig, folder: Path) -> None:
-    """Delete the model of an earlier run, just before that of this run is written.
+    """Delete the model of an earlier run.
 
     In other files, one or shards, it would be loaded in place of the new one. That of an overwritten run may also be of
     the other kind, and both would be loaded as one. Settings are deleted only with the weights next to them; any other

@@ -26,10 +26,10 @@ OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zip", ".zst", ".arrow", ".yam
 
 
 FIRST_ROWS = 100
-"""Rows of a file that ``Reader.check`` reads."""
+"""Rows of a file that are read in advance."""
 
 LARGEST_DOCUMENT_BYTES = 32 * 1024**2
-"""Above this, ``Reader.check`` does not read a JSON document: its first rows come with all others."""
+"""Above this, a JSON document is not read in advance: its first rows come with all others."""
 
 _HUBS = {"hf": "true", "ms": "false"}
 """What ms-swift writes before a name, and the value of ``--use_hf`` that means the same."""
@@ -84,9 +84,8 @@ class Reader:
         for name in names:
             named = parsed(name)
             path = self._file(named.place)
-            if path is not None and (path.suffix.lower() != ".json" or path.stat().st_size <= LARGEST_DOCUMENT_BYTES):
-                rows = _read_file(path, min(named.limit or FIRST_ROWS, FIRST_ROWS), self.example)
-                first[name] = _not_empty(rows, name)
+            if path is not None and (count := read_in_advance(path, named.limit)):
+                first[name] = _not_empty(read_file(path, count, self.example), name)
         return first
 
     def read(self, name: str, *, seed: int, use_hf: bool) -> list[Row]:
@@ -105,7 +104,7 @@ class Reader:
         place, limit = named.place, named.limit
         path = self._file(place)
         if path is not None:
-            rows = _read_file(path, limit, self.example)
+            rows = read_file(path, limit, self.example)
         elif place in self.builtin:
             rows = self.builtin[place](seed)[:limit]
         else:
@@ -303,8 +302,24 @@ def reading(path: Path) -> Generator[None]:
         ) from error
 
 
-def _read_file(path: Path, limit: int | None, example: str) -> list[Row]:
-    """Read a local file by its suffix."""
+def read_in_advance(path: Path, limit: int | None) -> int:
+    """Return how many first rows of a file are read before anything else: none of a large JSON document."""
+    if path.suffix.lower() == ".json" and path.stat().st_size > LARGEST_DOCUMENT_BYTES:
+        return 0
+    return min(limit or FIRST_ROWS, FIRST_ROWS)
+
+
+def read_file(path: Path, limit: int | None, example: str) -> list[Row]:
+    """Return the first rows of a local file, which its suffix says how to read.
+
+    Args:
+        path: The file.
+        limit: Number of rows; ``None``: all of them.
+        example: A row as JSON, for hints.
+
+    Raises:
+        DataError: It cannot be read, or a row is no object.
+    """
     reader = _reader(path)
     with reading(path):
         rows = list(islice(reader(path, example), limit))

@@ -250,7 +250,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                 LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", folder)
             trainer.train(resume_from_checkpoint=None if found is None else str(found))
             if config.save:
-                save(trainer, folder)  # before the evaluation: if that fails, the trained model is not lost
+                save(config, trainer, folder)  # before the evaluation: if that fails, the trained model is not lost
             if config.evaluates and config.eval_steps is None:
                 trainer.evaluate()
         if offload is not None and offload.handle is not None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,14 @@ _STEPS_TO_TRIM = 3
 
 _TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
 """Packages of trackers that are not called as transformers calls the tracker."""
+
+
+_SAME = (
+    "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+    "num_train_epochs", "max_steps", "lr_scheduler_type", "weight_decay", "max_grad_norm", "bf16", "fp16",
+    "ddp_timeout", "dataloader_num_workers", "logging_steps", "eval_steps", "run_name", "seed",
+)  # fmt: skip
+"""Flags that are arguments of transformers' trainer under the same names."""
 
 
 class RecordedTrainer(ResumedTrainer):
@@ -140,15 +149,8 @@ class RecordedTrainer(ResumedTrainer):
         finally:
             restore(drawn_from, before, states(drawn_from))
 
-    def remove_replaced(self, folder: Path) -> None:
-        """Remove the model of an overwritten run, if this run's is written into the folder next, and no checkpoint."""
-        if self.config is not None and self.args.should_save and folder == outputs.place(self.config):
-            outputs.clear_model(self.config, folder)
-
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the model's own ``use_cache``: transformers' trainer has set it to false."""
-        # Not earlier: gathering sharded weights may fail.
-        self.remove_replaced(Path(output_dir or str(self.args.output_dir)))
         fields = _fields(self.model)
         trained = fields.pop("use_cache", None)
         fields.update(self._own)
@@ -232,38 +234,22 @@ def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict
     _check_trackers(config.report_to)
     accelerated = torch.accelerator.is_available()
     return {
-        "output_dir": config.output_dir,
-        "per_device_train_batch_size": config.per_device_train_batch_size,
-        "per_device_eval_batch_size": config.per_device_eval_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "num_train_epochs": config.num_train_epochs,
-        "max_steps": config.max_steps,
+        **{name: getattr(config, name) for name in _SAME},
         "learning_rate": config.peak_learning_rate,
-        "lr_scheduler_type": config.lr_scheduler_type,
         "warmup_steps": config.warmup_ratio,  # below 1: a share of the steps
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
         **_checkpointing(on=config.mode == "checkpointing"),
         **sharding.trainer_settings(config),
         **_hybrid(config, shards),
-        "bf16": config.bf16,
-        "fp16": config.fp16,
-        "ddp_timeout": config.ddp_timeout,
         "use_cpu": not accelerated,
         "dataloader_pin_memory": accelerated,
-        "dataloader_num_workers": config.dataloader_num_workers,
-        "logging_steps": config.logging_steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "save_strategy": "no" if config.save_steps is None else "steps",
         "save_steps": config.save_steps or 500,
         "eval_strategy": "no" if config.eval_steps is None or not config.evaluates else "steps",
-        "eval_steps": config.eval_steps,
         "report_to": list(config.report_to),
-        "run_name": config.run_name,
         **({} if config.project_name is None else {"project": config.project_name}),
         "disable_tqdm": True,
-        "seed": config.seed,
     }
 
 
@@ -363,13 +349,28 @@ def _settings_as_published() -> Iterator[None]:
         GenerationConfig.validate = validate
 
 
-def save(trainer: RecordedTrainer, folder: Path) -> None:
+def save(config: RecipeConfig, trainer: RecordedTrainer, folder: Path) -> None:
     """Write the trained weights (or only the adapters) and the tokenizer; sharded weights are gathered first.
+
+    An earlier model in the folder is replaced once all of the new one is on the disk.
 
     Raises:
         DiskError: The disk is full, or fails.
     """
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    with checkpoints.writing(folder, folder, remove_failed=False):
-        trainer.save_model(str(folder))
+    draft, main = folder / outputs.DRAFT, trainer.args.should_save
+    try:
+        with checkpoints.writing(folder, folder, remove_failed=False):
+            if main:
+                checkpoints.remove(draft)  # of a killed run
+                draft.mkdir()
+                if (card := folder / "README.md").is_file():
+                    shutil.copy(card, draft)  # PEFT adds to it
+            trainer.save_model(str(draft))
+            if main:
+                checkpoints.flush_all(draft)
+                outputs.place_model(config, folder)
+    finally:
+        if main:
+            checkpoints.remove(draft)

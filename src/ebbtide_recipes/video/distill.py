@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ebbtide_recipes.skeleton.dropout import without_dropout
-from ebbtide_recipes.video.families import Condition, Family, Text
-from ebbtide_recipes.video.objective import STEPS, Denoiser, Draws, mix
+from ebbtide_recipes.video.families import Text
+from ebbtide_recipes.video.objective import STEPS, Denoiser, mix
 
 
 class Distillation(Denoiser):
@@ -30,14 +30,11 @@ class Distillation(Denoiser):
 
     Args:
         transformer: The student.
-        teacher: The teacher, which is frozen here.
+        teacher: The teacher, which is frozen here; of the student's family, as the critic.
         critic: Learns the student's output.
-        family: The family of all three.
-        condition: What predictions depend on besides latents and text.
-        draws: How timesteps are drawn.
-        scheduler: The pipeline's scheduler.
+        *shared: As ``Denoiser`` takes them.
         student_steps: Timesteps of the student, from 1 to 1000.
-        empty: Embeddings of the empty caption.
+        **more: As ``Denoiser`` takes them.
     """
 
     def __init__(
@@ -45,15 +42,11 @@ class Distillation(Denoiser):
         transformer: nn.Module,
         teacher: nn.Module,
         critic: nn.Module,
-        family: Family,
-        condition: Condition,
-        draws: Draws,
-        scheduler: Any,
-        *,
+        *shared: Any,
         student_steps: Sequence[int],
-        empty: Text | None = None,
+        **more: Any,
     ) -> None:
-        super().__init__(transformer, family, condition, draws, scheduler, empty=empty)
+        super().__init__(transformer, *shared, **more)
         self.teacher = teacher.requires_grad_(False).eval()
         self.critic = critic
         self.student_steps = tuple(student_steps)

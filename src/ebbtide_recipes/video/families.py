@@ -63,12 +63,7 @@ class Family:
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
     ) -> torch.Tensor:
         """Return the transformer's prediction, ``[B, C, F, H, W]``; see the note at the head of this file."""
-        return transformer(
-            hidden_states=latents,
-            timestep=timestep,
-            encoder_hidden_states=text["prompt_embeds"],
-            return_dict=False,
-        )[0]
+        return _called(transformer, latents, timestep, text)
 
     def ratios(self, vae: Config) -> tuple[int, int]:
         """Return the frames, and the pixels along a side, per latent, from the VAE's config, under either name."""
@@ -154,15 +149,9 @@ class HunyuanVideo(Family):
     ) -> torch.Tensor:
         """Return the prediction; the guidance is embedded in thousandths, as the timestep is."""
         guidance = torch.full((len(latents),), condition.guidance * 1000.0, dtype=latents.dtype, device=latents.device)
-        return transformer(
-            hidden_states=latents,
-            timestep=timestep,
-            encoder_hidden_states=text["prompt_embeds"],
-            encoder_attention_mask=text["prompt_attention_mask"],
-            pooled_projections=text["pooled_prompt_embeds"],
-            guidance=guidance,
-            return_dict=False,
-        )[0]
+        mask, pooled = text["prompt_attention_mask"], text["pooled_prompt_embeds"]
+        own = {"encoder_attention_mask": mask, "pooled_projections": pooled, "guidance": guidance}
+        return _called(transformer, latents, timestep, text, **own)
 
     def embeds_guidance(self, transformer: Config) -> bool:
         """Whether the config says so; diffusers' default is yes."""
@@ -189,17 +178,14 @@ class Ltx(Family):
 
         frames, height, width = latents.shape[-3:]
         in_time, along = condition.ratios
-        packed = transformer(
-            hidden_states=LTXPipeline._pack_latents(latents),
-            encoder_hidden_states=text["prompt_embeds"],
-            timestep=timestep,
-            encoder_attention_mask=text["prompt_attention_mask"],
-            num_frames=frames,
-            height=height,
-            width=width,
-            rope_interpolation_scale=(in_time / condition.frame_rate, along, along),
-            return_dict=False,
-        )[0]
+        own = {
+            "encoder_attention_mask": text["prompt_attention_mask"],
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": (in_time / condition.frame_rate, along, along),
+        }
+        packed = _called(transformer, LTXPipeline._pack_latents(latents), timestep, text, **own)
         return LTXPipeline._unpack_latents(packed, frames, height, width)
 
     def ratios(self, vae: Config) -> tuple[int, int]:
@@ -238,13 +224,8 @@ class CogVideoX(Family):
             rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
                 _Sized(transformer, along), height * along, width * along, frames, latents.device
             )
-        return transformer(
-            hidden_states=latents.transpose(1, 2),
-            encoder_hidden_states=text["prompt_embeds"],
-            timestep=timestep,
-            image_rotary_emb=rotary,
-            return_dict=False,
-        )[0].transpose(1, 2)
+        predicted = _called(transformer, latents.transpose(1, 2), timestep, text, image_rotary_emb=rotary)
+        return predicted.transpose(1, 2)
 
     def ratios(self, vae: Config) -> tuple[int, int]:
         """Return the ratios; every block but the last halves the sides."""
@@ -266,14 +247,9 @@ class Cosmos(Family):
         """Return the prediction; there is no conditioning frame, so the condition's mask is zero."""
         along = condition.ratios[1]
         height, width = latents.shape[-2:]
-        return transformer(
-            hidden_states=latents,
-            condition_mask=torch.zeros_like(latents[:, :1]),
-            timestep=timestep / 1000.0,
-            encoder_hidden_states=text["prompt_embeds"],
-            padding_mask=latents.new_zeros(1, 1, height * along, width * along),
-            return_dict=False,
-        )[0]
+        padding = latents.new_zeros(1, 1, height * along, width * along)
+        own = {"condition_mask": torch.zeros_like(latents[:, :1]), "padding_mask": padding}
+        return _called(transformer, latents, timestep / 1000.0, text, **own)
 
     def channels(self, transformer: Config) -> int:
         """Return the channels of the latents; one more is the condition's mask."""
@@ -346,6 +322,13 @@ def nearest_frames(frames: int, *, ratios: tuple[int, int], patch: tuple[int, in
     """Return the nearest number of frames that makes whole tokens; never 0."""
     tokens = max(1, round(((frames - 1) / ratios[0] + 1) / patch[0]))
     return (tokens * patch[0] - 1) * ratios[0] + 1
+
+
+def _called(transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, **own: object) -> torch.Tensor:
+    embeds = text["prompt_embeds"]
+    return transformer(
+        hidden_states=latents, timestep=timestep, encoder_hidden_states=embeds, return_dict=False, **own
+    )[0]
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ebbtide.base.errors import DataError, nearest
-from ebbtide_recipes.skeleton.rows import FIRST_ROWS, LARGEST_DOCUMENT_BYTES, check_builtin, reading, split_name
+from ebbtide_recipes.skeleton.rows import check_builtin, read_file, read_in_advance, reading, split_name
 
 VIDEOS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v", ".gif")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -38,10 +37,9 @@ def check(names: Iterable[str]) -> None:
         listing = inside(path) if path.is_dir() else path
         if listing is None or not listing.is_file():
             continue
-        if listing.suffix.lower() != ".json" or listing.stat().st_size <= LARGEST_DOCUMENT_BYTES:
-            limit = split_name(name, of="clips")[1] or FIRST_ROWS
-            if not read(listing, limit=min(limit, FIRST_ROWS)):
-                raise no_clip(name)
+        count = read_in_advance(listing, split_name(name, of="clips")[1])
+        if count and not read(listing, limit=count):
+            raise no_clip(name)
 
 
 def checked(name: str) -> Path:
@@ -101,46 +99,34 @@ def read(path: Path, limit: int | None = None) -> list[tuple[Path, str]]:
     Raises:
         DataError: It cannot be read, or a row names no clip that exists, or no caption.
     """
-    try:
-        with reading(path):
-            rows = list(islice(_rows(path), limit))
-    except (json.JSONDecodeError, csv.Error) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}", expected="rows with video and caption", hint=_EXAMPLE
-        ) from error
+    rows = _table(path, limit) if path.suffix.lower() == ".csv" else read_file(path, limit, _EXAMPLE)
     return [_clip(row, f"row {number} of {path}", path.parent) for number, row in enumerate(rows, start=1)]
 
 
-def _rows(path: Path) -> Iterator[Any]:
-    """Yield the rows of a listing; only ends of lines end a line."""
-    with path.open(encoding="utf-8-sig") as file:
-        if path.suffix.lower() == ".jsonl":
-            yield from (json.loads(line) for line in file if line.strip())
-        elif path.suffix.lower() == ".json":
-            content = json.load(file)
-            if not isinstance(content, list):
-                raise DataError(f"{path} holds a {type(content).__name__}", expected="a list of rows", hint=_EXAMPLE)
-            yield from content
-        else:
-            yield from csv.DictReader(file)
+def _table(path: Path, limit: int | None) -> list[dict[str, str]]:
+    try:
+        with reading(path), path.open(encoding="utf-8-sig") as file:
+            return list(islice(csv.DictReader(file), limit))
+    except csv.Error as error:
+        expected = "rows with video and caption"
+        raise DataError(f"{path} cannot be read: {error}", expected=expected, hint=f"such as {_EXAMPLE}") from error
 
 
-_EXAMPLE = 'such as {"video": "clips/cat.mp4", "caption": "a cat jumps on a table"}'
+_EXAMPLE = '{"video": "clips/cat.mp4", "caption": "a cat jumps on a table"}'
 
 
-def _clip(row: Any, where: str, folder: Path) -> tuple[Path, str]:
+def _clip(row: Mapping[str, Any], where: str, folder: Path) -> tuple[Path, str]:
     """Return the clip that one row names, and its caption."""
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where} is {row!r:.60}", expected="an object with named columns", hint=_EXAMPLE)
+    hint = f"such as {_EXAMPLE}"
     name = next((row[column] for column in VIDEO_COLUMNS if row.get(column)), None)
     if not isinstance(name, str):
         columns = ", ".join(map(str, row)) or "none"
-        raise DataError(f"{where} names no video; its columns: {columns}", expected="video", hint=_EXAMPLE)
+        raise DataError(f"{where} names no video; its columns: {columns}", expected="video", hint=hint)
     caption = next((row[column] for column in CAPTION_COLUMNS if row.get(column)), None)
     if isinstance(caption, list) and caption:  # FastVideo's videos2caption.json lists several
         caption = caption[0]
     if not isinstance(caption, str) or not caption.strip():
-        raise DataError(f"{where} has no caption", expected="caption: a description of the clip", hint=_EXAMPLE)
+        raise DataError(f"{where} has no caption", expected="caption: a description of the clip", hint=hint)
     path = folder / Path(name).expanduser()
     if not path.exists():
         raise DataError(

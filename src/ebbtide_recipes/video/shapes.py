@@ -65,6 +65,6 @@ def _distance(shape: str, xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
     if shape == "circle":
         return (xs**2 + ys**2).sqrt() - 0.42
     if shape == "square":
-        return torch.maximum(xs.abs() + 0 * ys, ys.abs() + 0 * xs) - 0.38
+        return torch.maximum(xs.abs(), ys.abs()) - 0.38
     slope = math.sqrt(3) / 2
-    return torch.maximum(ys + 0 * xs, slope * xs.abs() - 0.5 * ys) - 0.26
+    return torch.maximum(ys, slope * xs.abs() - 0.5 * ys) - 0.26

@@ -177,8 +177,6 @@ class VideoTrainer(RecordedTrainer):
             self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else module.state_dict()
         )
         if self.args.should_save:
-            if name == "transformer":  # written first
-                self.remove_replaced(folder)
             export.save(module, state, folder, name, pipeline=self.sampling.source.family.pipeline)
 
     def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -306,26 +306,22 @@ def test_a_model_of_the_other_kind_is_not_saved_next_to_one_unasked(
     check(train_type=train_type, overwrite_output_dir=True)
 
 
-@pytest.mark.parametrize(
-    ("should_save", "place", "config", "removed"),
-    [
-        (True, ".", {}, True),
-        (False, ".", {}, False),  # another rank
-        (True, "checkpoint-2", {}, False),
-        (True, ".", {"overwrite_output_dir": False}, False),
-        (True, ".", None, False),  # a trainer outside a run
-    ],
-)
-def test_only_the_main_rank_removes_a_model_and_only_for_the_saved_one(
-    tmp_path: Path, should_save: bool, place: str, config: dict | None, removed: bool
-) -> None:
-    from ebbtide_recipes.skeleton.trainer import RecordedTrainer
+@pytest.mark.parametrize("main", [True, False])
+def test_the_main_rank_replaces_a_model_once_the_new_one_is_written(tmp_path: Path, main: bool) -> None:
+    from ebbtide_recipes.skeleton.trainer import save
 
-    for folder in (tmp_path, tmp_path / "checkpoint-2"):
-        write(folder, *ADAPTERS)
-    before = files(tmp_path)
-    values = {"output_dir": str(tmp_path), "overwrite_output_dir": True, **(config or {})}
-    made = None if config is None else SftConfig(**values)  # type: ignore[arg-type]
-    trainer = SimpleNamespace(config=made, args=SimpleNamespace(should_save=should_save))
-    RecordedTrainer.remove_replaced(trainer, tmp_path / place)  # type: ignore[arg-type]
-    assert files(tmp_path) == before - ({*ADAPTERS} if removed else set())
+    kept = write(tmp_path, "README.md", *ADAPTERS)
+    write(tmp_path / outputs.DRAFT, "model-00001-of-00001.safetensors")  # of a killed run
+
+    def saves(folder: str) -> None:
+        assert files(tmp_path) >= kept
+        if main:
+            assert files(Path(folder)) == {"README.md"}  # PEFT adds to it
+            write(Path(folder), "model.safetensors", "transformer/config.json")
+
+    trainer = SimpleNamespace(is_fsdp_enabled=False, args=SimpleNamespace(should_save=main), save_model=saves)
+    save(SftConfig(overwrite_output_dir=True), trainer, tmp_path)  # type: ignore[arg-type]
+    other_rank = {*kept, f"{outputs.DRAFT}/model-00001-of-00001.safetensors"}
+    new = {"README.md", "model.safetensors", "transformer/config.json"}
+    assert files(tmp_path) == (new if main else other_rank)
+    assert main is not (tmp_path / outputs.DRAFT).exists()

@@ -93,13 +93,13 @@ def test_rows_that_name_no_clip_are_refused(folder: Path, row: object, found: st
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [
-        ("rows.jsonl", '{"video": "a.mp4", "caption": "x"}\n{"video": \n', "cannot be read"),
+        ("rows.jsonl", '{"video": "a.mp4", "caption": "x"}\n{"video": \n', "line 2 of .* is not JSON"),
         ("rows.jsonl", '{"video": "a.mp4"}\n', "row 1 of .* has no caption"),
         ("rows.jsonl", '{"video": "c.mp4", "caption": "x"}\n', "row 1 of .* names 'c.mp4', which does not exist"),
-        ("rows.json", '{"video": "a.mp4", "caption": "x"}', "holds a dict"),
+        ("rows.json", '{"video": "a.mp4", "caption": "x"}', "holds a JSON dict"),
         ("rows.csv", "file,text\na.mp4,x\n", "row 1 of .* names no video"),
         ("rows.csv", "", "has no clip"),
-        ("metadata.jsonl", "nothing", "cannot be read"),
+        ("metadata.jsonl", "nothing", "is not JSON"),
     ],
 )
 def test_the_first_rows_of_a_listing_are_read_before_anything_is_loaded(
@@ -125,7 +125,7 @@ def test_the_rest_of_a_listing_is_left_to_the_load(folder: Path) -> None:
     row = '{"video": "a.mp4", "caption": "x"}\n'
     (folder / "rows.jsonl").write_text(row * FIRST_ROWS + "{")
     listings.check([str(folder / "rows.jsonl"), str(folder), "builtin:moving-shapes#2"])
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=f"line {FIRST_ROWS + 1} of .* is not JSON"):
         loaded(folder / "rows.jsonl")
 
 
