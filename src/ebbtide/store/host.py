@@ -204,7 +204,7 @@ class HostTier:
             begun += done
             if done < len(group):
                 break
-        return len(fresh) - begun
+        return len(slots) - slots.index(fresh[begun]) if begun < len(fresh) else 0
 
     def discard(self, slot: HostSlot) -> None:
         """Discard an unused copy-in of ``slot``."""

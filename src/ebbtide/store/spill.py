@@ -189,29 +189,30 @@ class SpillTier:
         disk = self._disk
         if disk is None:
             return self.host.prefetch(slots)
-        for begun, slot in enumerate(slots):
+        from_disk: list[DiskSlot] = []
+        with self._lock:
+            in_host = [(i, held) for i, slot in enumerate(slots) if (held := self._ready(slot)) is not None]
             try:
-                if isinstance(slot, SpillSlot):
-                    self._prefetch(slot, disk)
-                else:
-                    self.host.prefetch([slot])
+                left = self.host.prefetch([held for _, held in in_host])
             except torch.OutOfMemoryError:
-                if not begun:
+                if in_host[0][0] == 0:
                     raise
-                return len(slots) - begun
-        return 0
+                left = len(in_host)
+            begun = in_host[-left][0] if left else len(slots)
+            for piece in _pieces(slots[:begun]):
+                piece.wanted = True
+                if piece.stage is None and piece.on_disk is not None:
+                    from_disk.append(piece.on_disk)
+        if from_disk:
+            disk.prefetch(from_disk)
+        return len(slots) - begun
 
-    def _prefetch(self, slot: SpillSlot, disk: DiskTier) -> None:
-        """Begin the copy-in of ``slot``, or the reads from disk; several pieces would need device memory twice."""
+    def _ready(self, slot: HostSlot | SpillSlot) -> HostSlot | None:
+        """Return where a slot's bytes are in host memory; several pieces would need device memory twice."""
+        if isinstance(slot, HostSlot):
+            return slot
         self._check(slot)
-        for piece in slot.pieces:
-            piece.wanted = True
-            with self._lock:
-                stage = piece.stage
-                if stage is not None and len(slot.pieces) == 1:
-                    self.host.prefetch([stage])
-            if stage is None and piece.on_disk is not None:
-                disk.prefetch([piece.on_disk])
+        return slot.pieces[0].stage if len(slot.pieces) == 1 else None
 
     def discard(self, slot: SpillSlot) -> None:
         """Discard an unused copy-in, and unused reads, of ``slot``."""
@@ -378,13 +379,12 @@ class SpillTier:
 
 def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
     """Return the slots in host memory; one that was passed on to disk has none any more."""
-    found: list[HostSlot] = []
-    for slot in slots:
-        if isinstance(slot, HostSlot):
-            found.append(slot)
-        else:
-            found += [stage for piece in slot.pieces if (stage := piece.stage) is not None]
-    return found
+    found = [slot for slot in slots if isinstance(slot, HostSlot)]
+    return found + [stage for piece in _pieces(slots) if (stage := piece.stage) is not None]
+
+
+def _pieces(slots: Sequence[HostSlot | SpillSlot]) -> list[_Piece]:
+    return [piece for slot in slots if isinstance(slot, SpillSlot) for piece in slot.pieces]
 
 
 def _staged(reference: weakref.ref[_Piece]) -> tuple[_Piece, HostSlot] | None:

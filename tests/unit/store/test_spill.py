@@ -192,6 +192,44 @@ def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_n
             each.free()
 
 
+def test_what_is_prefetched_together_is_one_group_of_copies(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device call costs the host microseconds, whether or not something else has gone to disk by then."""
+    with spilling(disk, rate=1.0) as (device, tier):
+        sources = [produce(device, 8 * KIB) for _ in range(8)]
+        slots = [copy_out(tier, source) for source in sources]
+        assert [type(slot) for slot in slots] == [HostSlot] * 7 + [SpillSlot]
+        groups: list[int] = []
+        copy_all = device.copy_all
+        monkeypatch.setattr(
+            device, "copy_all", lambda pairs, stream: (groups.append(len(pairs)), copy_all(pairs, stream))
+        )
+        assert tier.prefetch([slots[0], slots[7], *slots[1:7]]) == 0
+        assert groups == [8]
+        for slot, source in zip(slots, sources, strict=True):
+            assert torch.equal(slot.take(), source)
+            slot.free()
+
+
+def test_a_full_device_leaves_the_end_of_a_prefetch(disk: Path) -> None:
+    with spilling(disk, device_limit_bytes=40 * KIB) as (device, tier):
+        slots = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
+        spilled = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(2)]
+        assert {type(slot) for slot in spilled} == {SpillSlot}
+        (read,), (unread,) = (slot.pieces for slot in spilled)
+        while read.stage or unread.stage:
+            with tier._lock:
+                tier._pass_on(wait=True)
+        assert tier.prefetch([slots[6]]) == 0  # of five that the device has room for
+        assert tier.prefetch([*slots[:2], spilled[0], *slots[2:5], slots[6], spilled[1], slots[5]]) == 4
+        assert [slot.ahead is not None for slot in slots] == [True] * 4 + [False, False, True]
+        assert read.wanted and not unread.wanted
+        assert tier.prefetch([spilled[1], slots[5]]) == 1 and unread.wanted
+        with pytest.raises(torch.OutOfMemoryError):
+            tier.prefetch([slots[5], spilled[1]])
+        for slot in (*slots, *spilled):
+            slot.free()
+
+
 def test_a_storage_larger_than_the_stage_goes_to_disk_in_pieces(disk: Path) -> None:
     with spilling(disk) as (device, tier):
         kept = [copy_out(tier, produce(device, 8 * KIB)) for _ in range(7)]
