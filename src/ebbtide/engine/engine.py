@@ -181,6 +181,7 @@ class Engine:
         done.ended = True
         with self.lock:  # another thread may run a backward
             self._copy_out.end_forward(done)
+            done.in_flight_bytes = min(self._copy_out.in_flight_bytes, done.tally.offloaded)
         self.last_tally, self.last_pass = done.tally, done
         if self.timer is not None:
             self.timer.pass_ends(done.tally.unique)
@@ -364,6 +365,7 @@ class Engine:
         return Stats(
             packs=tally.packs,
             replayed=tally.replayed,
+            in_flight_bytes=self.last_pass.in_flight_bytes,
             memory_saved_bytes=saved,
             memory_saved_percent=100.0 * saved / tally.unique if tally.unique else None,
             small_storages=tally.small,

@@ -49,6 +49,7 @@ class Pass:
         self.tally = Tally()
         self.checkpointed = 0
         self.offered_bytes = 0  # copied out, or held back, so far
+        self.in_flight_bytes = 0  # when it ended: their copies ran, so they stay until backward has read them
         self.offers_last = False  # the latest block did
         self.cast: weakref.ref[torch.Tensor] | None = None  # of a weight, by autocast: it dies when its region ends
         self.sites: dict[tuple[Site, Action], tuple[int, int]] = {}

@@ -205,8 +205,11 @@ class Stats:
         unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.
         kept_bytes: Bytes that stayed on the device, those that were held back for backward among them.
         offloaded_bytes: Bytes moved to the store.
+        in_flight_bytes: Those of them whose copies still ran when the forward ended: they stay on the device until
+            backward has read them. At most the window; it depends on the speed of the store and may vary.
         recomputed_bytes: Bytes dropped, to be recomputed.
-        memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``.
+        memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``, as the plan has it. When the forward ended, less had left
+            the device, by ``in_flight_bytes``.
         memory_saved_percent: The same in percent of ``unique_bytes``; None before the first pass.
         small_storages: Distinct storages below ``min_bytes``, weights left out: they stay on the device.
         small_bytes: Their bytes, in none of the above.
@@ -239,6 +242,7 @@ class Stats:
     kept_bytes: int = 0
     offloaded_bytes: int = 0
     recomputed_bytes: int = 0
+    in_flight_bytes: int = 0
     memory_saved_bytes: int = 0
     memory_saved_percent: float | None = None
     small_storages: int = 0
@@ -265,10 +269,11 @@ class Stats:
         small = (
             f", {format_size(self.small_bytes)} in {self.small_storages} small storages" if self.small_storages else ""
         )
+        in_flight = format_size(self.in_flight_bytes)
         lines = {
             "saved": f"{format_size(self.unique_bytes)}{small}; {self.packs} tensors (latest pass)",
             "kept": format_size(self.kept_bytes),
-            "offloaded": format_size(self.offloaded_bytes),
+            "offloaded": f"{format_size(self.offloaded_bytes)}, {in_flight} of it in flight when forward ended",
             "recomputed": f"{format_size(self.recomputed_bytes)}, {self.checkpointed_blocks} blocks checkpointed",
             "memory saved": "-" if self.memory_saved_percent is None else f"{self.memory_saved_percent:.1f} %",
             "in blocks": "-" if self.coverage_percent is None else f"{self.coverage_percent:.0f} % of the saved bytes",

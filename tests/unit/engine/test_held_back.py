@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_a_forward_that_is_one_block_goes_on_offloading(tier: str) -> None:
     assert offloaded[0] == (saved, saved) and saved >= 60 << 20
     assert all(found >= saved - max(saved // PARTS, LEAST_WINDOW) and total == saved for found, total in offloaded)
     assert window.in_bytes == LEAST_WINDOW, "not as large as the forward"
+
+
+def test_figures_say_how_much_is_on_the_device_when_a_forward_has_ended() -> None:
+    """What is kept, and what is still being copied: of all that is saved the rest has left."""
+    x = torch.linspace(0.1, 1.0, 1 << 14)
+    with open_engine("offload", "host", window_bytes=1 << 19) as engine:
+        for step in range(STEPS):
+            y = x.detach().requires_grad_()
+            storages: list[weakref.ref[torch.UntypedStorage]] = []
+            with forward_pass(engine):
+                for _ in range(60):
+                    storages.append(weakref.ref(y.untyped_storage()))
+                    y = y.sin()
+            alive = sum(s.nbytes() for reference in storages[1:] if (s := reference()) is not None)
+            stats = engine.stats()
+            assert stats.kept_bytes + stats.in_flight_bytes == alive < stats.unique_bytes == 60 * x.nbytes
+            assert (stats.in_flight_bytes > 0) is (step == 0), "in later steps as much is held back as the window has"
+            y.sum().backward()
 
 
 @pytest.mark.parametrize(
