@@ -25,14 +25,17 @@ _READABLE = "ask its owner, or copy it to a folder of your own"
 _DEFAULT_FILES = {"html": REPORT_FILE, "trace": "trace.json"}
 
 
-def report(*folders: Path, format: Format = "text", output: Path | None = None, force: bool = False) -> Path | None:
+def report(
+    folder: Path, *more: Path, format: Format = "text", output: Path | None = None, force: bool = False
+) -> Path | None:
     """Report on a run folder or on the folder of a comparison, or compare several runs.
 
     The missing ``summary.json`` of a killed run is written here. The baseline of several runs is that of the mode
     ``plain``, else the first.
 
     Args:
-        folders: What a run or ``ebbtide compare`` wrote; several: folders of runs.
+        folder: What a run or ``ebbtide compare`` wrote.
+        more: Folders of more runs; then all are of runs.
         format: ``text`` and ``json`` are printed by default; ``html`` and ``trace`` are written into the run folder,
             ``html`` of several runs into the last one, as ``against-FIRST.html``. A comparison, and several runs, have
             ``text`` and ``html``.
@@ -46,17 +49,18 @@ def report(*folders: Path, format: Format = "text", output: Path | None = None, 
         DataError: A folder holds no run, a damaged one or a later ebbtide's, may not be read, or ``output`` exists.
         ConfigError: The format does not exist for them; of several, a folder twice, or that of a comparison.
     """
-    for folder in folders:
-        _check_folder(folder)
-    files = _DEFAULT_FILES if len(folders) == 1 else {"html": f"against-{folders[0].resolve().name}.html"}
+    folders = folder, *more
+    for each in folders:
+        _check_folder(each)
+    files = {"html": f"against-{folder.resolve().name}.html"} if more else _DEFAULT_FILES
     target = _target(output, folders[-1] / files[format] if format in files else None, force)
-    if len(folders) > 1:
+    if more:
         words = _words_of_runs(folders, format, force)
-    elif (comparison := _comparison(folders[0])) is None:
-        words = _read(folders[0], format, force)[1]
+    elif (comparison := _comparison(folder)) is None:
+        words = _read(folder, format, force)[1]
     else:
-        with _sound(folders[0]):
-            words = _words_of_comparison(folders[0], comparison, format)
+        with _sound(folder):
+            words = _words_of_comparison(folder, comparison, format)
     if target is None:
         print(words, end="")
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import cast
 
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
@@ -37,7 +37,7 @@ class IdleEngines:
         return None
 
 
-of_plans = WeakIdKeyDictionary(ref_type=WeakIdRef)
+of_plans: MutableMapping[Policy | Plan, dict[Hashable, IdleEngines]] = WeakIdKeyDictionary(ref_type=WeakIdRef)
 """Idle engines of each plan of a user's, by settings."""
 
 

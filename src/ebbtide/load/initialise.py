@@ -204,7 +204,7 @@ class Initialiser:
             for part in call.module.modules():
                 for name, owner, tensor, before in kept.get(part, ()):
                     now = owner.slots.get(owner.name)
-                    if now is not tensor or now.untyped_storage()._cdata != before.untyped_storage()._cdata:
+                    if now is not tensor or tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
                         tensor.data, owner.slots[owner.name] = before, tensor
                         call.writes.setdefault(name, False)
             if failed:  # it may need values: assume that it writes what its module has
