@@ -25,7 +25,7 @@ from trl import GRPOTrainer as TrlTrainer
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo import positions, rollouts, unpadded
-from ebbtide_recipes.grpo.config import COLOCATE, SERVER
+from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.figures import Evaluation, equal_in_groups, summed
 from ebbtide_recipes.grpo.merging import FrozenWeights
@@ -46,14 +46,6 @@ LOGGER = logging.getLogger("ebbtide.grpo")
 
 REPEAT = 20
 """A warning about rollouts comes with the first of its kind, and then at each multiple of this number."""
-
-
-_SAME = (
-    "num_generations", "num_generations_eval", "max_completion_length", "temperature", "top_p", "top_k",
-    "num_iterations", "epsilon", "epsilon_high", "delta", "loss_type", "scale_rewards", "use_vllm", "vllm_mode",
-    *COLOCATE,
-)  # fmt: skip
-"""Flags that are arguments of TRL's trainer under the same names."""
 
 
 class GrpoTrainer(RecordedTrainer, TrlTrainer):
@@ -318,15 +310,30 @@ def arguments(config: GrpoConfig) -> TrlConfig:
     # With adapters TRL would add a frozen copy of them; the reference is the model without any.
     coefficient = 0.0 if config.trains_adapters else config.kl_coefficient or config.kl_reward_coef
     own = {
-        **{name: getattr(config, name) for name in _SAME},
         "shuffle_dataset": config.dataset_shuffle,
+        "num_generations": config.num_generations,
+        "num_generations_eval": config.num_generations_eval,
+        "max_completion_length": config.max_completion_length,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
         "beta": coefficient,
+        "num_iterations": config.num_iterations,
         "steps_per_generation": config.micro_batches,
+        "epsilon": config.epsilon,
+        "epsilon_high": config.epsilon_high,
+        "delta": config.delta,
+        "loss_type": config.loss_type,
+        "scale_rewards": config.scale_rewards,
         "use_bias_correction_kl": False,  # k3 itself, as in the GRPO paper and verl
         "reward_weights": [*config.weights, *([-config.kl_reward_coef] if config.kl_reward_coef else [])],
+        "use_vllm": config.use_vllm,
         # vLLM's probabilities are among the likeliest tokens, the model's among all: their ratio corrects nothing.
         "vllm_importance_sampling_correction": config.top_p == 1.0 and config.top_k == 0,
         "vllm_max_model_length": config.max_prompt_length + config.max_completion_length,
+        "vllm_mode": config.vllm_mode,
+        "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         **{name: value for name in SERVER if (value := getattr(config, name)) is not None},
         "ddp_find_unused_parameters": False,
         # Of the reference, if one is loaded: on this process's device alone.

@@ -39,14 +39,6 @@ _TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
 """Packages of trackers that are not called as transformers calls the tracker."""
 
 
-_SAME = (
-    "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "num_train_epochs", "max_steps", "lr_scheduler_type", "weight_decay", "max_grad_norm", "bf16", "fp16",
-    "ddp_timeout", "dataloader_num_workers", "logging_steps", "eval_steps", "run_name", "seed",
-)  # fmt: skip
-"""Flags that are arguments of transformers' trainer under the same names."""
-
-
 class RecordedTrainer(ResumedTrainer):
     """Mark phases, record steps and seal checkpoints around transformers' trainer.
 
@@ -234,22 +226,38 @@ def shared_arguments(config: RecipeConfig, *, shards: int | None = None) -> dict
     _check_trackers(config.report_to)
     accelerated = torch.accelerator.is_available()
     return {
-        **{name: getattr(config, name) for name in _SAME},
+        "output_dir": config.output_dir,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "per_device_eval_batch_size": config.per_device_eval_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_train_epochs": config.num_train_epochs,
+        "max_steps": config.max_steps,
         "learning_rate": config.peak_learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
         "warmup_steps": config.warmup_ratio,  # below 1: a share of the steps
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
         **_checkpointing(on=config.mode == "checkpointing"),
         **sharding.trainer_settings(config),
         **_hybrid(config, shards),
+        "bf16": config.bf16,
+        "fp16": config.fp16,
+        "ddp_timeout": config.ddp_timeout,
         "use_cpu": not accelerated,
         "dataloader_pin_memory": accelerated,
+        "dataloader_num_workers": config.dataloader_num_workers,
+        "logging_steps": config.logging_steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "save_strategy": "no" if config.save_steps is None else "steps",
         "save_steps": config.save_steps or 500,
         "eval_strategy": "no" if config.eval_steps is None or not config.evaluates else "steps",
+        "eval_steps": config.eval_steps,
         "report_to": list(config.report_to),
+        "run_name": config.run_name,
         **({} if config.project_name is None else {"project": config.project_name}),
         "disable_tqdm": True,
+        "seed": config.seed,
     }
 
 
