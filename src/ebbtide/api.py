@@ -23,7 +23,7 @@ from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
 from ebbtide.engine import Engine, Rule, Stats
 from ebbtide.engine.contexts import CONTEXT, ContextRun
-from ebbtide.engine.idle import IdleEngines, engines_for
+from ebbtide.engine.idle import IdleEngines
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
@@ -326,7 +326,7 @@ class offload_saved_tensors(ContextDecorator):
         # Per thread, since several may run one decorated function; reentrant.
         self._entered: defaultdict[int, list[list[tuple[Engine, offloading, IdleEngines]]]] = defaultdict(list)
         self._latest: Engine | None = None
-        self._plan, self._idle_engines = engines_for(self._policy, _idle_engines)
+        self._kept: dict[Hashable, IdleEngines] = {}  # idle engines of a plan, which lives no longer than this
 
     def stats(self) -> Stats:
         """Return the figures of the latest pass; the totals may include earlier contexts with the same settings."""
@@ -342,7 +342,7 @@ class offload_saved_tensors(ContextDecorator):
             pass  # torch.func refuses hooks: before an engine is opened, or forgets the figures of its latest pass
         idle = self._idle()
         if (engine := idle.take()) is None:
-            engine = _open_engine(self._plan, self._options)
+            engine = _open_engine(self._policy, self._options)
             refuse_budget(self._policy, engine.tier)
         hooks = offloading(engine, CONTEXT, [], kind=ContextRun)
         engine.begin_pass()
@@ -358,10 +358,10 @@ class offload_saved_tensors(ContextDecorator):
             idle.add(engine)  # of the settings and device at the time it was entered
 
     def _idle(self) -> IdleEngines:
-        policy = self._policy if isinstance(self._policy, Policy) else None
+        shared = isinstance(self._policy, Policy)  # a plan file makes another plan at each read
         index = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
-        settings = (self._options, policy, tuple(_custom_rules.items()), os.getpid(), index)
-        return self._idle_engines.setdefault(settings, IdleEngines())
+        settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), index)
+        return (_idle_engines if shared else self._kept).setdefault(settings, IdleEngines())
 
 
 def register_recompute(name: str, rule: Rule) -> None:

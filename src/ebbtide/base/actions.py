@@ -214,7 +214,7 @@ def checked_action(action: Action, allowed: tuple[Action, ...], plan: Plan, meth
     elif action is Action.RECOMPUTE:
         hint = "set recomputes = True, so that recipes are built"
     raise ConfigError(
-        f"{plan.__class__.__name__}.{method} returned {action!r:.80}",
+        f"{type(plan).__name__}.{method} returned {action!r:.80}",
         expected="one of " + ", ".join(map(str, allowed)),
         hint=hint,
     )

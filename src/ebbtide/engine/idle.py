@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, MutableMapping
-from typing import cast
+from collections.abc import Callable
 
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
-
-from ebbtide.base.actions import Plan
-from ebbtide.config import Policy
 from ebbtide.engine.engine import Engine
 
 
@@ -35,19 +30,3 @@ class IdleEngines:
                 if (engine := self._found.pop()()) is not None:
                     return engine
         return None
-
-
-of_plans: MutableMapping[Policy | Plan, dict[Hashable, IdleEngines]] = WeakIdKeyDictionary(ref_type=WeakIdRef)
-"""Idle engines of each plan of a user's, by settings."""
-
-
-def engines_for(
-    policy: Policy | Plan, of_policies: dict[Hashable, IdleEngines]
-) -> tuple[Policy | Plan, dict[Hashable, IdleEngines]]:
-    """Return what is passed to new engines, and the idle ones by settings; those of a plan last no longer than it."""
-    if isinstance(policy, Policy):
-        return policy, of_policies
-    try:
-        return cast("Plan", weakref.proxy(policy)), of_plans.setdefault(policy, {})
-    except TypeError:  # its class has slots, and none for weak references
-        return policy, {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks.nodevice import NoDevice
-from ebbtide.base.actions import Action, Candidate
-from ebbtide.engine import Engine
-from ebbtide.engine.idle import of_plans
 from ebbtide.store.host import HostTier
 from ebbtide.store.meter import HostMeter
-from tests.helpers.engines import POLICIES, ByTable, assert_nothing_left, hooks_are_closed, in_thread, leaf
+from tests.helpers.engines import POLICIES, assert_nothing_left, hooks_are_closed, in_thread, leaf
 from tests.helpers.oracle import same_bits
 from tests.unit.wrap.test_replay import batch, stack
 
@@ -194,69 +190,3 @@ def test_a_backward_in_another_thread_inside_the_context(policy: str) -> None:
     in_thread(offloaded._latest.begin_pass)
     assert offloaded._latest.weights.since > number
     assert_nothing_left(offloaded._latest)
-
-
-@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE])
-def test_contexts_made_anew_with_one_plan_share_an_engine(action: Action) -> None:
-    plans = [ByTable(lambda c: Action.OFFLOAD if c.recompute_flops is None else action)]
-    numbers, expected = set[int](), trained()
-
-    def around(step: Step) -> Step:
-        def run(number: int) -> None:
-            with ebbtide.offload_saved_tensors(policy=plans[0], min_bytes=0) as offloaded:
-                step(number)
-            assert offloaded._latest is not None and offloaded.stats().packs > 0
-            numbers.add(offloaded._latest.number)
-
-        return run
-
-    assert all(map(same_bits, expected, trained(around)))
-    assert len(numbers) == 1
-    idle = [engine for kept in of_plans[plans[0]].values() for engine in map(_of, kept._found)]
-    assert len(idle) == 1
-    engine, alive = weakref.ref(idle.pop()), weakref.ref(plans.pop())
-    assert alive() is None and engine() is None, "without the garbage collector"
-
-
-def _of(found: Callable[[], Engine | None]) -> Engine | None:
-    return found()
-
-
-def test_contexts_made_anew_with_a_policy_share_an_engine() -> None:
-    x, numbers = leaf(8, 8), set[int]()
-    for _ in range(2):
-        with ebbtide.offload_saved_tensors(min_bytes=0) as offloaded:
-            x.sin().sum().backward()
-        assert offloaded._latest is not None
-        numbers.add(offloaded._latest.number)
-    assert len(numbers) == 1
-
-
-def test_a_plan_with_slots_serves_its_context() -> None:
-    class Slotted:
-        __slots__ = ()
-        name, recomputes = "slotted", False
-
-        def choose(self, candidate: Candidate) -> Action:
-            return Action.OFFLOAD
-
-        def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-            return Action.KEEP
-
-        def explain(self) -> str:
-            return "offloads"
-
-    x = leaf(8, 8)
-    for _ in range(2):
-        with ebbtide.offload_saved_tensors(policy=Slotted(), min_bytes=0) as offloaded:
-            x.sin().sum().backward()
-        assert offloaded.stats().offloaded_bytes > 0
-
-
-def test_a_wrong_answer_of_a_plan_names_its_class() -> None:
-    wrong, x = ByTable(Action.CHECKPOINT), leaf(8, 8)
-    with (
-        pytest.raises(ebbtide.ConfigError, match="ByTable.choose returned"),
-        ebbtide.offload_saved_tensors(policy=wrong, min_bytes=0),
-    ):
-        x.sin()
