@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ebbtide.base.actions import Action
-from ebbtide.base.errors import CapError, ConflictError, note_place
+from ebbtide.base.errors import CapError, note_place
 from ebbtide.engine.marks import marked
 from ebbtide.engine.tickets import Entry, Residence
 from ebbtide.schedule import Outcome
@@ -65,8 +65,12 @@ class SlotMover:
 
     def release_sources(self, group: Sequence[Entry], *, wait: bool) -> bool:
         """Release the sources of entries whose copy-outs began together and are done."""
-        copied = [entry for entry in group if entry.source is not None and entry.slot is not None]
-        slots = [entry.slot for entry in copied if entry.slot is not None]
+        copied: list[Entry] = []
+        slots: list[Slot] = []
+        for entry in group:
+            if entry.source is not None and entry.slot is not None:
+                copied.append(entry)
+                slots.append(entry.slot)
         try:
             if wait:
                 self._tier.wait_copied_out(slots)
@@ -76,9 +80,7 @@ class SlotMover:
             note_place(error, f"while copying out {_named(copied[0])}")
             raise
         for entry in copied:
-            probe, source = entry.probe, entry.source
-            if source is not None and source.untyped_storage().nbytes() < entry.last:  # the copy may have read others'
-                raise freed_error(f"the memory of {entry.site} was freed while it was copied out")
+            probe = entry.probe
             entry.tainted = probe is not None and probe._version != entry.version
             entry.source = None
         return True
@@ -114,15 +116,6 @@ class SlotMover:
         """Discard the prefetch of an entry."""
         if saved.slot is not None:
             saved.slot.discard()
-
-
-def freed_error(what: str) -> ConflictError:
-    """Return the error for memory that somebody frees although it was saved."""
-    return ConflictError(
-        f"{what}, to compute it again in backward",
-        expected="one offloader on a model",
-        hint="unset what frees it (Megatron-LM: recompute_granularity, --recompute-modules)",
-    )
 
 
 def _named(entry: Entry) -> str:

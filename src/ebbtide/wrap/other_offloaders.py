@@ -26,7 +26,6 @@ from torch import nn
 
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block
-from ebbtide.engine.mover import freed_error
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.foreign_checkpoints import checkpoint_around, in_reentrant_checkpoint, innermost_hooks
 from ebbtide.wrap.forward import is_compiled
@@ -107,7 +106,11 @@ class Inside:
 
         if run.entries and not self._looked_for_freed:
             if (site := run.freed_site()) is not None:
-                raise freed_error(f"block {block!r} freed the memory of {site}, which it had saved")
+                raise ConflictError(
+                    f"block {block!r} freed the memory of {site}, which it had saved, to compute it again in backward",
+                    expected="one offloader on a model",
+                    hint="unset what frees it (Megatron-LM: recompute_granularity, --recompute-modules)",
+                )
             self._looked_for_freed = True
 
     def forget(self) -> None:

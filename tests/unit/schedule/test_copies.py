@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.base.actions import Action
-from ebbtide.base.errors import CapError, ConflictError
+from ebbtide.base.errors import CapError
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.passes import Pass, RunRecord
 from ebbtide.engine.tickets import Residence
@@ -313,17 +313,6 @@ def test_what_changed_or_lost_its_memory_while_it_was_held_is_not_copied(spoil: 
     spoil(spoilt)
     offer(out, next_)
     assert spoilt.slot is None and spoilt.source is not None and out.held_bytes == 10
-
-
-def test_memory_that_is_freed_while_it_is_copied_is_an_error() -> None:
-    """It may be another tensor's by then, and the copy has that one's values."""
-    out, entry = copy_out(20), Entry()
-    offer(out, entry)
-    emptied(entry)
-    entry.slot.copied_out = True
-    with pytest.raises(ConflictError, match="(?s)the memory of site was freed while it was copied out.*hint: unset"):
-        out.retire()
-    assert entry.source is not None and out.in_flight_bytes == 0
 
 
 @pytest.mark.parametrize("can_cancel", [False, True])
