@@ -1,10 +1,10 @@
 """One step of many ranks that share links, switches, host memory and each other's pace.
 
 [Note: what ranks share]
-Each rank follows the schedule of ``ebbtide.planner.simulate``, with its own times. The difference is that a copy's rate
-is not its own: devices behind a switch divide its rate, and all of a node divide the rate of the host's memory, in
-equal parts among those that copy at that moment; an unused part is not given to others. Rates change
-whenever a copy begins or ends, so the step is a simulation of events.
+Each rank carries out the engine's schedule, ``ebbtide.schedule``, as ``ebbtide.planner.simulate`` does, with its own
+times. The difference is that a copy's rate is not its own: devices behind a switch divide its rate, and all of a node
+divide the rate of the host's memory, in equal parts among those that copy at that moment; an unused part is not given
+to others. Rates change whenever a copy begins or ends, so the step is a simulation of events.
 
 Ranks of a sharded job wait for each other: the weights of a block are gathered one block ahead, so no rank begins a
 block before all have begun the one before. Collectives themselves take no time here: they take it without offloading
@@ -14,16 +14,16 @@ too.
 from __future__ import annotations
 
 import heapq
-import sys
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import Action, Site
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.simulate import Assignment
-from ebbtide.schedule import Window
+from ebbtide.schedule import CopyIn, CopyOut, Outcome, Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,6 @@ class _Copy:
     wake: Callable[[], None] | None = None
 
 
-@dataclass(slots=True)
-class _Rank:
-    """A rank's queues and waits."""
-
-    queues: dict[bool, deque[_Copy]] = field(default_factory=lambda: {True: deque(), False: deque()})
-    busy: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
-    ended: float = 0.0
-
-
 _Wait = tuple[str, float | int | _Copy]
 
 
@@ -72,7 +63,7 @@ class _Cluster:
     def __init__(self, profiles: Sequence[Profile], nodes: Nodes) -> None:
         self.profiles, self.nodes = profiles, nodes
         self.now = 0.0
-        self.ranks = [_Rank() for _ in profiles]
+        self.ranks = [_Rank(self, number) for number in range(len(profiles))]
         self.active: list[list[_Copy]] = [[] for _ in nodes.host_bytes_per_second]
         self._since = [0.0] * len(self.active)
         self._turn = [0] * len(self.active)  # number of a node's latest event
@@ -129,18 +120,8 @@ class _Cluster:
 
     # Copies
 
-    def copy(self, rank: int, nbytes: float, *, out: bool) -> _Copy:
-        """Queue a copy of a rank after its others of the same direction."""
-        made = _Copy(nbytes, rank, out)
-        self.ranks[rank].queues[out].append(made)
-        self._next(rank, out)
-        return made
-
-    def cancel(self, rank: int) -> None:
-        """Cancel the copy-outs of a rank that have not begun."""
-        self.ranks[rank].queues[True].clear()
-
-    def _next(self, rank: int, out: bool) -> None:
+    def next(self, rank: int, out: bool) -> None:
+        """Begin the next copy of a rank in a direction, unless one runs."""
         mine = self.ranks[rank]
         if mine.busy[out] or not mine.queues[out]:
             return
@@ -189,141 +170,96 @@ class _Cluster:
         for each in ended:
             each.done = True
             self.ranks[each.rank].busy[each.out] = False
-            self._next(each.rank, each.out)
+            self.next(each.rank, each.out)
             if each.wake is not None:
                 each.wake()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Offloaded:
-    """An offloaded unit: its copies, once they are queued."""
+    """An offloaded unit: its copy-out, and the one whose end its reader waits for, once they are queued."""
 
+    site: Site
     nbytes: int
     out: _Copy | None = None
     back: _Copy | None = None
-    resident: bool = True
+    on_device: bool = True
 
 
-class _Leaving:
-    """The copy-outs of a rank: see ``ebbtide.schedule.CopyOut``, which waits where this yields.
+class _Rank:
+    """A rank's queues and waits; the mover and the forward of its schedule."""
 
-    Args:
-        copy: Queues a copy of so many bytes.
-        window: Its sizes.
-        expected_bytes: That the forward offers.
-    """
+    def __init__(self, cluster: _Cluster, number: int) -> None:
+        self._cluster, self._number = cluster, number
+        self.queues: dict[bool, deque[_Copy]] = {True: deque(), False: deque()}
+        self.busy = {True: False, False: False}
+        self.ended = 0.0
+        self.offered_bytes, self.offers_last = 0, True
+        self._awaited: _Copy | None = None
 
-    def __init__(self, copy: Callable[[float], _Copy], window: Window, expected_bytes: int) -> None:
-        self._copy, self._window, self._late_bytes = copy, window, expected_bytes - window.held_bytes
-        self._offered_bytes = 0
-        self._flying: deque[list[_Offloaded]] = deque()
-        self._gathered: list[_Offloaded] = []
-        self._held: deque[_Offloaded] = deque()
+    def _copy(self, nbytes: int, *, out: bool) -> _Copy:
+        """Queue a copy after the others of the same direction."""
+        made = _Copy(nbytes, self._number, out)
+        self.queues[out].append(made)
+        self._cluster.next(self._number, out)
+        return made
 
-    def add(self, offloaded: _Offloaded) -> Generator[_Wait, None, None]:
-        """Begin a copy, or hold it back."""
-        late, begun = self._offered_bytes >= self._late_bytes, True
-        self._offered_bytes += offloaded.nbytes
-        if late:
-            self._held.append(offloaded)
-            while _bytes_of(self._held) > self._window.held_bytes:
-                self._gather(self._held.popleft())
-        else:
-            begun = self._gather(offloaded)
-        if begun or self._held or self._excess:
-            yield from self.retire()
+    def wait(self) -> Generator[_Wait, None, None]:
+        """Yield the copy that the schedule waits for. Waiting is the last that it does in a call, so this is exact."""
+        if self._awaited is not None:
+            yield "copy", self._awaited
+            self._awaited = None
 
-    @property
-    def _excess(self) -> bool:
-        flying = sum(map(_bytes_of, self._flying))
-        return flying + _bytes_of(self._gathered) + _bytes_of(self._held) > self._window.out_bytes
+    def read(self, saved: _Offloaded) -> Generator[_Wait, None, None]:
+        """Wait for the bytes of a unit that is in the store."""
+        if not saved.on_device:
+            if saved.back is None:
+                self.copy_in([saved])
+            if saved.back is not None:
+                yield "copy", saved.back
 
-    def _gather(self, offloaded: _Offloaded) -> bool:
-        self._gathered.append(offloaded)
-        full = _bytes_of(self._gathered) >= self._window.gathered_bytes
-        if full:
-            self.begin()
-        return full
+    # Called by the schedule
 
-    def begin(self) -> None:
-        """Begin the copies of what is gathered."""
-        if self._gathered:
-            for each in self._gathered:
-                each.out = self._copy(each.nbytes)
-            self._flying.append(self._gathered)
-            self._gathered = []
+    def stayed(self, storages: Sequence[tuple[Site, int]]) -> None:
+        """Do nothing."""
 
-    def retire(self) -> Generator[_Wait, None, None]:
-        """Drop the sources of copies that are done; beyond the window, wait for the oldest."""
-        while True:
-            while self._flying and (last := self._flying[0][-1].out) is not None and last.done:
-                for each in self._flying.popleft():
-                    each.resident = False
-            if not self._excess:
-                return
-            self.begin()
-            if not self._flying or (last := self._flying[0][-1].out) is None:
-                return
-            if not last.done:
-                yield "copy", last
+    def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
+        for saved in group:
+            saved.out = self._copy(saved.nbytes, out=True)
+        return [Outcome.BEGUN] * len(group)
 
+    def release_sources(self, group: Sequence[_Offloaded], *, wait: bool) -> bool:
+        last = group[-1].out
+        if last is not None and not last.done:
+            if not wait:
+                return False
+            self._awaited = last
+        for saved in group:
+            saved.on_device = False
+        return True
 
-class _Coming:
-    """The copy-ins of a rank: see ``ebbtide.schedule.CopyIn``.
+    def cancel_copy_out(self, saved: _Offloaded) -> bool:
+        if saved.out not in self.queues[True]:
+            return False
+        self.queues[True].remove(saved.out)
+        return True
 
-    Args:
-        copy: Queues a copy of so many bytes.
-        window: Its sizes.
-        upcoming: What backward reads, in order.
-    """
+    def to_copy(self, saved: _Offloaded) -> int:
+        return 0 if saved.on_device else saved.nbytes
 
-    def __init__(self, copy: Callable[[float], _Copy], window: Window, upcoming: Iterable[_Offloaded]) -> None:
-        self._copy, self._window, self._upcoming = copy, window, deque(upcoming)
-        self._taken_bytes = 0
+    def copy_in(self, group: Sequence[_Offloaded]) -> int:
+        copies = [self._copy(saved.nbytes, out=False) for saved in group]
+        for saved in group:
+            saved.back = copies[-1]
+        return 0
 
-    def advance(self) -> None:
-        """Begin as many groups of copies as the window allows."""
-        group_bytes = self._window.gathered_bytes
-        if self._taken_bytes and self._taken_bytes > self._window.in_bytes - group_bytes:
-            return
-        while group := self._next_group(group_bytes):
-            self.begin(group)
-
-    def begin(self, group: Sequence[_Offloaded]) -> None:
-        """Begin the copies of a group, whose readers wait for all of it."""
-        copies = [self._copy(each.nbytes) for each in group]
-        for each in group:
-            each.back = copies[-1]
-
-    def _next_group(self, group_bytes: int) -> list[_Offloaded]:
-        group: list[_Offloaded] = []
-        while self._upcoming and (not group or _bytes_of(group) < group_bytes):
-            each = self._upcoming[0]
-            if self._taken_bytes and self._taken_bytes + each.nbytes > self._window.in_bytes:
-                break
-            self._taken_bytes += each.nbytes
-            self._upcoming.popleft()
-            if not each.resident:
-                group.append(each)
-        return group
-
-    def has_read(self, offloaded: _Offloaded) -> None:
-        """A unit was read: its bytes are no longer ahead."""
-        if self._upcoming and self._upcoming[0] is offloaded:
-            self._upcoming.popleft()  # it was read before it fitted into the window
-        else:
-            self._taken_bytes -= offloaded.nbytes
-        if self._window.in_bytes - self._taken_bytes >= self._window.gathered_bytes or not self._taken_bytes:
-            self.advance()
+    def discard(self, saved: _Offloaded) -> None:
+        saved.back = None
 
 
-def _bytes_of(offloaded: Iterable[_Offloaded]) -> int:
-    return sum(each.nbytes for each in offloaded)
-
-
-def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[_Wait, None, None]:
+def _program(cluster: _Cluster, number: int, assignment: Assignment) -> Generator[_Wait, None, None]:
     """Yield the waits of a rank, in the order of the simulated schedule."""
-    profile = cluster.profiles[rank]
+    profile, rank = cluster.profiles[number], cluster.ranks[number]
     blocks = list(zip(profile.blocks, assignment, strict=True))
     moved = [
         sum(u.moved_bytes for u, a in zip(b.units, acts, strict=True) if a is Action.OFFLOAD) for b, acts in blocks
@@ -331,33 +267,35 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
     window = Window(profile.window_bytes)
     window.saw_block(max(moved), alone=len(moved) == 1)
     offloaded: dict[tuple[int, int], _Offloaded] = {}
-    leaving = _Leaving(partial(cluster.copy, rank, out=True), window, sum(moved) if moved[-1] else sys.maxsize)
+    leaving: CopyOut[_Offloaded] = CopyOut(rank, window)
+    leaving.expect(sum(moved), to_its_end=moved[-1] > 0)
     yield "compute", profile.prologue_seconds
     for place, (block, actions) in enumerate(blocks):
         yield "block", place
-        for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
+        for index, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             yield "compute", block.forward_seconds / len(block.units)
             if action is Action.OFFLOAD:
-                made = offloaded[place, number] = _Offloaded(unit.moved_bytes)
-                yield from leaving.add(made)
+                saved = offloaded[place, index] = _Offloaded(unit.site, unit.moved_bytes)
+                leaving.add(saved, rank)
+                yield from rank.wait()
         leaving.begin()
-        yield from leaving.retire()
+        leaving.retire()
+        yield from rank.wait()
+    leaving.end_forward(rank)
     yield "compute", profile.head_seconds
-    cluster.cancel(rank)
-    coming = _Coming(partial(cluster.copy, rank, out=False), window, reversed(offloaded.values()))
+    leaving.cancel(rank)
+    upcoming = (([weakref.ref(saved)], place) for (place, _), saved in reversed(offloaded.items()))
+    coming: CopyIn[_Offloaded] = CopyIn(upcoming, window, rank)
     for place in reversed(range(len(blocks))):
         block, actions = blocks[place]
         yield "block", 2 * len(blocks) - 1 - place
+        coming.reach(place)
         coming.advance()
-        for number in reversed(range(len(block.units))):
-            if actions[number] is Action.RECOMPUTE:
-                yield "compute", block.units[number].recompute_seconds or 0.0
-            if (each := offloaded.get((place, number))) is not None:
-                if not each.resident:
-                    if each.back is None:
-                        coming.begin([each])
-                    if each.back is not None:
-                        yield "copy", each.back
+        for index in reversed(range(len(block.units))):
+            if actions[index] is Action.RECOMPUTE:
+                yield "compute", block.units[index].recompute_seconds or 0.0
+            if (each := offloaded.get((place, index))) is not None:
+                yield from rank.read(each)
                 coming.has_read(each)
             yield "compute", block.backward_seconds / len(block.units)
     yield "compute", profile.epilogue_seconds

@@ -2282,8 +2282,8 @@ MUTANTS = (
     Mutant(
         "spill: only the first piece is waited for",
         "ebbtide/store/spill.py",
-        "for piece in slot.pieces if (stage",
-        "for piece in slot.pieces[:1] if (stage",
+        "for piece in _pieces(slots) if (stage",
+        "for piece in _pieces(slots)[:1] if (stage",
         SPILL,
     ),
     Mutant(
@@ -2296,8 +2296,8 @@ MUTANTS = (
     Mutant(
         "spill: a staged piece is prefetched to the device",
         "ebbtide/store/spill.py",
-        "if stage is not None and len(slot.pieces) == 1:",
-        "if stage is not None:",
+        "slot.pieces[0].stage if len(slot.pieces) == 1 else None",
+        "slot.pieces[-1].stage",
         SPILL,
     ),
     Mutant(
