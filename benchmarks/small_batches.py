@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"alone": True, "labels": True},
 )
 """Ways to read ambiguous arguments: with labels; features with time first; with masks; the main input alone."""
+
+
+WIDTHS: dict[str, str | int] = {
+    "visual_feats": "visual_feat_dim",
+    "visual_pos": "visual_pos_dim",
+    "spectrogram": "model_in_dim",
+    "states": "state_dim",
+    "actions": "act_dim",
+    "rewards": 1,
+    "returns_to_go": 1,
+}
+"""Features of each token that a forward may read → their number, or the field that has it."""
 
 
 class Unknown(Exception):
@@ -94,6 +107,8 @@ class Batch:
             if name in self.made_now:
                 continue
             maker = getattr(self, f"_{name}", None)
+            if maker is None and name in WIDTHS:
+                maker = partial(self._tokens, WIDTHS[name])
             if maker is None:
                 if name in self.needed:
                     raise Unknown(name)
@@ -113,6 +128,8 @@ class Batch:
 
     def _is_read(self, name: str) -> bool:
         """Whether an argument that may be left out is given nevertheless."""
+        if name in ("image_attention_mask", "image_embeds_position_mask"):
+            return True
         if name.endswith("mask"):
             return bool(self.variant.get("masks")) and name in ("attention_mask", "input_features_mask", "padding_mask")
         pictures = ("pixel_values", "image_grid_thw", "bbox", "image_sizes", "image_position_ids", "spatial_shapes")
@@ -125,16 +142,24 @@ class Batch:
             return False
         if name == "image_sizes":
             return find(self.config, "image_grid_pinpoints") is not None
-        return name in (*pictures, *sounds, "input_ids", "decoder_input_ids", "future_time_features", "future_values")
+        others = ("input_ids", "decoder_input_ids", "future_time_features", "future_values", "timesteps")
+        return name in (*pictures, *sounds, *others, *WIDTHS)
 
     def _is_main(self, name: str) -> bool:
-        return name in self.needed or getattr(self.model, "main_input_name", "") == name
+        main = getattr(self.model, "main_input_name", "")
+        return name in self.needed or main == name or (main == "inputs" and name == "input_values")
 
     def _numbers(self, *shape: int, low: int = 3, high: int | None = None) -> Tensor:
         return torch.randint(low, high or self._vocabulary(), shape, generator=self.generator)
 
     def _floats(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
+
+    def _tokens(self, width: str | int) -> Tensor:
+        return self._floats(self.rows, self.length, find(self.config, width) if isinstance(width, str) else width)
+
+    def _timesteps(self) -> Tensor:
+        return self._numbers(self.rows, self.length, low=0, high=16)
 
     def _vocabulary(self) -> int:
         size = find(self.config, "vocab_size", default=VOCABULARY)
@@ -153,7 +178,8 @@ class Batch:
     def _decoder_input_ids(self) -> Tensor | None:
         if not (getattr(self.config, "is_encoder_decoder", False) or "decoder_input_ids" in self.needed):
             return None
-        return None if self.variant.get("labels") else self._numbers(self.rows, 11)
+        books = find(self.config, "num_codebooks", default=1) if hasattr(self.config, "audio_encoder") else 1
+        return None if self.variant.get("labels") else self._numbers(self.rows * books, 11)
 
     def _labels(self) -> Tensor:
         ids = self.made_now.get("input_ids")
@@ -210,13 +236,17 @@ class Batch:
             return None
         if "image_grid_thw" in self.parameters:
             return self._patches()
+        if "spatial_shapes" in self.parameters:
+            return self._flattened_patches(0)
+        if "image_position_ids" in self.parameters:
+            return self._flattened_patches(0, 36)
         side = self._side()
         if "num_frames" in vars(self.config) and getattr(self.config, "tubelet_size", None) is not None:
             return self._floats(self.rows, find(self.config, "num_frames"), self._channels(), *side)
         if self.variant.get("swapped") and find(self.config, "num_frames"):
             return self._floats(self.rows, find(self.config, "num_frames"), self._channels(), *side)
         if self.variant.get("swapped"):
-            return self._floats(self.rows, 1, self._channels(), *side)
+            return self._floats(self.rows, 2, self._channels(), *side)
         return self._floats(self.rows, self._channels(), *side)
 
     def _grid(self) -> list[int]:
@@ -233,6 +263,27 @@ class Batch:
         return torch.tensor([self._grid()] * self.rows)
 
     _grid_thw = _image_grid_thw
+
+    def _spatial_shapes(self) -> Tensor:
+        return torch.full((self.rows, 2), 4)
+
+    def _pixel_attention_mask(self) -> Tensor:
+        return torch.ones(self.rows, 16, dtype=torch.long)
+
+    def _image_attention_mask(self) -> Tensor:
+        return torch.ones(self.rows, self.length, self.made_now["pixel_values"].shape[1], dtype=torch.long)
+
+    def _image_embeds_position_mask(self) -> Tensor:
+        mask = torch.zeros(self.rows, self.length, dtype=torch.bool)
+        mask[:, 1 : 1 + find(self.config, "latent_query_num")] = True
+        return mask
+
+    def _flattened_patches(self, positions: int = 2, count: int = 16) -> Tensor:
+        width = self._channels() * find(self.config, "patch_size", default=16) ** 2
+        return torch.cat([torch.ones(self.rows, count, positions), self._floats(self.rows, count, width)], dim=-1)
+
+    def _image_position_ids(self) -> Tensor:
+        return torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(self.rows, 36, 2)
 
     def _image_sizes(self) -> Tensor:
         return torch.tensor([self._side()] * self.rows)
@@ -263,6 +314,10 @@ class Batch:
         )
 
     def _frames(self) -> int:
+        if window := find(self.config, "n_window"):
+            return 2 * window
+        if each := find(self.config, "audio_length_per_tok"):
+            return each * self.length
         positions = find(self.config, "max_source_positions")
         return 2 * positions if isinstance(positions, int) and positions <= 256 else 128
 
@@ -319,13 +374,14 @@ class Batch:
     def _insert_placeholders(self) -> None:
         """Replace the first tokens of each row by placeholders, one for each row of features."""
         ids: Tensor = self.made_now["input_ids"]
-        for kind in ("image", "audio"):
+        for kind in ("image", "video", "audio"):
             token = find(self.config, f"{kind}_token_id", f"{kind}_token_index")
             if kind == "image":
                 token = token if token is not None else find(self.config, "im_patch_id", "image_pad_token_id")
             count = self._features(kind) if isinstance(token, int) else 0
             if not count or count % self.rows:
                 continue
+            ids = torch.where(ids == token, token + 1, ids)
             marked = torch.full((self.rows, count // self.rows), token)
             ids = torch.cat([ids[:, :1], marked, ids[:, 1:]], dim=1)
         self.made_now["input_ids"] = ids

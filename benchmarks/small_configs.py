@@ -43,8 +43,12 @@ _IS_TOKEN = re.compile(r"(token_id|token_index|_token)$")
 _IS_EXPERTS = re.compile(r"(^|_)(experts|num_experts|num_local_experts|moe_num_experts|routed_experts)$")
 _IS_CHOSEN = re.compile(r"experts_per_tok(en)?$|^(moe_)?top_?k$|^moe_k$|num_selected_experts|moe_router_topk")
 _IS_GROUPS = re.compile(r"^(n_group|topk_group|num_expert_groups?|moe_topk_group)$")
+_IS_FEW = re.compile(
+    r"^(num_queries|latent_query_num|num_denoising|two_stage_num_proposals|mm_tokens_per_image|index_topk|index_kpool|"
+    r"num_frames)$"
+)
 _IS_POSITIONS = re.compile(r"position_embeddings$|^n_positions$|^max_seq_len|^n_ctx$|max_\w+_positions$|max_length$")
-_IS_PICTURE = re.compile(r"^(image_size|img_size|crop_size|pretrain_image_size|resolution)$")
+_IS_PICTURE = re.compile(r"^(image_size|img_size|max_img_size|crop_size|pretrain_image_size|resolution)$")
 _IS_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window_size|attention_chunk_size)$")
 _IS_HEADS = re.compile(r"(^|_)(n_heads?|num_heads|heads|nheads|n_head)$|attention_heads$|num_(key|value)_heads$")
 _IS_KV_HEADS = re.compile(r"kv_heads?$|key_value_heads$")
@@ -54,7 +58,7 @@ _IS_RANK = re.compile(r"rank$")
 _IS_WIDTH = re.compile(
     r"hidden_size|hidden_dim|hidden_channels|d_model|n_embd|embed_dim|embed_size|embedding_(size|dim)|embeds?_hidden|"
     r"^dim$|^width$|_dims?$|_channels$|^(out|proj|project|neck)\w*_(size|dim|channels)$|^projection_(dim|size)|_width$|"
-    r"^conv_dim$|^channels$|output_dim|^filter_size$|base_channels|_units$|_hidden$|^hidden$|upsample_groups"
+    r"^conv_dim$|^channels$|output_dim|^filter_size$|base_channels|_units$|_hidden$|^hidden$|upsample_groups|^adapter_input_size$|^d_latents$"
 )
 _NOT_WIDTH = re.compile(
     r"kernel|patch_size|stride|num_channels|^in_channels|^num_|coordinate|dim_bbox|scale|codebook_dim|state|"
@@ -99,12 +103,12 @@ def small(cls: type, method: str, changes: dict[str, Any] | None = None) -> Any:
         changes: Fields that are set after the rules; a dict for a nested configuration.
     """
     changes = changes or {}
-    base = cls(**{name: value for name, value in changes.items() if not isinstance(value, dict)})
+    base = cls(**changes)
     return _small(base, Shrinking(method), changes)
 
 
 def _small(base: Any, how: Shrinking, changes: dict[str, Any]) -> Any:
-    passed: dict[str, Any] = {}
+    passed = own(base)
     nested = {name: sub for name, sub in vars(base).items() if hasattr(sub, "to_dict")}
     for name, sub in getattr(base, "sub_configs", {}).items():
         if nested.get(name) is None and getattr(base, name, None) is None and hasattr(sub, "model_type"):
@@ -116,13 +120,30 @@ def _small(base: Any, how: Shrinking, changes: dict[str, Any]) -> Any:
     for name in sorted(nested, key=lambda name: name != "text_config"):
         passed[name] = _small(nested[name], how, changes.get(name, {}) | _fitting(nested[name], passed))
     passed |= changed(base, how)
-    passed |= {name: value for name, value in changes.items() if not isinstance(value, dict)}
+    passed |= {name: value for name, value in changes.items() if name not in nested}
     for left_out in ((), ("head_dim",), ("head_dim", "num_key_value_heads"), tuple(n for n in passed if "token" in n)):
         try:
             return type(base)(**{name: value for name, value in passed.items() if name not in left_out})
         except Exception as error:
             reason = error
     raise reason
+
+
+def names(base: Any) -> set[str]:
+    """Return the fields of a configuration that its class can be called with."""
+    known = {x.name for x in fields(base)} if is_dataclass(base) else set(vars(base))
+    known -= {name for name in known if isinstance(getattr(type(base), name, None), property)}
+    return {name for name in known & set(vars(base)) if not name.startswith(("_", "id2"))}
+
+
+def own(base: Any) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, as in a part whose whole has defaults of its own for it."""
+    try:
+        default = vars(type(base)())
+    except Exception:
+        return {}
+    values = {name: vars(base)[name] for name in names(base)}
+    return {n: v for n, v in values.items() if not hasattr(v, "to_dict") and (n not in default or v != default[n])}
 
 
 def _fitting(part: Any, passed: dict[str, Any]) -> dict[str, int]:
@@ -134,15 +155,17 @@ def _fitting(part: Any, passed: dict[str, Any]) -> dict[str, int]:
 
 def changed(base: Any, how: Shrinking) -> dict[str, Any]:
     """Return the fields of one configuration that shrink, with their new values."""
-    known = {x.name for x in fields(base)} if is_dataclass(base) else set(vars(base))
-    known -= {name for name in known if isinstance(getattr(type(base), name, None), property)}
-    values = {n: v for n, v in vars(base).items() if not n.startswith("_") and n in known and not n.startswith("id2")}
+    values = {name: vars(base)[name] for name in sorted(names(base))}
     before = next((v for n, v in values.items() if n in ("num_hidden_layers", "num_layers", "n_layer", "depth")), None)
+    if len(stages := getattr(base, "_out_indices", None) or ()) > 1:
+        values["out_indices"] = stages
     lists = {n: v for n, v in values.items() if isinstance(v, (list, tuple)) and v}
     kept = picked(list(range(before)), lists, how.layers) if isinstance(before, int) else []
     found: dict[str, Any] = {}
+    if isinstance(values.get("in_channels"), (list, tuple)):
+        values.pop("out_channels", None)  # of one stage after the other: both stay
     for name, value in values.items():
-        if isinstance(value, bool) or value is None:
+        if isinstance(value, bool) or value is None or hasattr(value, "to_dict"):
             continue
         new: Any = value
         if isinstance(value, int):
@@ -152,9 +175,9 @@ def changed(base: Any, how: Shrinking) -> dict[str, Any]:
         elif name in lists:
             new = sequence(name, list(value), how, kept, before)
             new = type(value)(new)
-        elif name == "rope_parameters" and isinstance(value, dict) and how.reads_pictures and how.method == "table":
+        elif name == "rope_parameters" and how.reads_pictures and how.method == "table" and "rope_type" in value:
             new = value | {"mrope_section": sections(value.get("partial_rotary_factor", 1.0))}
-        if new != value:
+        if new != value or name == "out_indices":
             found[name] = new
     if "use_cache" in values:
         found["use_cache"] = False
@@ -167,10 +190,15 @@ def sections(part: float) -> list[int]:
     return [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
 
 
-def filled(values: dict[str, Any]) -> dict[str, int]:
+def filled(values: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that some models read although their default is None: what None stands for elsewhere."""
     found = {"num_experts_per_tok": 2, "image_token_index": VOCABULARY - 1, "vocab_size": VOCABULARY}
-    found |= {"mask_token_id": 4, "prediction_length": 4}
+    found |= {"mask_token_id": 4, "prediction_length": 4, "n_routed_experts": 4, "n_shared_experts": 1}
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int):
+        found |= {"layer_types": ["full_attention"] * layers, "mlp_layer_types": ["sparse"] * layers}
+    if "layer_types" in values:
+        found |= {"sliding_window": 8}
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int):
         found |= {"num_key_value_heads": heads}
@@ -205,7 +233,7 @@ def _are_indices(values: Any, layers: int) -> bool:
         whole
         and len(values) > 1
         and all(a < b for a, b in zip(values, values[1:], strict=False))
-        and values[-1] < layers
+        and values[-1] <= layers
     )
 
 
@@ -231,14 +259,18 @@ def number(name: str, value: int, how: Shrinking, values: dict[str, Any]) -> int
         return 1
     if _IS_POSITIONS.search(name):
         return min(value, 128)
+    if name == "window_size" and ("depths" in values or "image_size" in values):
+        return min(value, 2)
     if _IS_WINDOW.search(name):
         return min(value, 8)
     if _IS_PICTURE.search(name):
         return _picture(value, how, values)
-    if name in ("num_queries", "num_denoising", "two_stage_num_proposals", "index_topk"):
+    if _IS_FEW.search(name):
         return min(value, 4)
-    if name == "num_frames":
-        return min(value, 4)
+    if name == "num_filters":
+        return min(value, 8)
+    if name == "num_pos_feats":
+        return _width("hidden_size", 2 * value, how, values) // 2
     if name == "patch_size" and how.method == "table" and value > PATCH:
         return PATCH
     return _width(name, value, how, values)
@@ -250,7 +282,7 @@ def _picture(value: int, how: Shrinking, values: dict[str, Any]) -> int:
         return min(value, 64)
     if how.method == "table" and patch >= PATCH:
         return PICTURE
-    return min(value, 4 * patch if patch >= PATCH else 16 * patch)
+    return min(value, 4 * patch if patch >= PATCH else max(64, 16 * patch))
 
 
 def _width(name: str, value: int, how: Shrinking, values: dict[str, Any]) -> int:
@@ -292,8 +324,14 @@ def sequence(name: str, values: list[Any], how: Shrinking, kept: list[int], befo
     if kept and before and _are_indices(values, before):
         last = len(kept) - 1
         return sorted({max(0, last - n) for n in range(len(values))})
+    if name == "backbone_feature_sizes":
+        return [[16, 16], [8, 8], [4, 4]]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         return values
+    if name == "vision_feature_layer" and min(values) > 0:
+        return [-1 - n for n in range(len(values))]
+    if name.startswith("window_size"):
+        return [min(v, 2) for v in values]
     if _IS_DEPTHS.search(name):
         return [min(v, 2) for v in values]
     if _IS_PICTURE.search(name):
@@ -302,7 +340,9 @@ def sequence(name: str, values: list[Any], how: Shrinking, kept: list[int], befo
         return [how.token(v) for v in values]
     if how.method == "table" and _IS_HEADS.search(name):
         return [min(v, 4) for v in values]
-    if _IS_HEADS.search(name) or not re.search(r"size|dim|channel|hidden|width", name) or _NOT_WIDTH.search(name):
+    if _IS_HEADS.search(name) or not re.search(r"size|dim|channel|hidden|width", name):
+        return values
+    if _NOT_WIDTH.search(name):
         return values
     if re.search(r"kernel|patch|stride|window|group", name) or max(values) < 32:
         return values

@@ -21,7 +21,25 @@ PARAMETERS = 20_000_000
 SEARCH_SECONDS = 4.0
 """Time of the processor for the search of a configuration and a batch."""
 
-CHANGES: dict[str, dict[str, Any]] = {"xmod": {"default_language": "en_XX"}}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "cvt": {"depth": [1, 2, 3]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5}},
+    "esm": {"pad_token_id": 1},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
+    "instructblipvideo": {"video_token_index": 255},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "seggpt": {"merge_index": 1},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3},
+}
 """Type → fields that no rule can know."""
 
 LIKED = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM", "ForCTC", "Model")
@@ -82,8 +100,8 @@ def classes(config: type) -> list[type[nn.Module]]:
         if cls.config_class is config or module.__name__ != module_name
         if "forward" in {n for base in cls.__mro__[: cls.__mro__.index(PreTrainedModel)] for n in vars(base)}
     ]
-    order = {cls: next((n for n, end in enumerate(LIKED) if cls.__name__.endswith(end)), len(LIKED)) for cls in found}
-    return sorted(found, key=lambda cls: order[cls])[:3]
+    liked = {cls: next((n for n, end in enumerate(LIKED) if cls.__name__.endswith(end)), len(LIKED)) for cls in found}
+    return sorted(found, key=lambda cls: (liked[cls], "For" not in cls.__name__))[:3]
 
 
 def built(cls: type, config: Any) -> nn.Module:
@@ -95,6 +113,10 @@ def built(cls: type, config: Any) -> nn.Module:
 def candidates(config_class: type, changes: dict[str, Any], reasons: Counter[tuple[str, str]]) -> Iterator[Any]:
     """Yield class, configuration, method and variant, each with a model that can be built and is not too large."""
     found = classes(config_class)
+    for part in [] if found else getattr(config_class, "sub_configs", {}).values():
+        if found := classes(part):  # a whole that only generates: its first part that trains
+            config_class = part
+            break
     if not found:
         raise Untrained("shrink", "no model class")
     for method in METHODS:
