@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli.run import _ending
-from ebbtide.script.request import why_untrained
+from ebbtide.script.request import why_uncounted, why_untrained
 from ebbtide.script.steps import MOST_LOSSES
 from tests.helpers.switched import run_switched
 
@@ -185,6 +185,13 @@ def test_a_script_in_which_no_model_is_found_is_named(shape: str, found: str, to
     assert run.code == 0 and "the script's last line" in run.output
     what, hint = why_untrained(run.notes) or ("", "")
     assert found in what and to_do in hint
+
+
+def test_updates_that_are_no_steps_are_named(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "fused", folder=tmp_path / "run", mode="ebbtide", compared=False)
+    assert run.code == 0 and not run.all("step"), run.output
+    assert any("no step was counted" in line for line in _ending(run.notes, 0))
+    assert why_uncounted([*run.notes[:-1], {**run.notes[-1], "failed": True}]) is None
 
 
 def test_a_script_with_ebbtide_in_it_is_not_compared_but_runs(tmp_path: Path) -> None:

@@ -282,6 +282,7 @@ class ScriptSteps:
             "end",
             main=self.is_main(),
             steps=self._step,
+            failed=error is not None,
             unique_bytes=sum(each.unique_bytes for each in stats),
             memory_saved_bytes=sum(each.memory_saved_bytes for each in stats),
             small_storages=sum(each.small_storages for each in stats),
