@@ -153,6 +153,14 @@ def test_layers_that_are_called_one_by_one_are_named(tmp_path: Path) -> None:
     assert any("enable_activation_offloading(model)" in line for line in _ending(run.notes, 0))
 
 
+def test_the_checksum_covers_what_is_around_layers_that_are_called_one_by_one(tmp_path: Path) -> None:
+    seeds = ("1", "2")
+    runs = [run_switched(LOOP, "method", at, folder=tmp_path / at, mode="plain", steps=2) for at in seeds]
+    assert [run.code for run in runs] == [0, 0], runs[0].output
+    assert runs[0].losses == runs[1].losses and runs[0].checksum != runs[1].checksum
+    assert runs[0].all("parts")[0]["gradient_bytes"] == runs[1].all("parts")[0]["gradient_bytes"] > 0
+
+
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
     assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}

@@ -254,6 +254,8 @@ def folds():
 def method():
     """Like Lightning's ``training_step``: a method of the model calls its layers; another stage is of two models."""
     model = Layers()
+    if sys.argv[2:]:  # a weight outside of the layers, which the losses do not show
+        model.unused = nn.Parameter(torch.full((3,), float(sys.argv[2])))
     model.layers.extend(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
     model.later = nn.ModuleList([Layers(32), Layers(32)])
     layer_by_layer(model, [*model.layers, *model.later])
