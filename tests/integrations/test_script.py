@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli.run import _ending
-from ebbtide.script.request import why_untrained
+from ebbtide.script.request import why_uncounted, why_untrained
 from ebbtide.script.steps import MOST_LOSSES
 from tests.helpers.switched import run_switched
 
@@ -153,6 +153,14 @@ def test_layers_that_are_called_one_by_one_are_named(tmp_path: Path) -> None:
     assert any("enable_activation_offloading(model)" in line for line in _ending(run.notes, 0))
 
 
+def test_the_checksum_covers_what_is_around_layers_that_are_called_one_by_one(tmp_path: Path) -> None:
+    seeds = ("1", "2")
+    runs = [run_switched(LOOP, "method", at, folder=tmp_path / at, mode="plain", steps=2) for at in seeds]
+    assert [run.code for run in runs] == [0, 0], runs[0].output
+    assert runs[0].losses == runs[1].losses and runs[0].checksum != runs[1].checksum
+    assert runs[0].all("parts")[0]["gradient_bytes"] == runs[1].all("parts")[0]["gradient_bytes"] > 0
+
+
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
     assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}
@@ -185,6 +193,13 @@ def test_a_script_in_which_no_model_is_found_is_named(shape: str, found: str, to
     assert run.code == 0 and "the script's last line" in run.output
     what, hint = why_untrained(run.notes) or ("", "")
     assert found in what and to_do in hint
+
+
+def test_updates_that_are_no_steps_are_named(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "fused", folder=tmp_path / "run", mode="ebbtide", compared=False)
+    assert run.code == 0 and not run.all("step"), run.output
+    assert any("no step was counted" in line for line in _ending(run.notes, 0))
+    assert why_uncounted([*run.notes[:-1], {**run.notes[-1], "failed": True}]) is None
 
 
 def test_a_script_with_ebbtide_in_it_is_not_compared_but_runs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ebbtide.base.errors import TrainingError
 from ebbtide.cli.children import Ended
 from ebbtide.cli.rounds import CompareResult, Rounds, begin, run_rounds
 from ebbtide.cli.run import check_command
-from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
+from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_uncounted, why_untrained
 
 
 def compare_script(
@@ -53,7 +53,7 @@ def compare_script(
         return list(command), request.environment({"PYTHONHASHSEED": "0", **os.environ})
 
     result = run_rounds(plan, start, {"command": shlex.join(command), "steps": steps}, console, refuse=_refuse)
-    for line in _checkpoints(out):
+    for line in _remarks(out):
         console.print(line, style="yellow")
     return result
 
@@ -80,14 +80,18 @@ def _refuse(ended: Ended) -> None:
     raise error
 
 
-def _checkpoints(out: Path) -> list[str]:
-    """Warn if the script checkpoints its blocks itself, in plain too."""
-    for folder in sorted(out.glob("round-*/*")):
-        for note in read_notes(folder):
+def _remarks(out: Path) -> list[str]:
+    """Warn if no step was counted, or if the script checkpoints its blocks itself, in plain too."""
+    runs = [read_notes(folder) for folder in sorted(out.glob("round-*/*"))]
+    uncounted = next(filter(None, map(why_uncounted, runs)), None)
+    remarks = [] if uncounted is None else [f"{uncounted[0][0].upper()}{uncounted[0][1:]}.\nhint: {uncounted[1]}"]
+    for notes in runs:
+        for note in notes:
             if note["event"] == "model" and note["checkpoints_itself"]:
                 return [
+                    *remarks,
                     f"The script itself checkpoints the blocks of {note['model']}, in every mode: of its saved tensors "
                     "ebbtide sees only what the checkpoints keep.\nhint: turn gradient_checkpointing off in the script "
-                    "(TRL's trainers have it on) to compare with ordinary training"
+                    "(TRL's trainers have it on) to compare with ordinary training",
                 ]
-    return []
+    return remarks

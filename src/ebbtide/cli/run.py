@@ -28,7 +28,7 @@ from ebbtide.cli.signals import handled
 from ebbtide.cli.starting import signal_words, started
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.planner.table import load_plan
-from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_untrained
+from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_uncounted, why_untrained
 
 EXAMPLE = "-- python train.py"
 _OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
@@ -266,6 +266,8 @@ def _ending(notes: Sequence[Event], code: int) -> list[str]:
             lines.append("hint: if these are layers of a model, call enable_activation_offloading(model) in the script")
     for note in of_kind(notes, "unrecorded"):
         lines.append(f"ebbtide: a process of the command trained and is not recorded: {note['reason']}")
+    if not code and (uncounted := why_uncounted(notes)) is not None:
+        lines += [f"ebbtide: {uncounted[0]}", f"hint: {uncounted[1]}"]
     for note in of_kind(notes, "end"):
         if note["main"] and note["unique_bytes"]:
             saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])

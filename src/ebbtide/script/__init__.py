@@ -14,7 +14,8 @@ that has parameters of an optimizer, before its forward: a model that does not f
 *Outermost* modules are called by the script itself, not inside another module's call. Several models (GAN, text encoder
 and transformer) are switched one by one. A single layer without submodules, such as an embedding that the script calls
 first, is not switched. A script may call the blocks of a model one by one, as Lightning's ``training_step`` and other
-methods of a model do: the first one is found in its stack, and the stack is switched in place of the model.
+methods of a model do: the first one is found in its stack, and the stack is switched in place of the model. Nobody
+knows that model: what is compared and counted of its other parameters are those that the optimizers hold.
 
 For this ``nn.Module.__call__`` is replaced, but only outside of calls and until every optimizer has taken a step:
 during an outermost call torch's own is restored, so neither the layers nor Dynamo see the replacement (unless the

@@ -103,3 +103,13 @@ def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
         return "an optimizer took a step, and the model is called only inside a compiled function", hint
     hint = f"its parameters are copies, or its layers are called one by one: {by_hand}"
     return "an optimizer took a step, but no model that was called has its parameters", hint
+
+
+def why_uncounted(notes: Sequence[Event]) -> tuple[str, str] | None:
+    """Explain why no step of a trained model was counted, and what to do; ``None`` if one was, or the run failed."""
+    ends = [note for note in notes if note["event"] == "end" and note["main"]]
+    if not ends or any(end["steps"] or end.get("failed") for end in ends):
+        return None
+    what = "no step was counted: no optimizer with parameters of the model took a step, so none is timed"
+    hint = "use an optimizer that updates the weights in its step(); LOMO's fused_backward(loss, lr) takes none"
+    return what, hint

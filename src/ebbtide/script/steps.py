@@ -53,6 +53,8 @@ class ScriptSteps:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._models: list[tuple[nn.Module, Any]] = []
+        self.around: list[nn.Parameter] = []
+        """What optimizers hold, where only the layers of a model are known: see [Note: where a script is switched]."""
         self._run: RunFile | None = None
         self._clock: Callable[[], Optimizer | None] = lambda: None
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, float]] = weakref.WeakKeyDictionary()
@@ -195,7 +197,7 @@ class ScriptSteps:
         return clock is optimizer
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        own = {id(parameter) for parameter in self._trained()}
+        own = {id(parameter) for parameter in self._of_models()}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def _takes_over(self, optimizer: Optimizer) -> bool:
@@ -261,7 +263,10 @@ class ScriptSteps:
             optimizer_bytes=optimizer_bytes([optimizer]),
         )
 
-    def _trained(self) -> Iterator[nn.Parameter]:
+    def _trained(self) -> Iterable[nn.Parameter]:
+        return dict.fromkeys([*self._of_models(), *(each for each in self.around if each.requires_grad)])
+
+    def _of_models(self) -> Iterator[nn.Parameter]:
         for model, _ in self._models:
             yield from (parameter for parameter in model.parameters() if parameter.requires_grad)
 
@@ -282,6 +287,7 @@ class ScriptSteps:
             "end",
             main=self.is_main(),
             steps=self._step,
+            failed=error is not None,
             unique_bytes=sum(each.unique_bytes for each in stats),
             memory_saved_bytes=sum(each.memory_saved_bytes for each in stats),
             small_storages=sum(each.small_storages for each in stats),

@@ -43,7 +43,7 @@ class ScriptSwitch:
         self._request = request
         self._steps = ScriptSteps(request)
         self._calls = OutermostCalls(self._outermost_call, lambda: self._note_once("traced"))
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # in their order
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # switched models and all their parts
         self._switched: list[tuple[nn.Module, Any]] = []  # with their handles, in the modes that have one
@@ -62,7 +62,7 @@ class ScriptSwitch:
         @functools.wraps(made)
         def initialise(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
+            self._optimizers[optimizer] = None
             self._note_once("optimizer")
             self._calls.look()
 
@@ -103,6 +103,8 @@ class ScriptSwitch:
         handle = self._switch(module)
         self._switched.append((module, handle))
         self._steps.follow(called, self._switched)
+        if stack is not None:  # nobody knows the module around it
+            self._steps.around += self._held()
         if handle is not None and not self._request.compared and self._steps.is_main():
             sys.stderr.write(f"ebbtide: {type(module).__name__} is offloaded: {_how(handle)}\n")
 
@@ -111,16 +113,23 @@ class ScriptSwitch:
         if not self._switched or self._noted & {"more", "shared"}:  # wrappers of one model may be made in each step
             return
         weak = [(weakref.ref(model), handle and weakref.ref(handle)) for model, handle in self._switched]
+        around = list(map(weakref.ref, self._steps.around))
         self._switched.clear()  # the list that ``ScriptSteps`` reads, too
+        self._steps.around.clear()
         gc.collect()  # a model and its handle hold each other
         held = ((model(), handle and handle()) for model, handle in weak)
         self._switched += [(model, handle) for model, handle in held if model is not None]
+        self._steps.around += [parameter for known in around if (parameter := known()) is not None]
 
     def _is_held(self, module: nn.Module) -> bool:
         """Whether an optimizer holds parameters of a module."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+        held = set(map(id, self._held()))
         return any(id(parameter) in held for parameter in module.parameters() if parameter.requires_grad)
+
+    def _held(self) -> list[nn.Parameter]:
+        """Return the parameters of all optimizers."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
 
     def _switch(self, module: nn.Module) -> Any:
         """Switch a model to the mode of the request; return its handle, if it has one."""

@@ -74,7 +74,7 @@ class Kept:
 
 
 def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> None:
-    """Log once that the model checkpoints its own blocks, which leaves ebbtide little to choose.
+    """Log once that the model itself checkpoints blocks, in which ebbtide then has little to choose.
 
     Args:
         known: Whether the checkpoint is torch's; otherwise what it keeps is not found.
@@ -82,13 +82,13 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
     if "checkpointed" not in logged:
         logged.add("checkpointed")
         logger.warning(
-            "the model checkpoints its own blocks (%s): ebbtide %s; "
+            "the model itself checkpoints blocks (%s, perhaps others): ebbtide %s; "
             "hint: set gradient_checkpointing=False (activation_checkpointing=False in newer transformers), which "
             "TRL's trainers have on by default, or model.disable_gradient_checkpointing() in diffusers, and ebbtide "
             "chooses for each saved tensor "
             "(policy 'minimal': with the memory of checkpointing)",
             block,
-            "offloads what the checkpoints keep and chooses nothing else"
+            "offloads what these checkpoints keep and chooses nothing else in such blocks"
             if known
             else "offloads nothing of them, as the checkpoint is an autograd function that is not torch's",
         )

@@ -195,6 +195,23 @@ def iterated():
         optimizer.zero_grad()
 
 
+def fused():
+    """Like LOMO: the optimizer's own backward updates the weights, and it takes no step."""
+
+    class Fused(torch.optim.Optimizer):
+        def fused_backward(self, loss):
+            loss.backward()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+
+    model = Layers()
+    optimizer = Fused(model.parameters(), {})
+    for x in batches():
+        optimizer.fused_backward(model(x).square().mean())
+
+
 def edges():
     """Losses passed as edges of the graph."""
     model = Layers()
@@ -237,6 +254,8 @@ def folds():
 def method():
     """Like Lightning's ``training_step``: a method of the model calls its layers; another stage is of two models."""
     model = Layers()
+    if sys.argv[2:]:  # a weight outside of the layers, which the losses do not show
+        model.unused = nn.Parameter(torch.full((3,), float(sys.argv[2])))
     model.layers.extend(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
     model.later = nn.ModuleList([Layers(32), Layers(32)])
     layer_by_layer(model, [*model.layers, *model.later])
