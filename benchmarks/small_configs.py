@@ -21,6 +21,9 @@ VOCABULARY = 256
 PICTURE = 32
 PATCH = 8
 
+COEFFICIENTS = {"width_coefficient": 0.25, "depth_coefficient": 1.0}
+"""What all widths, or all depths, of a model are multiplied by."""
+
 METHODS = (
     "table",
     "heads/32",
@@ -172,6 +175,8 @@ def changed(base: Any, how: Shrinking) -> dict[str, Any]:
             new = number(name, value, how, values)
             if _is_layers(name) and value == before and kept:
                 new = len(kept)
+        elif name in COEFFICIENTS:
+            new = COEFFICIENTS[name]
         elif name in lists:
             new = sequence(name, list(value), how, kept, before)
             new = type(value)(new)

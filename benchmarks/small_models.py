@@ -7,6 +7,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,13 @@ SEARCH_SECONDS = 4.0
 """Time of the processor for the search of a configuration and a batch."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_QSA = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 4}},
@@ -36,7 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 255},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "moonshine_streaming": {"num_key_value_heads": 4},
-    "seggpt": {"merge_index": 1},
+    "qwen4_exp": {"text_config": _QSA},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3},
 }
@@ -113,10 +121,6 @@ def built(cls: type, config: Any) -> nn.Module:
 def candidates(config_class: type, changes: dict[str, Any], reasons: Counter[tuple[str, str]]) -> Iterator[Any]:
     """Yield class, configuration, method and variant, each with a model that can be built and is not too large."""
     found = classes(config_class)
-    for part in [] if found else getattr(config_class, "sub_configs", {}).values():
-        if found := classes(part):  # a whole that only generates: its first part that trains
-            config_class = part
-            break
     if not found:
         raise Untrained("shrink", "no model class")
     for method in METHODS:
@@ -151,12 +155,27 @@ def candidates(config_class: type, changes: dict[str, Any], reasons: Counter[tup
 def found_training(name: str, config_class: type) -> Found:
     """Return how to make a model of a type, its batches, and how both were found.
 
+    If the whole does not train, the first of its parts that does stands for it, its language model before others.
+
     Raises:
-        Untrained: Nothing that was tried trains.
+        Untrained: Nothing that was tried trains; the reason is the whole's.
     """
+    changes = CHANGES.get(name, {})
+    try:
+        return found_for(config_class, changes)
+    except Untrained as error:
+        parts = getattr(config_class, "sub_configs", {})
+        for part in sorted(parts, key=lambda part: part != "text_config"):
+            with suppress(Untrained):
+                return found_for(parts[part], changes.get(part, {}))
+        raise error
+
+
+def found_for(config_class: type, changes: dict[str, Any]) -> Found:
+    """Return the same for one class of configuration."""
     reasons: Counter[tuple[str, str]] = Counter()
     begun = time.process_time()
-    for cls, model, method, variant in candidates(config_class, CHANGES.get(name, {}), reasons):
+    for cls, model, method, variant in candidates(config_class, changes, reasons):
         try:
             seed(0)
             data = list(batches(model, variant))

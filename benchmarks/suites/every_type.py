@@ -51,8 +51,9 @@ ABOUT = (
     " float32: AdamW, {steps} steps, lengths and rows that change, dropout as in the configuration. Ordinary "
     "training ran twice and was equal to itself (under autocast it ran once); then came `minimal`, `offload`, "
     "`auto`, `minimal` with `verify=True`, and `minimal` under bfloat16 autocast, each with `min_bytes=0` and "
-    "`window=1`. *Equal*: the losses and all gradients of every step and the weights after the last, every bit. "
-    "Made by `python -m benchmarks.suites.every_type`; `run.json` has all figures of each type."
+    "`window=1`. Of a type that does not train as a whole, such as one that only generates, the first part that does "
+    "was trained (see *class*). *Equal*: the losses and all gradients of every step and the weights after the last, "
+    "every bit. Made by `python -m benchmarks.suites.every_type`; `run.json` has all figures of each type."
 )
 COLUMNS = (
     "Saved: share of the bytes of ordinary training that did not stay on the device, in blocks, in the last step."
