@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -97,4 +96,4 @@ class TimedStep:
 
 def recompute_seconds(units: Iterable[TimedUnit]) -> float:
     """Return the time of the executed recomputes."""
-    return math.fsum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)
+    return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)

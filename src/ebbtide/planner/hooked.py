@@ -12,7 +12,6 @@ the first blocks are tried, too. If hooks cost nothing, or were not measured, th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,7 +34,7 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
     saving = [place for place, block in enumerate(profile.blocks) if block.units]
     counts = {*FEW, *(round(part * len(saving)) for part in PARTS)}
     for first in (saving[:count] for count in sorted(counts) if 0 < count <= len(saving)):
-        hooks = math.fsum(profile.blocks[place].hook_seconds for place in first)
+        hooks = sum(profile.blocks[place].hook_seconds for place in first)
         for price, recomputes in ((RECOMPUTE_HOOKS, True), (1.0, False)):
             if price * hooks < slack:
                 only = Search(_only(profile, first, recomputes=recomputes)).least_memory(slack)

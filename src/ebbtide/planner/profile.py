@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from ebbtide.base.actions import Action, Site, Unit, keeps_all
 from ebbtide.base.errors import ConfigError
@@ -208,7 +207,7 @@ def by_site(profile: Profile) -> list[SiteUnits]:
             groups[unit.site, unit.nbytes, unit.narrow_bytes, unit.movable].append((place, number, unit))
     found: list[SiteUnits] = []
     for _, group in sorted(groups.items(), key=lambda item: item[0][0]):
-        seconds = fmean(unit.recompute_seconds or 0.0 for *_, unit in group)  # unlike sum(), alike in every Python
+        seconds = sum(unit.recompute_seconds or 0.0 for *_, unit in group) / len(group)
         places = [group[i][:2] for i in _spread(len(group))]
         found.append(SiteUnits(replace(group[0][2], recompute_seconds=seconds), places))
     return found

@@ -12,7 +12,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.planner import solve
 from ebbtide.planner.bound import Bound
-from ebbtide.planner.profile import Profile, Rates, _spread, by_site
+from ebbtide.planner.profile import Profile, Rates, _spread
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.solve import Search
 from tests.helpers.profiles import alike, fit, profiles, qwen3_8b, shrink, unit
@@ -68,7 +68,7 @@ def test_within_a_small_store_there_is_a_plan_that_recomputes(part: float) -> No
     free = shrink(profile, 0.05)
     store_bytes = int(part * free.predicted.moved_bytes)
     found = shrink(replace(profile, store_bytes=store_bytes), 0.05).predicted
-    assert 0.93 * store_bytes <= found.moved_bytes <= store_bytes < free.predicted.moved_bytes
+    assert 0.95 * store_bytes <= found.moved_bytes <= store_bytes < free.predicted.moved_bytes
     assert found.overhead_seconds <= 0.05 * profile.step_seconds * (1 + 1e-6)
     assert free.predicted.peak_bytes < found.peak_bytes < 0.9 * peak_of_everything_kept(profile)
 
@@ -85,12 +85,6 @@ def test_no_slowdown_at_all_still_takes_what_is_free() -> None:
     found = shrink(profile, 0.0)
     assert found.predicted.kept_bytes == 0
     assert found.predicted.overhead_seconds == pytest.approx(0, abs=1e-6)
-
-
-def test_the_price_of_a_site_is_the_same_in_every_python() -> None:
-    """The sum of Python 3.12 rounds once, as here, that of 3.11 after each block: of equal prices ranks differ."""
-    (site,) = by_site(alike(10, (unit("a", 100, 0.1),), FAST))
-    assert site.unit.recompute_seconds == 0.1
 
 
 def test_small_steps_whose_handling_does_not_pay_keep_everything() -> None:
