@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ebbtide_recipes.skeleton.dropout import without_dropout
-from ebbtide_recipes.video.families import Text
-from ebbtide_recipes.video.objective import STEPS, Denoiser, mix
+from ebbtide_recipes.video.families import Condition, Family, Text
+from ebbtide_recipes.video.objective import STEPS, Denoiser, Draws, mix
 
 
 class Distillation(Denoiser):
@@ -30,11 +30,14 @@ class Distillation(Denoiser):
 
     Args:
         transformer: The student.
-        teacher: The teacher, which is frozen here; of the student's family, as the critic.
+        teacher: The teacher, which is frozen here.
         critic: Learns the student's output.
-        *shared: As ``Denoiser`` takes them.
+        family: The family of all three.
+        condition: What predictions depend on besides latents and text.
+        draws: How timesteps are drawn.
+        scheduler: The pipeline's scheduler.
         student_steps: Timesteps of the student, from 1 to 1000.
-        **more: As ``Denoiser`` takes them.
+        empty: Embeddings of the empty caption.
     """
 
     def __init__(
@@ -42,11 +45,15 @@ class Distillation(Denoiser):
         transformer: nn.Module,
         teacher: nn.Module,
         critic: nn.Module,
-        *shared: Any,
+        family: Family,
+        condition: Condition,
+        draws: Draws,
+        scheduler: Any,
+        *,
         student_steps: Sequence[int],
-        **more: Any,
+        empty: Text | None = None,
     ) -> None:
-        super().__init__(transformer, *shared, **more)
+        super().__init__(transformer, family, condition, draws, scheduler, empty=empty)
         self.teacher = teacher.requires_grad_(False).eval()
         self.critic = critic
         self.student_steps = tuple(student_steps)
