@@ -279,7 +279,8 @@ class Batch:
         return mask
 
     def _flattened_patches(self, positions: int = 2, count: int = 16) -> Tensor:
-        width = self._channels() * find(self.config, "patch_size", default=16) ** 2
+        width = find(self.config, "patch_embed_hidden_size")
+        width = width or self._channels() * find(self.config, "patch_size", default=16) ** 2
         return torch.cat([torch.ones(self.rows, count, positions), self._floats(self.rows, count, width)], dim=-1)
 
     def _image_position_ids(self) -> Tensor:

@@ -61,7 +61,7 @@ _IS_RANK = re.compile(r"rank$")
 _IS_WIDTH = re.compile(
     r"hidden_size|hidden_dim|hidden_channels|d_model|n_embd|embed_dim|embed_size|embedding_(size|dim)|embeds?_hidden|"
     r"^dim$|^width$|_dims?$|_channels$|^(out|proj|project|neck)\w*_(size|dim|channels)$|^projection_(dim|size)|_width$|"
-    r"^conv_dim$|^channels$|output_dim|^filter_size$|base_channels|_units$|_hidden$|^hidden$|upsample_groups|^adapter_input_size$|^d_latents$"
+    r"^conv_dim$|^channels$|output_dim|^filter_size$|base_channels|_units$|_hidden$|^hidden$|upsample_groups|^adapter_input_size$|^d_latents$|^bottleneck_features$"
 )
 _NOT_WIDTH = re.compile(
     r"kernel|patch_size|stride|num_channels|^in_channels|^num_|coordinate|dim_bbox|scale|codebook_dim|state|"

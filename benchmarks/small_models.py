@@ -23,13 +23,6 @@ SEARCH_SECONDS = 4.0
 """Time of the processor for the search of a configuration and a batch."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_QSA = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 4,
-}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 4}},
@@ -44,7 +37,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 255},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "moonshine_streaming": {"num_key_value_heads": 4},
-    "qwen4_exp": {"text_config": _QSA},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3},
 }

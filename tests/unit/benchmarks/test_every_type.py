@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import trained
+from benchmarks import small_models, trained
 from benchmarks.small_batches import VARIANTS, Unknown, batches
 from benchmarks.small_configs import METHODS, Shrinking, changed, number, picked, sections, sequence, small
 from benchmarks.small_models import GROUPS, Untrained, classes, found_training, kinds
@@ -134,6 +134,10 @@ def test_without_a_loss_the_outputs_are_the_loss() -> None:
         ("kernel_size", 64, "table", 64),
         ("eos_token_id", 2, "table", 2),
         ("image_token_id", 32000, "table", 255),
+        ("num_filters", 64, "counts", 8),
+        ("num_pos_feats", 128, "table", 32),
+        ("num_pos_feats", 128, "heads/8", 16),
+        ("mm_tokens_per_image", 256, "table", 4),
     ],
 )
 def test_a_number_shrinks_by_its_name(name: str, value: int, method: str, want: int) -> None:
@@ -161,6 +165,27 @@ def test_lists_shrink_with_the_layers() -> None:
     assert sequence("num_heads", [3, 6], how, [], None) == [3, 6]
 
 
+def test_a_window_over_pictures_fits_the_smallest_stage() -> None:
+    how = Shrinking("table")
+    assert number("window_size", 7, how, {"image_size": 224}) == 2
+    assert number("window_size", 256, how, {}) == 256
+    assert sequence("window_size_per_stage", [8, 4, 14, 7], how, [], None) == [2, 2, 2, 2]
+
+
+def test_a_part_keeps_what_its_whole_gives_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    backbone = small(transformers.DepthAnythingConfig, "table").backbone_config
+    assert backbone.reshape_hidden_states is False
+    assert backbone.out_indices == [1, 2, 3, 4]
+    assert backbone.num_hidden_layers == 5
+
+
+def test_fields_that_one_type_needs_are_set_in_a_part_and_in_a_dict() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert small(transformers.DbrxConfig, "table", {"attn_config": {"clip_qkv": 8}}).attn_config.clip_qkv == 8
+    assert small(transformers.ChameleonConfig, "table", {"vocabulary_map": {"a": 4}}).vocabulary_map == {"a": 4}
+
+
 @pytest.mark.parametrize("part", [1.0, 0.5])
 def test_sections_of_a_head_are_half_of_its_turning_part(part: float) -> None:
     assert sum(sections(part)) == 8 * part
@@ -182,6 +207,28 @@ def test_pictures_replace_as_many_placeholders_as_the_model_reads() -> None:
         rows, length = batch["input_ids"].shape
         assert (batch["input_ids"] == model.config.image_token_index).sum() == rows * 16
         assert model(**batch).logits.shape[:2] == (rows, length)
+
+
+def test_no_token_but_a_placeholder_is_one() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = small(transformers.Mistral3Config, "table")
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    for batch in batches(model, VARIANTS[0]):
+        assert (batch["input_ids"] == config.image_token_id).sum() == len(batch["input_ids"]) * 4
+
+
+def test_a_type_that_does_not_train_as_a_whole_is_trained_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    made = small_models.built
+
+    def without_pictures(cls: Any, config: Any) -> nn.Module:
+        if "ConditionalGeneration" in cls.__name__:
+            raise ImportError("needs timm")
+        return made(cls, config)
+
+    monkeypatch.setattr(small_models, "built", without_pictures)
+    _, _, about = found_training("gemma3", kinds()["gemma3"])
+    assert about["class"] == "Gemma3ForCausalLM"
 
 
 def test_an_argument_that_nothing_makes_is_named() -> None:
