@@ -1,11 +1,11 @@
 """Finding blocks by structure.
 
 [Note: blocks]
-A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks.
-Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack, too. Stacks inside a
-block are ignored, so a transformer layer is a block and its experts are not. If nothing repeats, the largest modules
-with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one block.
-Class names are never used, so unknown models work, too.
+A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks. A list
+of lists, such as the stages of a hierarchy, is one stack. Attributes of one class whose names differ only in a number
+(``layer1``, ``layer2``) are a stack, too. Stacks inside a block are ignored, so a transformer layer is a block and its
+experts are not. If nothing repeats, the largest modules with submodules are the blocks; if there are fewer than two (a
+lone LSTM, a few linear layers), the model is one block. Class names are never used, so unknown models work, too.
 
 Parameter counts are ignored: in convolutional networks the small stacks save the most activations. The blocks' share of
 the bytes that autograd saves is measured in the first pass: see [Note: coverage].
@@ -159,7 +159,7 @@ def stack_of(module: nn.Module) -> nn.Module | None:
 
 def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
     children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
-    stack = [(n, c) for n, c in children if _composed(c) or any(True for _ in c.parameters()) or _is_flat(c)]
+    stack = [(n, c) for n, c in _called(children) if _composed(c) or any(True for _ in c.parameters()) or _is_flat(c)]
     if isinstance(module, _CONTAINERS) and _is_stack([c for _, c in stack]):
         yield from stack
         return
@@ -169,6 +169,16 @@ def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.
             yield path, child
         else:
             yield from _stacks(path, child, least)
+
+
+def _called(children: Found) -> Found:
+    """Return modules, with lists of modules, which have no forward, replaced by what they hold."""
+    found: Found = []
+    for path, child in children:
+        listed = isinstance(child, _CONTAINERS) and type(child).forward is nn.Module.forward
+        held = [(f"{path}.{k}", c) for k, c in child.named_children()] if listed else []
+        found += _called(held) if listed else [(path, child)]
+    return found
 
 
 def _is_stack(children: list[nn.Module]) -> bool:

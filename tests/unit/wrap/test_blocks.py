@@ -107,6 +107,13 @@ class Silent(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
 
+def test_a_list_of_lists_is_one_stack() -> None:
+    """A list has no forward: as a block it would offload nothing. PVT, GLPN, PoolFormer and Florence-2 are such."""
+    stages = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])])
+    model = Named(embeddings=nn.ModuleList([Conv(), Conv()]), block=stages)
+    assert names(model) == ["embeddings.0", "embeddings.1", "block.0.0", "block.1.0", "block.1.1"]
+
+
 def test_few_parameters_do_not_keep_a_stack_from_being_one() -> None:
     small = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
     model = Named(layers=nn.ModuleList([Block(), Block()]), heads=small, attention=nn.Sequential(Silent(), Silent()))
