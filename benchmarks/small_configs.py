@@ -328,7 +328,7 @@ def sequence(name: str, values: list[Any], how: Shrinking, kept: list[int], befo
         return [values[n] for n in kept]
     if kept and before and _are_indices(values, before):
         last = len(kept) - 1
-        return sorted({max(0, last - n) for n in range(len(values))})
+        return sorted(last - n for n in range(min(len(values), max(1, last))))
     if name == "backbone_feature_sizes":
         return [[16, 16], [8, 8], [4, 4]]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
