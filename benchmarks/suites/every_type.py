@@ -9,7 +9,7 @@ weights are compared, every bit. A type that differs fails the suite.
 Each type has a process of its own and a time limit. Results are written after every type, and a run resumes: types that
 its folder has are not repeated; those that were not trained are tried once more with ``--retry``.
 
-    python -m benchmarks.suites.every_type [--only llama vit ...] [--retry] [--minutes 90] [--out DIR]
+    python -m benchmarks.suites.every_type [--letters a-l] [--only llama vit ...] [--retry] [--minutes 90] [--out DIR]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import pkgutil
+import re
 import resource
 import signal
 import textwrap
@@ -142,13 +143,18 @@ def is_equal(row: dict[str, Any]) -> bool:
 def main() -> None:
     """Train, and write the results after every type."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="TYPE", help="types; default: all")
+    parser.add_argument("--letters", default="a-z", metavar="A-Z", help="types whose names begin with one of these")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="of these types; default: all")
     parser.add_argument("--retry", action="store_true", help="try types once more that an earlier run did not train")
     parser.add_argument("--minutes", type=float, default=90.0, help="begin no further type after this time")
     given = parser.parse_args()
     prepare()
-    known = kinds()
-    folder: Path = given.out or result_folder("every-type")
+    if not re.fullmatch("[a-z]-[a-z]", given.letters):
+        parser.error(f"--letters: found {given.letters!r}, expected two letters, as in a-l")
+    known = {name: config for name, config in kinds().items() if given.letters[0] <= name[0] <= given.letters[2]}
+    if unknown := [name for name in given.only or () if name not in known]:
+        parser.error(f"--only: no such types with these first letters: {', '.join(unknown)}")
+    folder: Path = given.out or result_folder(f"every-type-{given.letters}")
     rows = rows_of(folder)
     end = time.monotonic() + 60 * given.minutes
     for name in given.only or known:
@@ -157,8 +163,8 @@ def main() -> None:
         began = time.monotonic()
         rows[name] = in_own_process(name, known[name]) | {"seconds": round(time.monotonic() - began, 1)}
         print(line(rows[name]), flush=True)
-        write(folder, rows, len(known))
-    write(folder, rows, len(known))
+        write(folder, rows, given.letters, len(known))
+    write(folder, rows, given.letters, len(known))
     print(f"written to {folder}")
     if wrong := [name for name, row in rows.items() if "ways" in row and not is_equal(row)]:
         raise SystemExit(f"differ from ordinary training: {', '.join(wrong)}")
@@ -170,18 +176,19 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["type"]: row for row in json.loads(file.read_text())["types"]} if file.exists() else {}
 
 
-def write(folder: Path, rows: dict[str, dict[str, Any]], known: int) -> None:
+def write(folder: Path, rows: dict[str, dict[str, Any]], letters: str, known: int) -> None:
     """Write the results, in the order of the names."""
     ordered = [rows[name] for name in sorted(rows)]
     result = {"suite": "every_type", "transformers": version("transformers"), "types": ordered}
-    write_result(folder, result, report(ordered, known - len(ordered)))
+    write_result(folder, result, report(ordered, letters, known - len(ordered)))
 
 
-def report(rows: list[dict[str, Any]], untried: int) -> str:
+def report(rows: list[dict[str, Any]], letters: str, untried: int) -> str:
     """Return the README of a results folder.
 
     Args:
         rows: A row for each type that was tried.
+        letters: The first letters of the types that there are, as in ``a-l``.
         untried: Types for which there was no time.
     """
     done = [row for row in rows if "ways" in row]
@@ -189,11 +196,11 @@ def report(rows: list[dict[str, Any]], untried: int) -> str:
     left = Counter(row["untrained"] for row in rows if "ways" not in row)
     return "\n".join(
         [
-            "# Model types of transformers, trained small",
+            f"# Model types of transformers, trained small: {letters.replace('-', ' to ')}",
             "",
             *textwrap.wrap(ABOUT.format(steps=len(LENGTHS)), 112),
             "",
-            f"Of {len(rows) + untried} types (each class of configuration once, parts of other types left out),",
+            f"Of {len(rows) + untried} types with these first letters (a class of configuration once, no parts of others),",
             f"{len(done)} were trained; **{len(equal)} of these are equal**.",
             *autocast_note(done),
             "",

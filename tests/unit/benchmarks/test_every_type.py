@@ -276,7 +276,8 @@ def row(name: str, **ways: list[str]) -> dict[str, Any]:
 
 def test_the_readme_has_a_row_for_each_type_and_a_reason_for_the_others() -> None:
     left = [{"type": f"left-{key}", "untrained": key, "reason": "a | b"} for key in GROUPS]
-    text = report([row("one"), row("two", minimal=["step 1: loss"]), *left], 7)
+    text = report([row("one"), row("two", minimal=["step 1: loss"]), *left], "a-l", 7)
+    assert text.startswith("# Model types of transformers, trained small: a to l")
     assert "2 were trained; **1 of these are equal**." in text
     assert "| one | M | `x` | 1.00 M | equal | 40 % | 40 % | 2 | 50 % |" in text
     assert "**differs**: minimal" in text
@@ -288,6 +289,6 @@ def test_the_readme_has_a_row_for_each_type_and_a_reason_for_the_others() -> Non
 def test_a_run_resumes_from_its_folder(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == {}
     rows = {"two": row("two"), "one": row("one")}
-    write(tmp_path, rows, 2)
+    write(tmp_path, rows, "a-z", 2)
     assert rows_of(tmp_path) == rows
     assert list(rows_of(tmp_path)) == ["one", "two"]
