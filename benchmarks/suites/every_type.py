@@ -200,7 +200,7 @@ def report(rows: list[dict[str, Any]], letters: str, untried: int) -> str:
             "",
             *textwrap.wrap(ABOUT.format(steps=len(LENGTHS)), 112),
             "",
-            f"Of {len(rows) + untried} types with these first letters (each class of configuration once, parts of other",
+            f"Of {len(rows) + untried} types with these first letters (a class of configuration once, parts of other",
             f"types left out), {len(done)} were trained; **{len(equal)} of these are equal**.",
             *autocast_note(done),
             "",
