@@ -9,6 +9,8 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,31 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.planner.policies import PolicyPlan
 
 RATE = 1e-3
 
 Digests = dict[str, str | None]
 """What a run computed: name → digest of its bytes; None for a parameter without a gradient."""
 
+
+@dataclass(frozen=True, repr=False)
+class Recipes(PolicyPlan):
+    """``Minimal`` with one method: what has a recipe is recomputed in every step, and no block is checkpointed.
+
+    ``Minimal`` itself recomputes by recipes in its first two steps, and compares methods in the next six.
+    """
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> ebbtide.Action:
+        """Return KEEP: saved tensors are decided one by one."""
+        return ebbtide.Action.KEEP
+
+
+RECIPES = Recipes(ebbtide.Minimal(), "recipes", "what has a recipe is recomputed, the rest is offloaded")
+
 WAYS: dict[str, dict[str, Any]] = {
     "minimal": {"policy": "minimal"},
+    "recipes": {"policy": RECIPES},
     "offload": {"policy": "offload"},
     "auto": {"policy": "auto"},
     "verify": {"policy": "minimal", "verify": True},
@@ -116,17 +135,19 @@ def offloaded(
 ) -> tuple[Digests, dict[str, Any]]:
     """Train under a policy; return what was computed, and figures.
 
-    Shares and demoted sites are of the last step, replays of all, checkpointed blocks of the step with most.
+    Shares and demoted sites are of the last step, replays of all, checkpointed blocks of the step with most. A recipe
+    step is one in which a tensor was recomputed by its recipe.
     """
     model = make()
     steps: list[Any] = []
     with ebbtide.enable_activation_offloading(model, min_bytes=0, window=1, **WAYS[way]) as handle:
         found = train(model, batches, autocast=autocast, after_step=lambda: steps.append(handle.stats()))
-    last = steps[-1]
+    last, recomputes = steps[-1], [0, *(one.total_recomputes for one in steps)]
     return found, {
         "saved_percent": rounded(last.memory_saved_percent),
         "coverage_percent": rounded(last.coverage_percent),
         "checkpointed_blocks": max(one.checkpointed_blocks for one in steps),
+        "recipe_steps": sum(before < after for before, after in pairwise(recomputes)),
         "replayed": sum(one.replayed for one in steps),
         "saved_tensors": sum(one.packs for one in steps),
         "demoted": list(last.demoted_sites)[:5],

@@ -50,11 +50,12 @@ WALL_SECONDS = 900
 ABOUT = (
     "For each type, the default configuration was shrunk by rules, and a model with random weights was trained in"
     " float32: AdamW, {steps} steps, lengths and rows that change, dropout as in the configuration. Ordinary "
-    "training ran twice and was equal to itself (under autocast it ran once); then came `minimal`, `offload`, "
-    "`auto`, `minimal` with `verify=True`, and `minimal` under bfloat16 autocast, each with `min_bytes=0` and "
-    "`window=1`. Of a type that does not train as a whole, such as one that only generates, the first part that does "
-    "was trained (see *class*). *Equal*: the losses and all gradients of every step and the weights after the last, "
-    "every bit. Made by `python -m benchmarks.suites.every_type`; `run.json` has all figures of each type."
+    "training ran twice and was equal to itself (under autocast it ran once); then came `minimal`, `recipes` (in every "
+    "step, what has a recipe is recomputed and the rest is offloaded), `offload`, `auto`, `minimal` with "
+    "`verify=True`, and `minimal` under bfloat16 autocast, each with `min_bytes=0` and `window=1`. Of a type that does "
+    "not train as a whole, such as one that only generates, the first part that does was trained (see *class*). "
+    "*Equal*: the losses and all gradients of every step and the weights after the last, every bit. Made by "
+    "`python -m benchmarks.suites.every_type`; `run.json` has all figures of each type."
 )
 COLUMNS = (
     "Saved: share of the bytes of ordinary training that did not stay on the device, in blocks, in the last step."
@@ -65,6 +66,9 @@ COLUMNS = (
 
 LITTLE = 50
 """Percent saved by ``minimal`` below which a type is named."""
+
+RECIPE_STEPS = 4
+"""Steps in which the way ``recipes`` recomputes; a type with fewer is named."""
 
 
 def trained(name: str, config_class: type) -> dict[str, Any]:
@@ -239,13 +243,16 @@ def shares_of(done: list[dict[str, Any]]) -> list[str]:
     known = sorted(share for share in saved.values() if share is not None)
     little = [name for name, share in saved.items() if share is None or share < LITTLE]
     demoted = [row["type"] for row in done if any(way.get("demoted") for way in row["ways"].values())]
+    recomputed = {row["type"]: row["ways"].get("recipes", {}).get("recipe_steps") for row in done}
+    few = [name for name, steps in recomputed.items() if steps is not None and steps < RECIPE_STEPS]
     if not known:
         return []
     text = (
         f"`minimal` saved {known[0]:.0f} to {known[-1]:.0f} % of the bytes in blocks, at least "
         f"{known[len(known) // 2]:.0f} % in half of the types; less than {LITTLE} %: {', '.join(little) or 'none'}. "
         "Types in which the first recompute of a site differed, so that the site was offloaded instead: "
-        f"{', '.join(demoted) or 'none'}."
+        f"{', '.join(demoted) or 'none'}. Types in which `recipes` recomputed in fewer than {RECIPE_STEPS} steps: "
+        f"{', '.join(few) or 'none'}."
     )
     return textwrap.wrap(text, 112)
 

@@ -52,6 +52,13 @@ def test_equal_training_is_called_equal(way: str, want: dict[str, Any]) -> None:
     assert row["saved_tensors"] > 0
 
 
+def test_recipes_recompute_in_every_step_also_from_what_is_known_of_earlier_ones(want: dict[str, Any]) -> None:
+    row = compared(want, made, data(), "recipes")
+    assert row["recipe_steps"] == len(data())
+    assert row["replayed"] > 0
+    assert row["checkpointed_blocks"] == 0
+
+
 @pytest.mark.parametrize("way", ["offload", "minimal"])
 def test_a_restored_tensor_that_is_off_by_one_bit_differs(
     way: str, want: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -268,7 +275,7 @@ def test_a_type_without_a_package_says_which(monkeypatch: pytest.MonkeyPatch) ->
 
 def row(name: str, **ways: list[str]) -> dict[str, Any]:
     """A row of a trained type, as ``trained`` returns it."""
-    figures = {"saved_percent": 40.0, "checkpointed_blocks": 2, "replayed": 5, "saved_tensors": 10}
+    figures = {"saved_percent": 40.0, "checkpointed_blocks": 2, "recipe_steps": 3, "replayed": 5, "saved_tensors": 10}
     found = {way: {"differs": ways.get(way, []), **figures} for way in (*trained.WAYS, "autocast")}
     about = {"class": "M", "parameters": 10**6, "method": "table", "variant": "", "inputs": {"x": [1]}}
     return {"type": name, **about, "finite": True, "ways": found}
@@ -282,6 +289,7 @@ def test_the_readme_has_a_row_for_each_type_and_a_reason_for_the_others() -> Non
     assert "| one | M | `x` | 1.00 M | equal | 40 % | 40 % | 2 | 50 % |" in text
     assert "**differs**: minimal" in text
     assert "less than 50 %: one, two." in " ".join(text.split())
+    assert "in fewer than 4 steps: one, two." in " ".join(text.split())
     assert all(f"- left-{key}: a / b" in text for key in GROUPS)
     assert "| no time was left | 7 |" in text
 
