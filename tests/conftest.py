@@ -21,12 +21,14 @@ import hypothesis
 import pytest
 import torch
 
+from tests.helpers.gloo import use_one_worker
 from tests.helpers.recipes_only import minimal_by_heuristic
 from tests.helpers.tiers import HIDING, TierTally, sees_accelerator, tier_of
 
 SEED = int(os.environ.get("EBBTIDE_TEST_SEED", "20"))
 
 torch.set_num_threads(1)
+use_one_worker()
 hypothesis.settings.register_profile(
     "dev", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

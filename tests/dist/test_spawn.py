@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.helpers.spawn import CaseResult, SpawnError, run_cases
+from tests.helpers.spawn import SHOWN_CHARACTERS, CaseResult, SpawnError, run_cases
 
 HANG_SECONDS = 3.0
+LIMIT = timedelta(seconds=17)
 
 
 def add_ranks(offset: int) -> tuple[int, torch.Tensor, int]:
@@ -31,6 +34,20 @@ def die_on_rank_0() -> None:
         os.write(2, b"its last words")
         os.abort()
     dist.barrier()
+
+
+def die_with_much_to_say() -> None:
+    if dist.get_rank() == 0:
+        os.write(2, b"its first words" + b"." * 2 * SHOWN_CHARACTERS + b"and its last ones")
+        os._exit(3)
+    dist.barrier()
+
+
+def count_workers() -> list[int]:
+    """Return how many workers each of some groups has."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("rows", "columns"))
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), *mesh.get_all_groups()]
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
 
 
 def hang_on_rank_1() -> int:
@@ -55,7 +72,9 @@ def results() -> dict[str, CaseResult]:
         "random": (random_number, ()),
         "raises": (fail_on_rank_1, ()),
         "after raising": (add_ranks, (0,)),
+        "workers": (count_workers, ()),
         "dies": (die_on_rank_0, ()),
+        "says much": (die_with_much_to_say, ()),
         "unpicklable": (unpicklable, ()),
     }
     # Only the case that must time out has the short limit: on a busy machine any other may take as long.
@@ -96,6 +115,26 @@ def test_a_death_is_reported_with_its_exit_code_output_and_stack(results: dict[s
         SpawnError, match=r"(?s)rank 0 died with exit code -6.*its last words.*in die_on_rank_0.*frame #0"
     ):
         results["dies"].values()
+
+
+def test_the_first_and_the_last_output_of_a_dead_rank_is_reported(results: dict[str, CaseResult]) -> None:
+    with pytest.raises(SpawnError, match=r"(?s)exit code 3\nits first words.*characters left out.*its last ones$"):
+        results["says much"].values()
+
+
+def test_each_group_has_one_worker(results: dict[str, CaseResult]) -> None:
+    assert results["workers"].values() == [[1] * 4] * 2
+
+
+def test_a_group_with_a_time_limit_or_options_of_its_own_has_one_worker_too() -> None:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    groups = [
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, *settings, **named)
+        for settings, named in (((), {}), ((LIMIT,), {}), ((), {"timeout": LIMIT}), ((options,), {}))
+    ]
+    assert [group.options._threads for group in groups] == [1] * 4
+    assert [group.options._timeout == LIMIT for group in groups] == [False, True, True, False]
 
 
 def test_a_value_that_cannot_be_pickled_is_a_failure(results: dict[str, CaseResult]) -> None:

@@ -40,7 +40,9 @@ def shard_on_cpus() -> Callable[[], None]:
 def main() -> int:
     """Run ``ebbtide`` with the shim: ``torchrun -m tests.helpers.cpu_fsdp sft ...``."""
     from ebbtide.cli import main as ebbtide
+    from tests.helpers.gloo import use_one_worker
 
+    use_one_worker()
     shard_on_cpus()
     return ebbtide(sys.argv[1:])
 

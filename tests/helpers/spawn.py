@@ -33,10 +33,13 @@ from typing import Any
 
 import torch
 
+from tests.helpers.gloo import use_one_worker
 from tests.helpers.recipes_only import minimal_by_heuristic
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 STARTUP_SECONDS = 120.0
+SHOWN_CHARACTERS = 20_000
+"""Most characters of a dead rank's output that are shown, half of them its first ones: see ``ends_of``."""
 
 
 class SpawnError(AssertionError):
@@ -60,6 +63,18 @@ class CaseResult:
         if self.error:
             raise SpawnError(f"case {self.name!r}: {self.error}")
         return self.values_
+
+
+def ends_of(text: str, most: int = SHOWN_CHARACTERS) -> str:
+    """Return the beginning and the end of a text that is too long.
+
+    At a fatal signal the cause comes first, in the C library's words; then come Python's stacks, and those of C, of
+    dozens of threads in a rank with many groups.
+    """
+    if len(text) <= most:
+        return text
+    left_out = len(text) - most
+    return f"{text[: most // 2]}\n... {left_out} characters left out ...\n{text[-(most // 2) :]}"
 
 
 def spawn(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
@@ -158,8 +173,8 @@ class _Group:
         return ""
 
     def _died(self, rank: int) -> str:
-        """Describe how a rank ended and its last output: an exception, or the stacks, Python's and C's, at a signal."""
-        return f"rank {rank} died with exit code {self._processes[rank].exitcode}\n{self._wrote(rank)[-20_000:]}"
+        """Describe how a rank ended and its output: an exception, or the cause and the stacks, Python's and C's."""
+        return f"rank {rank} died with exit code {self._processes[rank].exitcode}\n{ends_of(self._wrote(rank))}"
 
     def _wrote(self, rank: int) -> str:
         """Return a rank's standard error, its stacks included."""
@@ -213,6 +228,7 @@ def _rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    use_one_worker()
     answer = _run(_initialise, (rank, world_size, folder, timeout_seconds))
     pipe.send_bytes(answer)
     with minimal_by_heuristic():

@@ -120,10 +120,12 @@ def _rank(words: Sequence[str], rank: int, ranks: int, file: Path) -> None:
         import torch
 
         from ebbtide.cli import main
+        from tests.helpers.gloo import use_one_worker
         from tests.integrations.ranks import fresh_world
 
         world: Any = contextlib.nullcontext()
         if ranks > 1:
+            use_one_worker()
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
             place = f"file://{file.with_name('meeting')}"
             torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks)

@@ -35,6 +35,7 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import RECIPE as SFT
 from ebbtide_recipes.skeleton import checkpoints
 from ebbtide_recipes.skeleton import run as skeleton
+from tests.helpers.gloo import use_one_worker
 from tests.integrations.ranks import fresh_world, grpo_config, sft_config
 
 RECIPES: dict[type[Any], Any] = {SftConfig: SFT, GrpoConfig: GRPO}
@@ -97,6 +98,7 @@ def rank_main(config: Any, rank: int, ranks: int, kill: Kill | None, writing: in
         signal.alarm(LIMIT_SECONDS)
         world: Any = contextlib.nullcontext()
         if ranks > 1:
+            use_one_worker()
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo")
             torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
             world = fresh_world(sharded=True)

@@ -132,7 +132,9 @@ def load_case(folder: Path) -> None:
 
     import ebbtide
     from ebbtide.store.share import ranks_of
+    from tests.helpers.gloo import use_one_worker
 
+    use_one_worker()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with torch.device("meta"):
