@@ -29,6 +29,9 @@ POLICIES = ("keep", "inputs", "offload", "minimal", "recompute", "auto")
 """``"recompute"`` is minimal with no block re-run whole: as many recipes as there can be."""
 MOVING = ("offload", "minimal", "auto")
 
+RELEASE_SECONDS = 10.0
+"""Limit until gloo's thread has released the input of a collective, and its graph, which it holds a while longer."""
+
 Record = dict[str, Tensor | None]
 Enable = Callable[..., Any]
 """``enable(model, **options)``: turn offloading on here, in a run that has it, and return the handle."""
@@ -169,9 +172,8 @@ def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings
 
 
 def _add(findings: Findings, handle: ebbtide.Handle) -> None:
-    for _ in range(100):  # gloo's thread briefly holds a collective's input, and its graph, afterwards
-        if not handle._engine.live_tickets:
-            break
+    until = time.monotonic() + RELEASE_SECONDS
+    while handle._engine.live_tickets and time.monotonic() < until:
         time.sleep(0.01)
     assert_nothing_left(handle._engine)
     stats = handle.stats()

@@ -9,13 +9,19 @@ a ``with`` or ``try`` that still covers the true one.
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
+import operator
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import pytest
 
 import ebbtide
 
@@ -97,3 +103,25 @@ def interrupted_at(place: int, parts: Iterable[Any], work: Callable[[], object])
     finally:
         sys.settrace(before)
     return lines >= place
+
+
+def signalled_before_waiting(number: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have a signal come just before the next system call that sleeps; return the list that will name that call.
+
+    No bytecode lies between the two, so Python's handler cannot run: for the call, the signal never comes.
+    """
+    came: list[str] = []
+
+    def patched(name: str, call: Callable[..., Any], sleeps: Callable[..., bool]) -> Callable[..., Any]:
+        def calling(*given: Any) -> Any:
+            if came or not sleeps(*given):
+                return call(*given)
+            came.append(name)
+            signal = functools.partial(ctypes.CDLL(None)["raise"], int(number))
+            return list(map(operator.call, [signal, functools.partial(call, *given)]))[1]
+
+        return calling
+
+    monkeypatch.setattr(os, "waitpid", patched("waitpid", os.waitpid, lambda pid, options: not options & os.WNOHANG))
+    monkeypatch.setattr(time, "sleep", patched("sleep", time.sleep, lambda seconds: True))
+    return came

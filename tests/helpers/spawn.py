@@ -40,6 +40,8 @@ Case = tuple[Callable[..., Any], tuple[Any, ...]]
 STARTUP_SECONDS = 120.0
 SHOWN_CHARACTERS = 20_000
 """Most characters of a dead rank's output that are shown, half of them its first ones: see ``ends_of``."""
+STACK_SECONDS = 20.0
+"""Limit until a rank that hangs has written its stacks: longer than a busy machine keeps a process from running."""
 
 
 class SpawnError(AssertionError):
@@ -188,8 +190,9 @@ class _Group:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes the stacks
         for rank in ranks:
-            deadline = time.monotonic() + 2
-            while time.monotonic() < deadline and "most recent" not in self._wrote(rank):
+            deadline = time.monotonic() + STACK_SECONDS
+            # This frame is below those of the case; what is above it has been written by then.
+            while time.monotonic() < deadline and f"in {_rank_main.__name__}\n" not in self._wrote(rank):
                 wait([self._processes[rank].sentinel], timeout=0.05)
             stacks.append(f"rank {rank}:\n{self._wrote(rank) or '(no stack)'}")
         return f"hangs: no answer of ranks {list(ranks)} within {timeout_seconds:g} s\n" + "\n".join(stacks)

@@ -42,7 +42,11 @@ class Switched:
 
 
 def run_switched(script: Path, *argv: str, folder: Path, seconds: float = 120.0, **request: Any) -> Switched:
-    """Run a script with a request in a folder of its own."""
+    """Run a script with a request in a folder of its own.
+
+    Raises:
+        AssertionError: It took longer than ``seconds``.
+    """
     folder.mkdir(parents=True)
     wanted = Request(folder=str(folder), **{"compared": True, **request})
     environment = {**os.environ, VARIABLE: json.dumps(dataclasses.asdict(wanted))}
@@ -55,6 +59,7 @@ def run_switched(script: Path, *argv: str, folder: Path, seconds: float = 120.0,
     if process.exitcode is None:
         process.kill()
         process.join()
+        raise AssertionError(f"{script.name} still runs after {seconds:g} s\n{output.read_text()}")
     file = folder / "run.jsonl"
     return Switched(
         code=process.exitcode or 0, output=output.read_text(), notes=read_notes(folder),

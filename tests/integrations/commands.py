@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -112,11 +111,11 @@ def _rank(words: Sequence[str], rank: int, ranks: int, file: Path) -> None:
     """Run as one rank, in a fork; never returns."""
     code = 1
     try:
-        signal.alarm(LIMIT_SECONDS)
         output = os.open(file, os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
         faulthandler.enable()
+        faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
         import torch
 
         from ebbtide.cli import main

@@ -14,6 +14,7 @@ import pytest
 import ebbtide.cli
 from ebbtide.report import load_run
 from ebbtide.script.request import SITE, read_notes
+from tests.helpers.interrupts import signalled_before_waiting
 
 LOOP = Path(__file__).with_name("scripts") / "loop.py"
 SOURCE = str(Path(ebbtide.cli.__file__).parents[2])
@@ -200,7 +201,25 @@ def test_a_signal_before_the_command_has_started_reaches_it(monkeypatch: pytest.
         return starting.started(command, **options)
 
     monkeypatch.setattr(run, "started", interrupted)
-    assert run.run(["--", "sh", "-c", "sleep 3"]) == 143
+    assert run.run(["--", "sleep", "100"]) == 143
+
+
+def test_a_signal_just_before_the_system_call_that_waits_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbtide.cli import run
+
+    came = signalled_before_waiting(signal.SIGTERM, monkeypatch)
+    assert run.run(["--", "sleep", "10"]) == 143
+    assert len(came) == 1
+
+
+def test_codes_come_back_where_the_parent_ignores_the_ends_of_children() -> None:
+    """As a service does whose children need not be awaited; programs that it starts inherit that."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        run = subprocess.Popen(ebbtide_command("run", "--", "sh", "-c", "exit 5"), env=ENVIRONMENT)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert run.wait() == 5
 
 
 def test_a_process_that_outlives_the_command_trains_on(tmp_path: Path) -> None:

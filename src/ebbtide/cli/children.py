@@ -18,14 +18,13 @@ from typing import Any
 from ebbtide.base.extras import require
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTPUT_FILE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
-from ebbtide.cli.starting import KILLED, signal_words, started
+from ebbtide.cli.starting import KILLED, LOOK_SECONDS, signal_words, started
 from ebbtide.track import MemoryReader, Sampler
 
 SAMPLE_SECONDS = 0.005
 """Time between two samples of a child's memory."""
 
 _POLITE_SECONDS = 20.0
-_LOOK_SECONDS = 0.1
 _TAIL_LINES = 25
 
 
@@ -160,7 +159,7 @@ class Child:
     def _wait(self) -> int | None:
         """Wait briefly; return its exit code, ``None`` if it is still running."""
         try:
-            return self._process.wait(_LOOK_SECONDS)
+            return self._process.wait(LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             return None
 

@@ -25,7 +25,7 @@ from ebbtide.base.runs import EVENTS_FILE, Event, check_results, of_kind, only_w
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count, named_folder
 from ebbtide.cli.signals import handled
-from ebbtide.cli.starting import signal_words, started
+from ebbtide.cli.starting import signal_words, started, wait_for
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.planner.table import load_plan
 from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_uncounted, why_untrained
@@ -227,7 +227,7 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
         running.append(started(command, env=environment))
         for number in early:
             running[0].send_signal(number)
-        code = running[0].wait()
+        code = wait_for(running[0])
     return 128 - code if code < 0 else code
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.cli.children import family
+from ebbtide.cli.starting import wait_for
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -177,7 +178,7 @@ def start(verb: str, argv: Sequence[str], count: int) -> int:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     # A separate session: interrupts reach the ranks only from here.
     with family(torchrun(verb, argv, count), env=environment) as child:
-        return 1 if child.wait() else 0
+        return 1 if wait_for(child) else 0
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int | None:

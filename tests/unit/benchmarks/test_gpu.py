@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from subprocess import Popen
+
+import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import FAILED, PASSED, STOPPED, Part, run_all
@@ -24,10 +28,21 @@ def test_parts_that_passed_are_left_out_and_others_run_again(tmp_path: Path) -> 
     assert marks.read_text() == "xxx"
 
 
-def test_a_part_that_takes_too_long_is_stopped_and_its_output_kept(tmp_path: Path) -> None:
-    hangs = "import time; print('begun', flush=True); time.sleep(600)"
+def test_a_part_that_takes_too_long_is_stopped_and_its_output_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, limits, wait = "import time; print('begun', flush=True); time.sleep(600)", list[float](), Popen.wait
+
+    def until_it_has_begun(child: Popen[bytes], timeout: float | None = None) -> int:
+        limits.extend([] if timeout is None else [timeout])
+        while "begun" in child.args[-1] and not (tmp_path / "slow.log").read_text():
+            time.sleep(0.01)
+        return wait(child, 0.1 if timeout is not None and "begun" in child.args[-1] else timeout)
+
+    monkeypatch.setattr(Popen, "wait", until_it_has_begun)
     todo = [python("slow", hangs), python("next", "print('next')")]
-    assert run_all(todo, tmp_path, minutes=5, part_minutes=0.1) == {"slow": STOPPED, "next": PASSED}
+    assert run_all(todo, tmp_path, minutes=50, part_minutes=5) == {"slow": STOPPED, "next": PASSED}
+    assert limits == [300, 300]
     assert (tmp_path / "slow.log").read_text() == "begun\n" and (tmp_path / "next.log").read_text() == "next\n"
 
 

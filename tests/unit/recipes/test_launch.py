@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError
+from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import launch
+from tests.helpers.interrupts import signalled_before_waiting
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2"}
 
@@ -84,7 +87,7 @@ def test_torchrun_gets_the_other_nodes() -> None:
 
 
 def test_an_interrupt_ends_the_ranks_before_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Any] = []
+    children, came = list[Any](), list[str]()
 
     class Interrupted(subprocess.Popen):
         """A child; waiting for it is interrupted once."""
@@ -94,7 +97,8 @@ def test_an_interrupt_ends_the_ranks_before_it_goes_on(monkeypatch: pytest.Monke
             children.append(self)
 
         def wait(self, timeout: float | None = None) -> int:
-            if timeout is None and self.poll() is None:
+            if not came and self.poll() is None:
+                came.append("interrupt")
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
@@ -103,3 +107,20 @@ def test_an_interrupt_ends_the_ranks_before_it_goes_on(monkeypatch: pytest.Monke
         launch.start("sft", [], 2)
     assert children[0].poll() is not None
     children[0].stdin.close()
+
+
+def test_a_signal_just_before_the_system_call_that_waits_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    class Known(subprocess.Popen):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            children.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Known)
+    monkeypatch.setattr(launch, "torchrun", lambda *given: ["sleep", "10"])
+    came = signalled_before_waiting(signal.SIGTERM, monkeypatch)
+    with terminate_as_interrupt(), pytest.raises(Terminated):
+        launch.start("sft", [], 2)
+    assert len(came) == 1
+    assert children[0].returncode == -signal.SIGINT  # it had not ended by itself
