@@ -23,7 +23,7 @@ from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
 from ebbtide.engine import Engine, Rule, Stats
 from ebbtide.engine.contexts import CONTEXT, ContextRun
-from ebbtide.engine.idle import IdleEngines
+from ebbtide.engine.idle import IdleEngines, idle_engines
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
@@ -361,7 +361,7 @@ class offload_saved_tensors(ContextDecorator):
         shared = isinstance(self._policy, Policy)  # a plan file makes another plan at each read
         index = torch.accelerator.is_available() and torch.accelerator.current_device_index()  # its engines pin there
         settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid(), index)
-        return (_idle_engines if shared else self._kept).setdefault(settings, IdleEngines())
+        return idle_engines(_idle_engines if shared else self._kept, settings)
 
 
 def register_recompute(name: str, rule: Rule) -> None:

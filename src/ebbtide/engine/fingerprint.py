@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import sys
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -56,6 +57,9 @@ _IS_WORD = frozenset(_WORDS.values())
 
 _WORD = 8
 """Bytes of host memory that are read together."""
+
+_SomeBytes, _SomeWords = ctypes.c_char * sys.maxsize, ctypes.c_int64 * (sys.maxsize // _WORD)
+"""Memory of any size: a class for each size takes 3 KB, and is a cycle that waits for the garbage collector."""
 
 
 class Compared(Enum):
@@ -130,14 +134,14 @@ class _Laid(NamedTuple):
 
     Attributes:
         kind: The type that memory is read as.
-        step: Every n-th of its elements is read.
+        part: Which of its elements are read.
     """
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     kind: type[ctypes.Array[Any]]
-    step: int
+    part: slice
 
 
 class Sample(tuple[_Laid, bytes]):
@@ -153,7 +157,7 @@ class Sample(tuple[_Laid, bytes]):
         plain = type(tensor) is torch.Tensor and torch._C._dispatch_keys(tensor).raw_repr() == _PLAIN_KEYS
         if plain and tensor.stride() == laid.stride:
             memory = memoryview(laid.kind.from_address(tensor.data_ptr()))
-            if memory[:: laid.step].tobytes() == before:  # as in ``_read``
+            if memory[laid.part].tobytes() == before:  # as in ``_read``
                 return True
         return self._read(tensor) == before
 
@@ -191,7 +195,7 @@ def host_sample(tensor: torch.Tensor) -> Sample | None:
     if laid is None:
         return None
     memory = memoryview(laid.kind.from_address(tensor.data_ptr()))
-    return Sample((laid, memory[:: laid.step].tobytes()))  # as in ``_read``
+    return Sample((laid, memory[laid.part].tobytes()))  # as in ``_read``
 
 
 def all_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -242,13 +246,13 @@ def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
     Read directly, because each operator would cost more than the read. The cost is that of each address, which is in
     no cache any more; so neighbours are read together.
     """
-    kind, step = _taken(tensor.numel(), tensor.itemsize, all_of_it)
-    return memoryview(kind.from_address(tensor.data_ptr()))[::step].tobytes()
+    kind, part = _taken(tensor.numel(), tensor.itemsize, all_of_it)
+    return memoryview(kind.from_address(tensor.data_ptr()))[part].tobytes()
 
 
 @functools.lru_cache(maxsize=1024)
-def _taken(elements: int, size: int, all_of_it: bool) -> tuple[type[ctypes.Array[Any]], int]:
-    """Return the type that memory is read as (bytes or words), and n: every n-th of them is read.
+def _taken(elements: int, size: int, all_of_it: bool) -> tuple[type[ctypes.Array[Any]], slice]:
+    """Return the type that memory is read as (bytes or words), and which of them are read: all, or every n-th.
 
     Args:
         elements: Elements of the tensor.
@@ -257,8 +261,8 @@ def _taken(elements: int, size: int, all_of_it: bool) -> tuple[type[ctypes.Array
     """
     words, places = elements * size // _WORD, SAMPLED // 2 if size in (2, 4) else SAMPLED
     if all_of_it or elements <= SAMPLED or words <= places:
-        return ctypes.c_char * (elements * size), 1
-    return ctypes.c_int64 * words, words // places | 1  # odd: no walk along one column of a matrix
+        return _SomeBytes, slice(elements * size)
+    return _SomeWords, slice(0, words, words // places | 1)  # odd: no walk along one column of a matrix
 
 
 def _on_device(plain: torch.Tensor, *, flat: bool) -> torch.Tensor:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from ebbtide.engine.engine import Engine
+
+MOST_SETTINGS = 8
+"""Settings with idle engines. A window that follows each batch would leave an engine, with its pinned memory, for every
+one, until none of the host memory that they share is left."""
 
 
 class IdleEngines:
@@ -30,3 +34,17 @@ class IdleEngines:
                 if (engine := self._found.pop()()) is not None:
                     return engine
         return None
+
+
+def idle_engines(known: dict[Hashable, IdleEngines], settings: Hashable) -> IdleEngines:
+    """Return the idle engines of some settings; forget those of the settings that were used the longest ago.
+
+    Args:
+        known: Idle engines by settings; updated in place.
+        settings: The settings.
+    """
+    found = known.pop(settings, None) or IdleEngines()
+    for oldest in list(known)[: max(len(known) + 1 - MOST_SETTINGS, 0)]:
+        known.pop(oldest, None)  # another thread may have done it
+    known[settings] = found
+    return found

@@ -135,8 +135,15 @@ def phases_table(named: Named) -> Table:
     return Table(columns=columns, rows=tuple(rows))
 
 
+_MOST_LOSSES = 2000
+"""Most steps in the table of losses, about; a hundred thousand would be a page of 12 MB."""
+
+
 def losses_table(named: Named) -> Table:
-    """Make the table of losses per step, with all digits; the last column tells whether they are bitwise equal."""
+    """Make the table of losses per step, with all digits; the last column tells whether they are bitwise equal.
+
+    Of a long training it has evenly spaced steps, the last one, and the first one whose losses differ.
+    """
     columns = [losses_by_step(summary) for summary in named.values()]
     rows: list[tuple[str, ...]] = []
     for step in sorted({step for column in columns for step in column}):
@@ -144,7 +151,11 @@ def losses_table(named: Named) -> Table:
         known = [value for value in values if value is not None]
         verdict = ABSENT if len(known) < 2 else "equal" if all(v == known[0] for v in known) else "differ"
         rows.append((str(step), *(ABSENT if value is None else str(value) for value in values), verdict))
-    return Table(columns=("step", *named, "bitwise equal"), rows=tuple(rows))
+    every = -(-len(rows) // _MOST_LOSSES) or 1
+    differing = next((place for place, row in enumerate(rows) if row[-1] == "differ"), 0)
+    shown = [row for place, row in enumerate(rows) if place % every == 0 or place in (differing, len(rows) - 1)]
+    head = "step" if every == 1 else f"step (1 of {every} shown)"
+    return Table(columns=(head, *named, "bitwise equal"), rows=tuple(shown))
 
 
 def losses_by_step(summary: Summary) -> dict[int, Any]:

@@ -51,7 +51,8 @@ _EDGES = ("phase", "pass_end", "load")
 _DETAILS = frozenset(("memory", "phase", "pass_begin", "pass_end", "block", "block_backward", "stall"))
 """Events that are emitted many times per step."""
 _DETAIL_BYTES = 64 * 2**20
-"""From this size of the file on, details are left out: a summary reads the file into memory, some 7 times its size."""
+"""From this size of the file on, details are left out: a summary reads the file into memory, some 7 times its size. So
+are the totals, some kilobytes in each step of a deep model; the last ones are written at the end."""
 _HIGHER = 1.01
 """A sample is a new peak from this multiple of the latest one on."""
 
@@ -91,6 +92,7 @@ class RunFile:
         self._file: int | None = None
         self._bytes = 0
         self._highest: dict[str, float] = {}
+        self._left_out: list[dict[str, Any]] = []  # ``stats`` of the latest step, one of each model
         self._pid = os.getpid()
         self._lockstep: Lockstep | None = None
         self._removers: list[Callable[[], None]] = []
@@ -123,6 +125,8 @@ class RunFile:
         self._sampler.stop()
         if self._lockstep is not None:
             self._lockstep.close()
+        for totals in self._left_out:
+            self._write("stats", totals, always=True)
         self._write("run_end", {**_ending(error), **self._reader.peaks()})
         self._close()
         try:
@@ -252,10 +256,14 @@ class RunFile:
     def _memory(self, rss_bytes: int, device_bytes: int | None) -> None:
         self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})
 
-    def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        higher = kind == "memory" and self._is_higher(fields)
-        if kind in _DETAILS and self._bytes > _DETAIL_BYTES and not higher:
-            return
+    def _write(self, kind: str, fields: Mapping[str, Any], *, always: bool = False) -> None:
+        always = (kind == "memory" and self._is_higher(fields)) or always
+        if self._bytes > _DETAIL_BYTES and not always:
+            if kind == "stats":
+                self._leave_out(fields)
+                return
+            if kind in _DETAILS:
+                return
         # Fields may have their own "t", for events that are recognized later.
         line = json.dumps({"t": time.monotonic(), "event": kind, **_plain(fields)}, allow_nan=False) + "\n"
         data = line.encode()
@@ -284,10 +292,17 @@ class RunFile:
         self._highest.update(above)
         return bool(above)
 
+    def _leave_out(self, totals: Mapping[str, Any]) -> None:
+        """Keep a model's totals until the end of the run, or those of a later step."""
+        step, others = totals.get("step"), self._left_out
+        if others and (step is None or others[0].get("step") != step):
+            others = []
+        self._left_out = [*others, {"t": time.monotonic(), **totals}]
+
     def _end_details(self) -> None:
         text = (
-            f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps, totals and new peaks of memory, "
-            "but no other samples, and no phases, blocks or stalls"
+            f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps, new peaks of memory and, at the "
+            "end, the totals, but no other samples, and no phases, blocks or stalls"
         )
         logger.warning("%s: %s", self.folder, text)
         self._write("message", {"level": "warning", "code": DETAILS_END, "text": text})

@@ -6,6 +6,7 @@ visits every object of the process.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections import Counter
 from collections.abc import Generator
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.config import Keep, Minimal, Offload
+from ebbtide.engine.fingerprint import Fingerprint, host_sample
 from tests.helpers.engines import ByTable
 
 FEW, MANY = 2, 6
@@ -112,3 +114,14 @@ def test_a_step_leaves_no_garbage(policy: Any) -> None:
             gc.set_debug(0)
             gc.garbage.clear()
     assert not found
+
+
+def test_lengths_that_never_repeat_make_no_classes() -> None:
+    """Each would be a cycle of several kilobytes, which a cache of thousands of layouts keeps."""
+    before = len(ctypes.Array.__subclasses__())
+    for length in range(5000, 5100):
+        x = torch.randn(length)
+        sample = host_sample(x)
+        assert sample is not None and sample.same(x)
+        assert Fingerprint(x, full=False).same(x) and Fingerprint(x[:9], full=True).same(x[:9])
+    assert len(ctypes.Array.__subclasses__()) == before

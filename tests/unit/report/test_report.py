@@ -254,6 +254,17 @@ def test_losses_are_held_against_each_other_digit_by_digit():
     assert rows[1][1:3] == ("0.3", "0.30000000000000004")
 
 
+def test_the_table_of_losses_of_a_long_training_is_short():
+    losses = [1.0 / step for step in range(1, 100_001)]
+    other = [*losses[:76_543], 0.5, *losses[76_544:]]
+    table = losses_table({"a": {"loss": losses}, "b": {"loss": other}})
+    assert 2000 <= len(table.rows) <= 2010 and table.columns[0] == "step (1 of 50 shown)"
+    assert [row[0] for row in table.rows][:3] == ["1", "51", "101"] and table.rows[-1][0] == "100000"
+    assert [row[0] for row in table.rows if row[-1] == "differ"] == ["76544"]
+    short = losses_table({"a": {"loss": losses[:2000]}})
+    assert len(short.rows) == 2000 and short.columns[0] == "step"
+
+
 def test_the_text_tells_plan_and_what_happened(runs):
     said = text(runs[2])
     for part in (

@@ -285,17 +285,21 @@ def test_a_long_record_leaves_out_details_and_no_step(tmp_path, monkeypatch, cap
                 for index in range(20):
                     bus.emit("block", index=index)
             bus.emit("pass_end", unique_bytes=8, kept_bytes=8)
-            bus.emit("stats", total_stall_seconds=0.5)
+            for model in range(2):
+                bus.emit("stats", step=step, total_stall_seconds=step + model, copy_out_bytes_per_second=step)
             run.step(step, seconds=1.0, loss=1.0)
         for factor in (2, 2.001, 1.5, 3):  # samples after the details have ended
             run._memory(int(factor * 2**40), None)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["status"], summary["stall_seconds"]) == (100, "ok", None)
-    events = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert summary["copy_out_bytes_per_second"] == 100
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [e["rss_bytes"] for e in events if e.get("rss_bytes", 0) > 2**40] == [2 * 2**40, 3 * 2**40]
     written = kinds(tmp_path)
     at = written.index("message")
-    assert set(written[at:]) == {"message", "stats", "step", "run_end"} and written.count("stats") == 100
+    assert set(written[at:-4]) == {"message", "step"} and written[-4:] == ["stats", "stats", "step", "run_end"]
+    totals = [(event["step"], event["total_stall_seconds"]) for event in events if event["event"] == "stats"]
+    assert totals[:3] == [(1, 1), (1, 2), (2, 2)] and totals[-2:] == [(100, 100), (100, 101)]
     assert (tmp_path / "run.jsonl").stat().st_size < 60_000
     assert last(tmp_path, "message")["text"] in caplog.text and caplog.text.count("but no other samples") == 1
 

@@ -21,6 +21,7 @@ import ebbtide
 from benchmarks.nodevice import NoDevice
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Block
+from ebbtide.engine.idle import MOST_SETTINGS
 from ebbtide.engine.passes import MOST_ORDERS, Pass, RunRecord
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
@@ -228,6 +229,24 @@ def test_idle_engines_of_earlier_rules_are_dropped(no_collector: None, monkeypat
     assert engine() is not None
     ebbtide.register_recompute("CubedBackward", lambda node: None)
     assert engine() is None
+
+
+def test_idle_engines_of_settings_that_never_repeat_are_dropped(
+    no_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has host memory, of which a process has one budget."""
+    monkeypatch.setattr(ebbtide.api, "open_tier", lambda *given, **options: HostTier(NoDevice()))
+    monkeypatch.setattr(ebbtide.api, "_idle_engines", {})
+    engines: list[Callable[[], Any]] = []
+    for number in range(3 * MOST_SETTINGS):
+        for window in (1 << 20, (2 << 20) + number):
+            with ebbtide.offload_saved_tensors(min_bytes=0, window=window) as context:
+                y = torch.randn(64, requires_grad=True).exp().sum()
+            y.backward()
+            engines.append(weakref.ref(context._latest))
+    del context
+    first, *others = {id(engine()): engine() for engine in engines if engine() is not None}.values()
+    assert first is engines[0]() and len(others) == MOST_SETTINGS - 1
 
 
 def test_a_closed_handle_closes_its_store_after_the_last_backward() -> None:
